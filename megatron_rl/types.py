@@ -236,6 +236,9 @@ class LLMResponse:
 
 PART = "part/"
 """Begins the name of a column with a part of the reward."""
+TURN_REWARDS = "turn_rewards"
+"""The column of tokens with the rewards of a dialogue where they arose: each on the last token of the reply that earned
+it, 0 elsewhere. A trajectory's add up to its reward."""
 REPLAYED = "is_replayed"
 """The column of a batch with groups that an earlier step has trained: 1 for theirs, 0 for fresh ones."""
 
@@ -276,7 +279,7 @@ class Trajectory:
     """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """Further per-token tensors, such as `routes`, `[n, layers, slots]` (megatron_rl/routes.py)."""
+    """Further per-token tensors, such as `turn_rewards` and `routes`, `[n, layers, slots]` (megatron_rl/routes.py)."""
     sequence: dict[str, float] = field(default_factory=dict)
     """Further numbers of the whole sequence, e.g. `greedy_reward`; the parts of a `Reward` come to them."""
 

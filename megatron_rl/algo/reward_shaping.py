@@ -1,7 +1,8 @@
 """Reward shaping: from what a workflow reported to what an estimator compares, over the whole step's trajectories.
 
 In this order: the share of replies that were cut off, minus the overlong penalty, per written token, running
-normalisation, clip, minus the KL penalty.
+normalisation, clip, minus the KL penalty. Where a dialogue's replies have rewards of their own, what multiplies its
+reward multiplies theirs, and what is added to it or cut off stands on its last trained token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_rl.algo.normalize import group_numbers, mean_of, shares_of
 from megatron_rl.algo.turns import turns_of
 from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
 from megatron_rl.ops.reference import KL
-from megatron_rl.types import TrajectoryBatch
+from megatron_rl.types import TURN_REWARDS, TrajectoryBatch
 
 
 class RunningMoments:
@@ -69,9 +70,13 @@ class RewardShaper:
         `ref_logprobs` too."""
         by_token = token_rewards(batch)
         raw = batch.sums_of_tokens(by_token) if "rewards" in batch.tokens else batch["rewards"].double()
-        scores = self._shaped(raw, batch)
+        longest, total = self._lengths(batch)
+        scores = self._shaped(raw, batch, longest, total)
         if "greedy_reward" in batch:
             batch.sequences["greedy_score"] = self._of_greedy(batch)
+        if TURN_REWARDS in batch.tokens:
+            by_token = self._times(by_token, batch.spread(longest), batch.spread(total))
+            raw = self._times(raw, longest, total)
         by_token = by_token + at_the_end(scores - raw, batch)  # so that a trajectory's tokens still add up to its score
         self.last = {"reward/shaped": float(means_of_fresh(batch, scores).mean())}
         if self.algo.penalizes_reward:
@@ -82,11 +87,18 @@ class RewardShaper:
         batch.sequences["scores"] = scores
         batch.tokens["token_rewards"] = by_token.float()
 
-    def _shaped(self, raw: Tensor, batch: TrajectoryBatch) -> Tensor:
+    def _lengths(self, batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each trajectory's longest reply and of all its replies, `[B]`; 0 where none counts."""
+        if not self._is_by_length:
+            nothing = torch.zeros(len(batch), dtype=torch.int64)
+            return nothing, nothing
+        total = batch.sums_of_tokens(written_tokens(batch).long())
+        return longest_replies(batch), total
+
+    def _shaped(self, raw: Tensor, batch: TrajectoryBatch, longest: Tensor, total: Tensor) -> Tensor:
         scores = raw
         if self._is_by_length:
-            total = batch.sums_of_tokens(written_tokens(batch).long())
-            scores = self._by_length(raw, longest_replies(batch), total)
+            scores = self._by_length(raw, longest, total)
         if self.options.running != "none":
             self.moments.add(means_of_fresh(batch, scores))  # this batch counts in its own scaling
         return self._scaled(scores)
@@ -121,6 +133,15 @@ class RewardShaper:
             scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
         return scores / total.clamp_min(1) if options.per_token else scores
 
+    def _times(self, rewards: Tensor, longest: Tensor, total: Tensor) -> Tensor:
+        """Multiply rewards as their trajectories' are: `[K]`, and the lengths of those."""
+        options = self.options
+        if options.cut_off_share < 1:
+            rewards = torch.where(longest >= self.longest_reply, options.cut_off_share * rewards, rewards)
+        if options.per_token:
+            rewards = rewards / total.clamp_min(1)
+        return rewards / self.moments.std if options.running != "none" and self.moments.std > 0 else rewards
+
     def _scaled(self, scores: Tensor) -> Tensor:
         options = self.options
         if options.running != "none":
@@ -153,9 +174,12 @@ def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
     """Add a reward model's `[B]` scores to the workflow's rewards; `model_rewards` keeps them.
 
-    Where rewards are by token, a score is on the last trained one, and a trajectory without any gets none.
+    Where rewards are by token, a score is on the last trained one, and a trajectory without any gets none. Where they
+    are by turn, it is the last turn's.
     """
     batch.sequences["model_rewards"] = scores
+    if TURN_REWARDS in batch.tokens:
+        batch.tokens[TURN_REWARDS] = batch[TURN_REWARDS] + at_the_end(coefficient * scores, batch)
     if "rewards" in batch.tokens:
         batch.tokens["rewards"] = batch["rewards"] + at_the_end(coefficient * scores, batch)
     else:
@@ -179,10 +203,26 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def token_rewards(batch: TrajectoryBatch) -> Tensor:
-    """`[N]` float64: the workflow's rewards by token, 0 where one is not trained, or each trajectory's on its last."""
+    """`[N]` float64: the workflow's rewards by token, 0 where one is not trained; or by turn, where they arose; or each
+    trajectory's on its last."""
     if "rewards" in batch.tokens:
         return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
+    if TURN_REWARDS in batch.tokens:
+        return where_they_arose(batch[TURN_REWARDS].double(), batch)
     return at_the_end(batch["rewards"].double(), batch)
+
+
+def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
+    """`[N]` -> `[N]`: each value on its token, or where that is not trained any more on the last trained one before it.
+
+    Without such a one nothing that is trained has earned it, and it is left out.
+    """
+    trained, place = batch["loss_mask"].nonzero()[:, 0], values.nonzero()[:, 0]
+    before = torch.searchsorted(trained, place, right=True) - 1  # among the trained tokens
+    has_one = before >= 0
+    place, target = place[has_one], trained[before[has_one]]
+    is_own = target >= batch.cu_seqlens[batch.sequence_ids[place]]
+    return torch.zeros_like(values).index_add_(0, target[is_own], values[place[is_own]])
 
 
 def written_tokens(batch: TrajectoryBatch) -> Tensor:

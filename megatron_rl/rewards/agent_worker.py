@@ -55,7 +55,7 @@ def value_of(found: Any) -> dict[str, Any]:
     if found is None:
         return {"value": None}
     try:
-        value = float(found)
+        value = list(map(float, found)) if isinstance(found, list | tuple) else float(found)
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
         return {"wrong": shortened(found)}

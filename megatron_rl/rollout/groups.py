@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl import routes
-from megatron_rl.types import PART, TOKEN_KEYS, Runs, Trajectory, TrajectoryBatch
+from megatron_rl.types import PART, TOKEN_KEYS, TURN_REWARDS, Runs, Trajectory, TrajectoryBatch
 
-NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample")
+NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample", "agent")
 """Columns of numbers that something is computed from."""
 ROUNDING = 1e-6
 """Of a reward in float32, or a sum of them, as a share of it."""
@@ -143,6 +143,8 @@ def _check_group(group: TrajectoryBatch) -> None:
                 f"arun_episode returned {name} = {columns[name].tolist()}: must be finite numbers of float32; have it "
                 f"raise an error where it has none, or return None to leave the prompt out."
             )
+    if TURN_REWARDS in group:
+        _check_turn_rewards(group)
     if int(group.lengths.min()) < 1:
         raise ValueError(f"arun_episode returned trajectories of {group.lengths.tolist()} tokens: each needs one.")
     if not bool(group["loss_mask"].any()):
@@ -151,6 +153,34 @@ def _check_group(group: TrajectoryBatch) -> None:
             f"{len(group['loss_mask'])} tokens: nothing would be trained; set it where the policy wrote, or return "
             f"None to leave the prompt out."
         )
+
+
+def _check_turn_rewards(group: TrajectoryBatch) -> None:
+    """Refuse rewards of replies that nobody has earned, or that are not those of their trajectory."""
+    if TURN_REWARDS not in group.tokens or "rewards" in group.tokens:
+        raise ValueError(
+            f"arun_episode returned {TURN_REWARDS} and rewards that are not one number for each token and one for each "
+            f"trajectory; give tokens[{TURN_REWARDS!r}] beside the trajectories' rewards, or tokens['rewards'] alone."
+        )
+    column = group.tokens[TURN_REWARDS] = group[TURN_REWARDS].float()
+    mask, bounds = group["loss_mask"], group.cu_seqlens.tolist()
+    for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        own, trained = column[start:stop], mask[start:stop]
+        what = f"arun_episode returned trajectory {number} with {TURN_REWARDS}"
+        wrong = (~own.isfinite() | (~trained & (own != 0))).nonzero()
+        if len(wrong):
+            place = int(wrong[0, 0])
+            raise ValueError(
+                f"{what} that hold {float(own[place])} at token {place}: must be finite, and 0 for a token that is not "
+                f"trained; put a reply's reward on its last token."
+            )
+        reward, total = float(group["rewards"][number]), float(own.double().sum())
+        allowed = ROUNDING * (abs(reward) + float(own.double().abs().sum()))
+        if bool(trained.any()) and abs(reward - total) > allowed:
+            raise ValueError(
+                f"{what} that add up to {total:g} and reward = {reward:g}: must be the same; where a workflow changes "
+                f"a dialogue's reward it changes the rewards of its replies too, or takes their column out."
+            )
 
 
 def is_tensordict(result: Any) -> bool:

@@ -31,7 +31,8 @@ class AgentWorkflow(RolloutWorkflow):
 
     The agent, a function or a coroutine function, returns its reward, or None to have the reward function score the
     last reply that it got; so is one scored that fails because its dialogue has outgrown the context. Every dialogue
-    that it led through the proxy becomes a trajectory with that reward; all of them are one group. `sequence["turns"]`
+    that it led through the proxy becomes a trajectory with that reward; all of them are one group. A list has a reward
+    for each reply, in the order in which they came, and a trajectory's is the sum of its own. `sequence["turns"]`
     counts a dialogue's replies, `sequence["sample"]` numbers its sample.
 
     The agent is a function of a module: its processes import it. Each is killed at the end of its run, with all that
@@ -110,5 +111,9 @@ class AgentWorkflow(RolloutWorkflow):
         # Here the session is closed: nothing changes its dialogues while they are scored.
         if value is None and session.last_reply is None:
             return []
-        reward = float(await self.reward(session.last_reply, data) if value is None else value)
-        return session.trajectories(reward, sample=sample)
+        if value is None:
+            value = float(await self.reward(session.last_reply, data))
+        try:
+            return session.trajectories(value, sample=sample)
+        except ValueError as error:
+            raise ValueError(f"agent {self.workers.path}: returned {error}") from error

@@ -105,13 +105,31 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._rid = uuid.uuid4().hex
         self._states: dict[str, list[State]] = {}
+        self._replied: list[State] = []
+        """After each reply, in the order in which they came."""
         self._asked: Counter[str] = Counter()
         self._calls: set[asyncio.Task[Answer]] = set()
 
-    def trajectories(self, reward: float, **sequence: float) -> list[Trajectory]:
-        """Return one for each dialogue, and each way that it took, in the order of their first replies' ends."""
+    def trajectories(self, reward: float | list[float], **sequence: float) -> list[Trajectory]:
+        """Return one for each dialogue, and each way that it took, in the order of their first replies' ends.
+
+        reward: of each of them; or of each reply, in the order in which they came. Then a trajectory has the sum of
+        those that are trained in it. ValueError for another number of rewards than replies.
+        """
         tips = [state for states in self._states.values() for state in states if not state.is_continued]
-        return [tip.line.conversation.trajectory(reward, turns=tip.replies, **sequence) for tip in tips]
+        if not isinstance(reward, list):
+            for tip in tips:
+                tip.line.conversation.earn(reward)  # all trajectories of a run have the same columns
+            return [tip.line.conversation.trajectory(reward, turns=tip.replies, **sequence) for tip in tips]
+        if len(reward) != len(self._replied):
+            raise ValueError(f"{len(reward)} rewards for {len(self._replied)} replies: must be one for each.")
+        for state, own in zip(self._replied, reward, strict=True):
+            state.line.conversation.earn(own, end=state.length)
+        dialogues = [(tip.line.conversation, tip.replies) for tip in tips]
+        return [
+            dialogue.trajectory(sum(own for _, own in dialogue.earned or []), turns=replies, **sequence)
+            for dialogue, replies in dialogues
+        ]
 
     async def close(self) -> None:
         """End what is generated for it, and answer nothing any more."""
@@ -204,6 +222,7 @@ class AgentSession:
         name = name_after(names[-1], normal(answer.message, "reply"))
         state = State(line, len(conversation), conversation.replies, conversation.last_reply)
         self._states.setdefault(name, []).append(state)
+        self._replied.append(state)
         self.last_reply = reply
         return answer
 

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from megatron_rl.api import InfrastructureFailure
-from megatron_rl.types import LLMResponse, Reward, Trajectory, route_column
+from megatron_rl.types import TURN_REWARDS, LLMResponse, Reward, Trajectory, route_column
 from megatron_rl.workflows.scoring import prompt_ids
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class Conversation:
 
         talk = Conversation(template.opening({"messages": messages}))
         talk.take(reply := await engine.agenerate(LLMRequest(rid=rid, input_ids=list(talk.ids))))
+        talk.earn(0.5)  # of this reply, where a dialogue's replies have rewards of their own
         talk.add(template.following([{"role": "user", "content": "Are you sure?"}], reply.output_tokens))
-        trajectory = talk.trajectory(reward=1.0)
+        trajectory = talk.trajectory(reward=0.5)
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -44,6 +45,8 @@ class Conversation:
         self.versions = torch.empty(0, dtype=torch.int32)
         self.routes: Tensor | None = None
         """Of the rows from the beginning that a server has read."""
+        self.earned: list[tuple[int, float]] | None = None
+        """Rewards of replies, each with the place of the reply's last token; None where the dialogue alone has one."""
         self.last_reply: list[int] = []
         self.replies = 0
         self.add(prompt)
@@ -79,6 +82,16 @@ class Conversation:
             self.routes = torch.cat([known, reply.routes[len(known) :]])
         self.replies += 1
 
+    def earn(self, reward: float, *, end: int | None = None) -> None:
+        """Reward the last reply, or the last one in the first `end` tokens: on its last token.
+
+        Where none of these tokens is trained there is nothing to reward.
+        """
+        self.earned = self.earned or []
+        trained = self.loss_mask[:end].nonzero()
+        if len(trained):
+            self.earned.append((int(trained[-1]), reward))
+
     def fork(self, length: int) -> Conversation:
         """Return a copy of the first `length` tokens that goes its own way. It does not know the replies in them."""
         # A list and a mask of its own: the same dialogue may go on in two ways at once.
@@ -86,6 +99,7 @@ class Conversation:
         copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length].clone()
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
         copy.routes = None if self.routes is None else self.routes[:length]
+        copy.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
         return copy
 
     def take_back(self, length: int) -> None:
@@ -94,21 +108,32 @@ class Conversation:
         self.loss_mask, self.logprobs = self.loss_mask[:length], self.logprobs[:length]
         self.versions = self.versions[:length]
         self.routes = None if self.routes is None else self.routes[:length]
+        self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
 
     def leave_out_before(self, length: int) -> None:
-        """Do not train the first `length` tokens: another trajectory has them."""
+        """Do not train the first `length` tokens: another trajectory has them, and their rewards."""
         self.loss_mask[:length] = False
+        self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] >= length]
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
+        """Return what there is so far. reward: of the whole dialogue; rewards of its replies add up to it."""
         return Trajectory(
             input_ids=torch.tensor(self.ids, dtype=torch.int32),
             loss_mask=self.loss_mask.clone(),
             logprobs=self.logprobs,
             versions=self.versions,
             reward=reward if isinstance(reward, Reward) else float(reward),
-            tokens=route_column(self.routes, len(self)),
+            tokens=route_column(self.routes, len(self)) | self._turn_rewards(),
             sequence=sequence,
         )
+
+    def _turn_rewards(self) -> dict[str, Tensor]:
+        if self.earned is None:
+            return {}
+        column = torch.zeros(len(self), dtype=torch.float64)
+        for place, reward in self.earned:
+            column[place] += reward
+        return {TURN_REWARDS: column.float()}
 
 
 class Form(abc.ABC):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_rl.api import together
-from megatron_rl.workflows.tools import Tool, ToolCall, run_call, split_tool_calls
+from megatron_rl.workflows.tools import Rewarded, Tool, ToolCall, run_call, split_tool_calls
 
 MOST_CALLS = 16
 """Most tool calls of one reply, which could hold hundreds, each a process or a request."""
@@ -23,7 +23,7 @@ class Turn:
 
     messages: Sequence[dict[str, Any]] = ()
     reward: float = 0.0
-    """A trajectory's reward is the sum over its turns."""
+    """Of the reply that it answers. A trajectory's reward is the sum over its turns."""
 
 
 class Environment(abc.ABC):
@@ -64,7 +64,10 @@ class Environment(abc.ABC):
         """Answer a reply. The workflow may end the episode after any turn, for want of turns or tokens."""
 
     async def ended(self) -> float:
-        """Return what the whole dialogue has earned beside its turns, whether it or the workflow has ended it."""
+        """Return what the whole dialogue has earned beside its turns, whether it or the workflow has ended it.
+
+        It is the last reply's.
+        """
         return 0.0
 
     async def close(self) -> None:  # noqa: B027  (most worlds have nothing to close)
@@ -105,6 +108,8 @@ class SelfCorrection(Environment):
 class ToolUse(Environment):
     """Runs the tools that a reply calls; one that calls none is the answer, which the reward function scores.
 
+    A call may earn the reply that makes it something too, by `tools.Rewarded`.
+
     ToolUseWorkflow makes one for each dialogue.
     """
 
@@ -128,5 +133,6 @@ class ToolUse(Environment):
             messages=[
                 {"role": "tool", "name": call.name, "content": str(result)}
                 for call, result in zip(calls, results, strict=True)
-            ]
+            ],
+            reward=sum((result.reward for result in results if isinstance(result, Rewarded)), 0.0),
         )

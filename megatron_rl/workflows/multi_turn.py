@@ -40,6 +40,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     """`gconfig.n_samples` dialogues per prompt, each with an environment of its own.
 
     `sequence["turns"]` counts a dialogue's replies. Each reply has at most gconfig.max_new_tokens tokens.
+    `tokens["turn_rewards"]` has each turn's reward on its reply's last token.
 
         workflow = MultiTurnWorkflow(
             reward, GenerationConfig(n_samples=4), tokenizer, SelfCorrection, max_tokens=2048,
@@ -109,13 +110,16 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 turn = await self._in_time(environment, f"step {conversation.replies}", step)
                 # The turn's reward counts in every case, its messages only if a reply to them has room.
                 reward += turn.reward
+                conversation.earn(turn.reward)
                 if not turn.messages or conversation.replies == self.max_turns:
                     break
                 added = form.following(turn.messages, reply.output_tokens)
                 if len(conversation) + len(added) >= self.max_tokens:
                     break
                 conversation.add(added)
-            reward += await self._in_time(environment, "ending", world.ended())
+            at_end = await self._in_time(environment, "ending", world.ended())
+            reward += at_end
+            conversation.earn(at_end)
         finally:  # also of a sample that is cancelled: a world may have processes or files
             await self._in_time(environment, "close", environment.close())
         return conversation.trajectory(reward, turns=conversation.replies)

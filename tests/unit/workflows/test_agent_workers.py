@@ -130,12 +130,12 @@ def test_an_agent_that_exits_ends_its_own_process_alone(workers, how, name):
         run(workers(trying_agents.raises_what_is_no_exception), {"how": how})
 
 
-@pytest.mark.parametrize(("value", "found"), [(2, 2.0), (None, None), (True, 1.0)])
+@pytest.mark.parametrize(("value", "found"), [(2, 2.0), (None, None), (True, 1.0), ([1, 0.5], [1.0, 0.5]), ([], [])])
 def test_coroutines_are_awaited_and_give_numbers_or_none(workers, value, found):
     assert run(workers(trying_agents.is_awaited, value=value), {}) == found
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much", [1.0]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much", [1.0, float("nan")], [[1.0]]])
 def test_a_value_that_is_no_number_is_refused(workers, value):
     with pytest.raises(ValueError, match="must be a finite number or None"):
         run(workers(trying_agents.is_awaited, value=value), {})
