@@ -85,7 +85,10 @@ def _over_std_of_others(result: Tensor, batch: TrajectoryBatch) -> Tensor:
 
 FIXED_POINT = 2.0**32
 """Weights are added up in whole numbers of 1 / FIXED_POINT, of which int64 holds far more than a group has."""
-DISCOUNT = {"discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing")}
+DISCOUNT = {
+    "discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing"),
+    "level": (lambda value: value in ("token", "turn"), "must be token or turn"),
+}
 CPGD = {
     "weight": (lambda value: value in ("equal", "std", "clip_filter"), "must be equal, std or clip_filter"),
     "most": (lambda value: value >= 1, "must be at least 1; 1 weighs no group more"),
@@ -99,23 +102,23 @@ PASS_AT_K = {
 
 
 @estimator("reinforce", rules=DISCOUNT)
-def reinforce(batch: TrajectoryBatch, *, discount: float = 1.0) -> Tensor:
+def reinforce(batch: TrajectoryBatch, *, discount: float = 1.0, level: str = "token") -> Tensor:
     """sum over t' >= t of discount^(t' - t) r_t'.
 
-    The discount counts trained tokens.
+    The discount counts trained tokens. By turn, t counts turns, and r_t is what a turn's tokens have earned.
     Source: Williams 1992
     """
-    return returns(batch, discount)
+    return returns(batch, discount, level)
 
 
 @estimator("reinforce++", mean="batch", std="batch", rules=DISCOUNT)
-def reinforce_plus_plus(batch: TrajectoryBatch, *, discount: float = 1.0) -> Tensor:
+def reinforce_plus_plus(batch: TrajectoryBatch, *, discount: float = 1.0, level: str = "token") -> Tensor:
     """(G_t - mean over the batch's tokens) / their std, G_t the discounted return.
 
-    Meant for a KL penalty in the reward: algo.kl_in = reward.
+    Meant for a KL penalty in the reward: algo.kl_in = reward. By turn, G_t is as in reinforce.
     Source: arXiv 2501.03262
     """
-    return returns(batch, discount)
+    return returns(batch, discount, level)
 
 
 @estimator("reinforce++-baseline", mean="batch", std="batch", compares_group=True)
@@ -316,12 +319,10 @@ def gae(
     mask, bounds = batch["loss_mask"], batch.cu_seqlens
     rewards, values, turn = batch["token_rewards"], batch["values"], None
     if level == "turn":
-        turn, bounds = turns_of(mask, bounds)
-        first = first_of_turn(
-            turn
-        )  # [turns]: from here on a turn is what a token was, and `bounds` what cu_seqlens was
-        by_turn = torch.zeros(len(first), dtype=torch.float64).index_add_(0, turn[mask], rewards[mask].double())
-        rewards, values, mask = by_turn.to(values.dtype), values[first], torch.ones(len(first), dtype=torch.bool)
+        # From here on a turn is what a token was, and `bounds` what cu_seqlens was.
+        turn, bounds, earned = turn_rewards(batch)
+        values, mask = values[first_of_turn(turn)], torch.ones(len(earned), dtype=torch.bool)
+        rewards = earned.to(values.dtype)
     given = (rewards, values, mask, bounds)
     if length_factor > 0:
         advantages, found = _gae_by_length(*given, discount=discount, length_factor=length_factor)
@@ -367,10 +368,23 @@ def sample_shares(batch: TrajectoryBatch) -> Tensor:
     return shares_of(batch.samples)
 
 
-def returns(batch: TrajectoryBatch, discount: float) -> Tensor:
+def returns(batch: TrajectoryBatch, discount: float, level: str = "token") -> Tensor:
+    """`[N]` float64: each trained token's, or its turn's, reward and the discounted ones behind it."""
+    if level == "turn":
+        turn, bounds, earned = turn_rewards(batch)
+        everything = torch.ones(len(earned), dtype=torch.bool)
+        return spread_over_turns(packed_discounted_returns(earned, everything, bounds, discount=discount), turn)
     return packed_discounted_returns(
         batch["token_rewards"].double(), batch["loss_mask"], batch.cu_seqlens, discount=discount
     )
+
+
+def turn_rewards(batch: TrajectoryBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's turn and the turns' bounds, as turns_of, and what each turn has earned, `[turns]` float64."""
+    mask = batch["loss_mask"]
+    turn, bounds = turns_of(mask, batch.cu_seqlens)
+    earned = torch.zeros(int(bounds[-1]), dtype=torch.float64)
+    return turn, bounds, earned.index_add_(0, turn[mask], batch["token_rewards"][mask].double())
 
 
 def of_teacher(batch: TrajectoryBatch) -> Tensor:

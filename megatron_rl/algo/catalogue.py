@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algo import advantage, fused_losses, torch_losses  # noqa: F401  they enter themselves
+from megatron_rl.algo import advantage, fused_losses, torch_losses, turn_advantage  # noqa: F401  they enter themselves
 from megatron_rl.algo.preference import Pairs, PreferenceLoss
 from megatron_rl.algo.registry import ESTIMATORS, LOSSES, PAIR_LOSSES, Estimator, FusedLoss, PairLoss, Rules, TorchLoss
 from megatron_rl.config.import_path import resolve

@@ -11,11 +11,12 @@ from megatron_rl.config.rules import Section, above, at_least, name_or_import_pa
 
 ESTIMATORS = (
     *("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline", "remax", "opo", "cpgd"),
-    *("otb", "maxrl", "pass@k", "gdpo", "gae", "none"),
+    *("otb", "maxrl", "pass@k", "gdpo", "gae", "none", "turn_norm", "gigpo", "agent_norm"),
 )
 """Names in the catalogue of megatron_rl.algo, which this module does not import; tests compare them."""
 COMPARE_GROUP = (
     *("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "otb", "maxrl", "pass@k", "gdpo"),
+    *("turn_norm", "gigpo", "agent_norm"),
 )
 """Estimators that compare the replies of one prompt, so that there must be several."""
 LOSSES = (

@@ -44,6 +44,10 @@ WORKFLOWS = {
 }
 
 
+ESTIMATORS = {"MultiTurn": "gigpo", "ToolUse": "turn_norm", "Debate": "agent_norm"}
+"""Of workflows whose turns or agents are compared. Others take the default."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_talkative_model(tmp_path_factory.mktemp("model"))
@@ -78,6 +82,7 @@ def trained(model, server, tmp_path):
         settings = (*server, *SMALL, f"model.path={model}", f"run.folder={tmp_path / 'run'}")
         workflow = (f"rollout.workflow=megatron_rl.workflows:{name}Workflow",)
         workflow += (f"rollout.workflow_args={json.dumps(WORKFLOWS[name])}",)
+        workflow += (f"algo.advantage={ESTIMATORS[name]}",) if name in ESTIMATORS else ()
         output = tmp_path / "output.txt"
         codes = exit_codes(start_ranks(1, train_and_keep, (*settings, *workflow), output))
         assert codes == [0], output.read_text()
@@ -107,8 +112,12 @@ def check_step(model, batch, step):
 
 
 def sequences(batch):
+    return by_trajectory(batch, "input_ids", "loss_mask")
+
+
+def by_trajectory(batch, *names):
     bounds = batch.cu_seqlens.tolist()
-    return [(batch["input_ids"][a:b], batch["loss_mask"][a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [tuple(batch[name][a:b] for name in names) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def runs_of(mask):
@@ -140,6 +149,11 @@ def check_feedback(batch, tokenizer):
     for turns, (ids, mask) in zip(batch["turns"], sequences(batch), strict=True):
         assert turns == runs_of(mask) == 3
         assert tokenizer.decode(ids[~mask]).count("<|user|>wrong<|end|><|assistant|>") == 2
+    turns = batch["turn_rewards"].nonzero()[:, 0]
+    assert len(turns) > len(batch) and batch["loss_mask"][turns].all(), "of tries that came nearer, or went away"
+    torch.testing.assert_close(batch.sums_of_tokens(batch["turn_rewards"]), batch["rewards"])
+    advantages = {tuple(own[mask].unique().tolist()) for own, mask in by_trajectory(batch, "advantages", "loss_mask")}
+    assert max(map(len, advantages)) == 3, "three tries of one dialogue are told apart"
 
 
 def check_tools(batch, tokenizer):

@@ -152,6 +152,14 @@ def compared_batch():
     batch.sequences["sample"] = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
     for name in ("proximal_logprobs", "ref_logprobs", "cold_logprobs", "values", "entropies"):
         batch.tokens[name] = torch.randint(-8, 0, (len(batch["logprobs"]),), generator=generator) / 7
+    # Dialogues of two agents: every fourth token is another's, and says the same.
+    batch.tokens["input_ids"] = torch.zeros_like(batch["input_ids"])
+    others = (torch.arange(len(batch["loss_mask"])) - batch.cu_seqlens[batch.sequence_ids]) % 4 == 0
+    batch.tokens["loss_mask"] = batch["loss_mask"] & ~others
+    batch["versions"] = torch.where(batch["loss_mask"], 0, -1)
+    batch.sequences["agent"] = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    batch.tokens["turn_rewards"] = torch.rand(len(batch["loss_mask"]), generator=generator) * batch["loss_mask"]
+    batch.sequences["rewards"] = batch.sums_of_tokens(batch["turn_rewards"])
     batch.sequences["part/a"] = torch.arange(len(batch)).float().sin()
     batch.sequences["part/b"] = batch["rewards"] - batch["part/a"]
     batch.tokens["entropies"] = batch["entropies"].round()  # so few that the last one kept is one of several like it
@@ -168,6 +176,9 @@ COMPARED = (
     (AlgorithmConfig(advantage="rloo", loss="m2po"), {}),
     (AlgorithmConfig(advantage="gdpo"), {}),
     (AlgorithmConfig(advantage="otb", positive_weight=0.1, positive_reward=0.0), {}),
+    (AlgorithmConfig(advantage="turn_norm", advantage_args={"discount": 0.9}), {"per_token": True}),
+    (AlgorithmConfig(advantage="gigpo"), {"running": "std"}),
+    (AlgorithmConfig(advantage="agent_norm"), {}),
     (AlgorithmConfig(loss="clip_cov", loss_args={"share": 0.1, "low": 0.01}), {}),
     (AlgorithmConfig(loss="kl_cov", loss_args={"share": 0.2}), {}),
 )

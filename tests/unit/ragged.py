@@ -6,12 +6,16 @@ from megatron_rl.types import TrajectoryBatch
 
 LENGTHS = (5, 9, 1, 7, 12, 3, 8, 6, 10)
 GROUPS = (4, 7, 4, 4, 0, 7, 9, 0, 0)  # not in order; 9 has one trajectory
+AGENTS = (0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0)
 UNTRAINED = 5
 """This trajectory's tokens are all masked, as where they were too old; its reward still counts for its group."""
 
 
 def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
-    """Trajectories of several turns; about half of the tokens are trained, never a first one."""
+    """Trajectories of several turns; about half of the tokens are trained, never a first one.
+
+    What is said between them has two words, so that turns often begin in the same state.
+    """
     generator = torch.Generator().manual_seed(seed)
     count, starts = sum(LENGTHS), torch.tensor([0, *LENGTHS]).cumsum(0)
     mask = torch.rand(count, generator=generator) < 0.6
@@ -21,7 +25,7 @@ def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
     noise = torch.randn(6, count, generator=generator)
     rewards = torch.randn(len(LENGTHS), generator=generator)
     tokens = {
-        "input_ids": torch.arange(count),
+        "input_ids": torch.arange(count) % 2,
         "loss_mask": mask,
         "logprobs": -noise[0].abs() * mask,
         "ref_logprobs": -noise[1].abs() * mask,
@@ -36,6 +40,7 @@ def ragged_batch(seed: int = 0, binary: bool = False) -> TrajectoryBatch:
         "greedy_reward": torch.rand(len(LENGTHS), generator=generator),
         "greedy_tokens": torch.randint(1, 12, (len(LENGTHS),), generator=generator).float(),
         "group": torch.tensor(GROUPS),
+        "agent": torch.tensor(AGENTS),
     }
     sequences["part/right"] = torch.rand(len(LENGTHS), generator=generator).round(decimals=1)
     sequences["part/form"] = sequences["rewards"] - sequences["part/right"]

@@ -18,6 +18,7 @@ from megatron_rl.config import COMPARE_GROUP, ESTIMATORS, AlgorithmConfig, Rewar
 from megatron_rl.rollout.groups import is_uniform, mask_older
 from megatron_rl.run.step_metrics import batch_metrics
 from megatron_rl.types import Trajectory, TrajectoryBatch
+from tests.unit import turn_definitions
 from tests.unit.ragged import GROUPS, LENGTHS, parts_of, ragged_batch
 
 
@@ -67,6 +68,19 @@ def discounted(batch, discount):
         for distance, t in enumerate(reversed(trained(batch, i))):
             result[t] = reward * discount**distance
     return result
+
+
+def at_the_end(batch):
+    """Each trajectory's reward on its last trained token, `[N]` float64."""
+    result = torch.zeros(len(batch["input_ids"])).double()
+    for i, reward in enumerate(batch["rewards"].tolist()):
+        result[trained(batch, i)[-1:]] = reward
+    return result
+
+
+def reinforce_by_turn(batch, discount):
+    turns = turn_definitions.turns_of_batch(batch, at_the_end(batch), discount)
+    return turn_definitions.by_turn(batch, turns, lambda turn: turn.returned)
 
 
 def gae_by_turn(batch, discount, trace_decay):
@@ -164,7 +178,9 @@ def expected(name, batch, args):
         "group_norm": lambda: by_token(batch, map(per_std, count)),
         "dr_grpo": lambda: by_token(batch, [r[i] - center[i] for i in count]),
         "rloo": lambda: by_token(batch, map(per_std_of_others if args.get("over_std") else from_mean_of_others, count)),
-        "reinforce": lambda: discounted(batch, args.get("discount", 1.0)),
+        "reinforce": lambda: (reinforce_by_turn if args.get("level") == "turn" else discounted)(
+            batch, args.get("discount", 1.0)
+        ),
         "reinforce++": lambda: whitened(batch, discounted(batch, args.get("discount", 1.0))),
         "reinforce++-baseline": lambda: whitened(batch, by_token(batch, [r[i] - center[i] for i in count])),
         "remax": lambda: by_token(batch, [r[i] - float(batch["greedy_reward"][i]) for i in count]),
@@ -173,6 +189,9 @@ def expected(name, batch, args):
         "none": lambda: torch.zeros(len(batch["input_ids"])).double(),
         "maxrl": lambda: by_token(batch, [(r[i] - center[i]) / center[i] if center[i] > 0 else 0.0 for i in count]),
         "pass@k": lambda: by_token(batch, best_of(batch, args.get("k", 4))),
+        "turn_norm": lambda: turn_definitions.turn_norm(batch, at_the_end(batch), **args),
+        "gigpo": lambda: turn_definitions.gigpo(batch, at_the_end(batch), r, **args),
+        "agent_norm": lambda: by_token(batch, turn_definitions.agent_norm(batch, r, **args)),
         "gdpo": lambda: decoupled(batch, {"right": 1.0, "form": 1.0}),
         "gae": lambda: whitened(
             batch,
@@ -217,7 +236,13 @@ def test_the_squared_probabilities_of_a_vocabulary_come_from_one_token_at_two_te
 ARGS = [(name, {}) for name in ESTIMATORS] + [
     ("rloo", {"over_std": True}),
     ("reinforce", {"discount": 0.9}),
+    ("reinforce", {"discount": 0.9, "level": "turn"}),
     ("reinforce++", {"discount": 0.8}),
+    ("turn_norm", {"discount": 0.5}),
+    ("turn_norm", {"discount": 0.9, "std": False}),
+    ("gigpo", {"discount": 0.5, "weight": 2.0}),
+    ("gigpo", {"discount": 1.0, "std": False, "anchor": "history"}),
+    ("agent_norm", {"std": False}),
     ("cpgd", {"weight": "equal"}),
     ("cpgd", {"weight": "clip_filter"}),
     ("cpgd", {"weight": "clip_filter", "most": 1.1}),
@@ -578,6 +603,11 @@ def test_arguments_and_names_that_do_not_fit_are_refused():
         ("cpgd", {"weight": ["std"]}, r"weight = \['std'\]: must be equal, std or"),
         ("pass@k", {"k": 2.5}, "k = 2.5: must be at least 1"),
         ("pass@k", {"k": "4"}, "k = '4': must be at least 1"),
+        ("reinforce", {"level": "word"}, "level = 'word': must be token or turn"),
+        ("turn_norm", {"discount": 0.0}, r"discount = 0.0: must be in \(0, 1\]"),
+        ("turn_norm", {"std": "group"}, "std = 'group': must be true or false"),
+        ("gigpo", {"anchor": "state"}, "anchor = 'state': must be observation or history"),
+        ("gigpo", {"weight": -1}, "weight = -1: must be at least 0"),
     ):
         with pytest.raises(ValueError, match=f"algo.advantage_args.{message}"):
             find_estimator(name, args)
