@@ -17,16 +17,44 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from megatron_rl.rewards.sandbox import MOST_OPEN_FILES, PR_SET_DUMPABLE, Threads, address_space, check_lockable, lock
+from megatron_rl.api import InfrastructureFailure
+from megatron_rl.rewards.sandbox import (
+    LOCKED,
+    MOST_OPEN_FILES,
+    PR_SET_DUMPABLE,
+    Threads,
+    address_space,
+    check_lockable,
+    cpu_limit_s,
+    lock,
+)
 
 MOST_RESULT_BYTES = 1 << 16
 MOST_PRINTED_BYTES = 1 << 22
+CLOCK_S = 0.1
+"""Within which the kernel's two ways to count processor time agree."""
 RESULT = 3
 """File descriptor of a locked fork's result."""
 
 
+START_S = 30.0
+"""Longest that a process may take until it is locked in. That is not the text's doing."""
+ENDING_S = 0.5
+"""Longest between the end of a process's output and its own."""
+
+
 class TextFailed(RuntimeError):
     """The model's text raised, crashed, or took more time, memory or output than it may."""
+
+
+class NoResult(TextFailed):
+    """A locked fork ended, and said nothing."""
+
+
+class SandboxFailed(InfrastructureFailure):
+    """Text could not be locked in, or the host has killed its process: nothing that the text did. Never a reward."""
+
+    KIND = "sandbox"
 
 
 def evaluate(
@@ -42,24 +70,29 @@ def evaluate(
     memory_bytes: that it may take beside what this process has. keep: open files that it keeps; `function` has their
     descriptors there as its last arguments. threads: of another program, which are granted meanwhile.
     """
-    check_lockable()
+    check_host()
     # A fork has what the caller has imported. A pipe alone leads back from it, so that it can do nothing but answer.
-    parent, deadline = os.getpid(), time.monotonic() + time_s
-    reader, writer = os.pipe()
-    pid = os.fork()
+    parent = os.getpid()
+    with host_errors():
+        reader, writer = os.pipe()
+        pid = os.fork()
     if pid == 0:
         answer_and_exit(function, args, writer, keep, parent=parent, time_s=time_s, memory_bytes=memory_bytes)
     try:
         os.close(writer)
-        content = read_to_the_end(reader, deadline, MOST_RESULT_BYTES, threads)
+        wait_until_locked(reader)
+        content = read_to_the_end(reader, time.monotonic() + time_s, MOST_RESULT_BYTES, threads)
+        if not content and content is not None:
+            refuse_killed(pid, time_s)
     finally:
         os.close(reader)
         # Also where it has ended: until it is waited for, its number is given to no other process.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    if content is None:
+        raise TextFailed(f"the evaluation did not end within {time_s:g} s.")
     if not content:
-        how = f"did not end within {time_s:g} s" if content is None else "ended without a result"
-        raise TextFailed(f"the evaluation {how}.")
+        raise NoResult("the evaluation ended without a result.")
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -92,6 +125,7 @@ def answer_and_exit(
         # Sockets and files of the parent would stay open past the lock, which only keeps new ones from being opened.
         os.closerange(kept.stop, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         lock(parent=parent, time_s=time_s, memory_bytes=address_space() + memory_bytes)
+        os.write(RESULT, LOCKED)
         try:
             answer = {"value": function(*args, *kept[1:])}
         except BaseException as error:  # the text's own, whatever it is
@@ -105,14 +139,18 @@ def run_program(source: str, stdin: str, *, time_s: float, memory_bytes: int) ->
     """Run Python source in an interpreter of its own, locked; return what it printed.
 
     None where it ended with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It has the
-    standard library and no other package.
+    standard library and no other package. SandboxFailed where it was not its own doing.
     """
-    deadline, given = time.monotonic() + time_s, memory_file(stdin)
+    deadline = time.monotonic() + time_s
+    with host_errors():
+        given = memory_file(stdin)
     ends = {"stdin": given, "stdout": subprocess.PIPE}
     try:
         with started_program(source, **ends, time_s=time_s, memory_bytes=memory_bytes) as (process, threads):
             assert process.stdout is not None
             printed = read_to_the_end(process.stdout.fileno(), deadline, MOST_PRINTED_BYTES, threads)
+            if printed is not None:
+                refuse_killed(process.pid, time_s)
             # It may have closed its output and go on.
             code = None if printed is None else process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -134,11 +172,13 @@ def started_program(
     pass_fds: Sequence[int] = (),
 ) -> Iterator[tuple[subprocess.Popen[bytes], Threads]]:
     """Start Python source in an interpreter of its own, locked, and kill it in the end. `threads` are to be granted."""
-    check_lockable()
-    parent, script = os.getpid(), memory_file(source)
-    with closing(Threads()) as threads:
+    check_host()
+    parent = os.getpid()
+    with host_errors():
+        script, threads = memory_file(source), Threads()
+    with closing(threads):
         try:
-            process = subprocess.Popen(
+            process = started(
                 # Isolated, without site packages or what they run at the start, and without writing .pyc files.
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", f"/proc/self/fd/{script}", *arguments],
                 stdin=stdin,
@@ -155,12 +195,71 @@ def started_program(
         try:
             # Popen has returned: the program was executed, and so has locked itself.
             threads.take_listener()
+            if not threads.is_locked:
+                raise SandboxFailed("a program's process ended before it was locked in; look for a lack of memory.")
             yield process, threads
         finally:
             process.kill()
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def check_host() -> None:
+    """SandboxFailed where this host cannot lock a process."""
+    try:
+        check_lockable()
+    except (RuntimeError, OSError) as error:
+        raise SandboxFailed(str(error)) from error
+
+
+@contextmanager
+def host_errors() -> Iterator[None]:
+    """Say of errors of the system that they are the host's, such as a lack of memory, processes or files."""
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxFailed(f"no process could be started to lock text in: {error}.") from error
+
+
+def wait_until_locked(reader: int) -> None:
+    """SandboxFailed where a fork does not say that it is locked in."""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    if not poll.poll(START_S * 1000):
+        raise SandboxFailed(f"a process was not locked in within {START_S:g} s; the host has too much to do.")
+    if os.read(reader, len(LOCKED)) != LOCKED:
+        raise SandboxFailed("a process ended before it was locked in; look for a lack of memory.")
+
+
+def refuse_killed(pid: int, time_s: float) -> None:
+    """SandboxFailed for a child whose output has ended, and that somebody outside killed, such as for want of memory.
+
+    Text cannot kill itself so, and is not killed so by any limit but that of its processor time.
+    """
+    until = time.monotonic() + ENDING_S
+    while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
+        if time.monotonic() > until:  # it has closed its output, and goes on
+            return
+        time.sleep(0.001)
+    was_killed = ended.si_code == os.CLD_KILLED and ended.si_status == signal.SIGKILL
+    if was_killed and processor_s(pid) < cpu_limit_s(time_s) - CLOCK_S:
+        raise SandboxFailed(
+            "the host killed a process in which text was locked, long before its own limits; look for a lack of "
+            "memory, in the kernel's log."
+        )
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of a child that has ended and is not waited for yet."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        user, system = file.read().rpartition(b")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    with host_errors():
+        return subprocess.Popen(command, **options)
 
 
 def memory_file(text: str) -> int:

@@ -33,7 +33,8 @@ MOST_OPEN_FILES = 64
 MOST_THREADS = 63
 """That a program may start in its life, beside its first one. The limit that the system has (RLIMIT_NPROC) counts all
 processes of a user, and does not bind root."""
-READY = b"+"
+READY, LOCKED = b"+", b"!"
+"""Said with a listener, or to a tool; and by a process once it is locked in."""
 
 FREE = (
     *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 32, 33, 34),
@@ -110,7 +111,9 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
     """The whole filter, for the process `pid`, which may send signals to itself."""
     of_thread = [(RETURN, 0, 0, ALLOW)] if has_threads else refuse(errno.EAGAIN)
     only_reading = [(ANY_BIT, 0, 1, FOR_WRITING), *refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)]
+    # But SIGKILL, by which a process that the host has killed is known.
     to_itself = [*argument(0), *allow_if(EQUAL, pid), *refuse(errno.EPERM)]
+    no_kill = [(EQUAL, 0, 1, signal.SIGKILL), *refuse(errno.EPERM)]
     # glibc starts threads by clone where there is no clone3, whose flags a filter cannot see.
     # Each block ends in a verdict, or a call would run on into the next block with an argument for its number.
     decided: dict[int, list[Step]] = {
@@ -118,8 +121,8 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
         OPENAT: [*argument(2), *only_reading],
         CLONE: [*argument(0), (ANY_BIT, 0, 1, IS_THREAD), *of_thread, *refuse(errno.EPERM)],
         CLONE3: refuse(errno.ENOSYS),
-        KILL: to_itself,
-        TGKILL: to_itself,
+        KILL: [*argument(1), *no_kill, *to_itself],
+        TGKILL: [*argument(2), *no_kill, *to_itself],
         FCNTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_FCNTL), []), *refuse(errno.EPERM)],
         IOCTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_IOCTL), []), *refuse(errno.ENOTTY)],
         # Limits may be read: there is no pointer to new ones.
@@ -151,17 +154,22 @@ class Threads:
         """theirs: for `lock`, which sends the listener through it."""
         self._ours, self.theirs = socket.socketpair()
         self._left, self.listener = MOST_THREADS, -1
+        self.is_locked = False
+        """The process has said that it is locked in."""
 
     def take_listener(self) -> None:
         """Call it once the process is locked, or has ended. Without a listener, the program has no thread."""
         self.theirs.close()
         # Not waited for: it was sent before the process was locked, or never, where the kernel cannot ask.
         self._ours.setblocking(False)
-        try:
-            _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
-        except BlockingIOError:
-            descriptors = []
-        self.listener = descriptors[0] if descriptors else -1
+        said = b"?"
+        while said not in (b"", LOCKED):
+            try:
+                said, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
+            except BlockingIOError:
+                break
+            self.listener = descriptors[0] if descriptors else self.listener
+        self.is_locked = said == LOCKED
 
     def grant(self) -> None:
         """Answer a question of the kernel if one waits to be heard; stop listening where the program has ended."""
@@ -234,13 +242,20 @@ def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socke
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_NOFILE, MOST_OPEN_FILES)
     # The parent's deadline counts; this one ends what a parent is too busy to end.
-    limit(resource.RLIMIT_CPU, math.ceil(time_s) + 1)
+    limit(resource.RLIMIT_CPU, cpu_limit_s(time_s))
     limit(resource.RLIMIT_AS, memory_bytes)
     # The listener's filter first: the whole one allows neither a further filter nor to send anything.
     steps = filter_steps(os.getpid(), has_threads=threads is not None and ask_for_threads(libc, threads))
     program = Program(len(steps), (Instruction * len(steps))(*steps))
     if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), nothing, nothing):
         os._exit(1)  # better no verdict than one beside free text
+    if threads is not None:
+        os.write(threads.fileno(), LOCKED)  # all that the filter allows to be done with a socket
+
+
+def cpu_limit_s(time_s: float) -> int:
+    """Return the seconds of processor time after which a locked process is killed."""
+    return math.ceil(time_s) + 1
 
 
 def landlock(call: int, *arguments: Any) -> int:

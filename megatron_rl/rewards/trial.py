@@ -21,7 +21,15 @@ from typing import Any, NoReturn
 
 from megatron_rl.rewards import called
 from megatron_rl.rewards.called import MOST_LINE_BYTES, READY, decode, encode
-from megatron_rl.rewards.locked import TextFailed, evaluate, memory_file, started_program
+from megatron_rl.rewards.locked import (
+    NoResult,
+    TextFailed,
+    evaluate,
+    host_errors,
+    memory_file,
+    refuse_killed,
+    started_program,
+)
 
 
 def holds(source: str, test: str, *, time_s: float, memory_bytes: int) -> bool:
@@ -30,18 +38,23 @@ def holds(source: str, test: str, *, time_s: float, memory_bytes: int) -> bool:
         names, modules = names_of_program(test)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"tests: {test[:200]!r} is no Python ({error}); give every prompt tests that are.") from error
-    asked, questions = os.pipe()
-    answers, answered = os.pipe()
-    text = memory_file(source)
+    with host_errors():
+        asked, questions = os.pipe()
+        answers, answered = os.pipe()
+        text = memory_file(source)
     given, bounds = (text, asked, answered), {"time_s": time_s, "memory_bytes": memory_bytes}
     try:
-        with started_program(script(), map(str, given), pass_fds=given, **bounds) as (_, threads):
+        with started_program(script(), map(str, given), pass_fds=given, **bounds) as (process, threads):
             # At once: as long as anyone has the other ends open, neither side hears that the other one has gone.
             for end in given:
                 os.close(end)
             given = ()
             ends = (questions, answers)
-            return evaluate(run_test, test, names, modules, keep=ends, threads=threads, **bounds) is True
+            try:
+                return evaluate(run_test, test, names, modules, keep=ends, threads=threads, **bounds) is True
+            except NoResult:
+                refuse_killed(process.pid, time_s)  # the judge gives up where the program is gone
+                return False
     except TextFailed:
         return False
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.rewards import sandbox
 from megatron_rl.workflows.tools import Tool, ToolError, middle_left_out
 
@@ -60,14 +61,17 @@ class Python(Tool):
         loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
         limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
         # Isolated from the user's settings, without site-packages, without writing bytecode: nothing but the library.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-B", LAUNCHER, *limits),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={},
-            pass_fds=[given],
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-B", LAUNCHER, *limits),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={},
+                pass_fds=[given],
+            )
+        except OSError as error:
+            raise failed(f"cannot be started: {error}") from error
         assert process.stdin is not None and process.stdout is not None
         listener = -1
 
@@ -86,8 +90,12 @@ class Python(Tool):
             async with asyncio.timeout(self.time_s):
                 process.stdin.write(code.encode("utf-8", "replace"))
                 process.stdin.write_eof()
+                begun = loop.time()
                 printed = await self._read(process.stdout)
-                await process.wait()
+                # The limit of its processor time kills it so, too, but not before all cores together can have had it.
+                least_s = sandbox.cpu_limit_s(self.time_s) / (os.cpu_count() or 1)
+                if await process.wait() == -signal.SIGKILL and loop.time() - begun < least_s:
+                    raise failed("was killed by the host; look for a lack of memory, in the kernel's log")
                 return printed.decode("utf-8", "replace")
         except TimeoutError as error:
             raise ToolError(f"the program did not end within {self.time_s:g} s") from error
@@ -103,18 +111,16 @@ class Python(Tool):
                 await process.wait()
 
     async def _wait_until_ready(self, stream: asyncio.StreamReader) -> None:
-        """RuntimeError where the interpreter does not start: that is not the program's doing."""
+        """InfrastructureFailure where the interpreter does not start: that is not the program's doing."""
         try:
             async with asyncio.timeout(START_S):
                 said = await stream.read(1)
         except TimeoutError as error:
-            raise RuntimeError(
-                f"the Python tool's process was not ready within {START_S:g} s; the host has too much to do."
-            ) from error
+            raise failed(f"was not ready within {START_S:g} s; the host has too much to do") from error
         if said != sandbox.READY:
-            raise RuntimeError(
-                "the Python tool's process ended before it was locked in, which takes Linux on x86_64 with seccomp; "
-                "run there, or leave the tool out."
+            raise failed(
+                "ended before it was locked in, which takes Linux on x86_64 with seccomp; run there, or leave the tool "
+                "out"
             )
 
     async def _read(self, stream: asyncio.StreamReader) -> bytes:
@@ -124,3 +130,7 @@ class Python(Tool):
             if len(content) > MOST_PRINTED_BYTES:
                 raise ToolError(f"the program printed more than {MOST_PRINTED_BYTES >> 20} MiB")
         return bytes(content)
+
+
+def failed(what: str) -> InfrastructureFailure:
+    return InfrastructureFailure(f"the Python tool's process {what}.", kind="sandbox")

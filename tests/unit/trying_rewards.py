@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_rl.rewards.locked import TextFailed, evaluate
+from megatron_rl.rewards.locked import SandboxFailed, TextFailed, evaluate
 
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "omegaconf")
 
@@ -94,3 +94,7 @@ def in_parts(completions, **_):
 
 async def awaited_in_parts(**_):
     return {"seven": 7}
+
+
+def loses_its_sandbox(**_):
+    raise SandboxFailed("no memory")
