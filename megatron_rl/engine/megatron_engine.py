@@ -101,6 +101,8 @@ class MegatronEngine(ModelEngine):
             )
         platform.use_flash_attention(config.model.flash_attention)
         platform.check_shared_keys(config.model.shared_keys)
+        if self.arch.delta_net is not None:
+            platform.check_delta_kernel(config.model.delta_kernel, config.model.dtype)
         self.groups = self.groups or parallel.start(config.parallel, seed=config.seed)
         layout = (self.groups.tensor.size, self.groups.pipeline.size, self.groups.context.size)
         assert layout == (config.parallel.tensor, config.parallel.pipeline, config.parallel.context)
@@ -110,7 +112,7 @@ class MegatronEngine(ModelEngine):
         self.shard = vocab_shard(self.arch, self.groups)
         with self.device:  # where parameters are made whose layers have no word in it
             self.chunks = build_chunks(
-                *(self.arch, self.tf_config, self.groups, config.model.flash_attention),
+                *(self.arch, self.tf_config, self.groups, config.model.flash_attention, config.model.delta_kernel),
                 replays_routing=config.routing_replay != "off",
             )
         form = route_form(self.arch, config.routing_replay)

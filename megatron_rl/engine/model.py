@@ -23,6 +23,7 @@ from megatron_rl import platform
 from megatron_rl.config import PIPELINE_CUTS, EngineConfig
 from megatron_rl.engine import optimizer
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.delta_net import GatedDeltaNet
 from megatron_rl.engine.layers import (
     block_spec,
     config_class,
@@ -177,6 +178,7 @@ def build_chunks(
     tf_config: TransformerConfig,
     groups: ParallelGroups,
     flash_attention: str = "torch",
+    delta_kernel: str = "torch",
     *,
     replays_routing: bool = False,
 ) -> list[PolicyModel]:
@@ -188,6 +190,8 @@ def build_chunks(
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, PackedAttention):
             module.uses_transformer_engine = flash_attention == "TE"
+        if isinstance(module, GatedDeltaNet):
+            module.uses_kernels = delta_kernel == "fla"
     return chunks
 
 

@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from megatron_rl.engine.delta_kernels import Calls
 from megatron_rl.engine.delta_rule import Chunks
 from megatron_rl.engine.forks import Forks
 from megatron_rl.engine.one_copy import one_copy
@@ -81,6 +82,7 @@ class PackedRows(PackedSeqParams):
     """Where dialogues fork and keys are read where they lie: all rows of the context axis, as they are gathered."""
     _blocks: dict[int | None, BlockMask] = field(default_factory=dict)  # by window
     _chunks: list[Chunks] = field(default_factory=list)
+    _calls: list[Calls] = field(default_factory=list)
     _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # by identity: layers share a Rope
 
     def rotation(self, rope: Rope) -> Rotation:
@@ -101,6 +103,12 @@ class PackedRows(PackedSeqParams):
         if not self._chunks:
             self._chunks.append(Chunks.of(self.segments).to(device))
         return self._chunks[0]
+
+    def delta_calls(self, device: torch.device, kernel: int) -> Calls:
+        """Return how kernels compute delta nets with convolutions over `kernel` rows, planned once for all layers."""
+        if not self._calls:
+            self._calls.append(one_copy(Calls.of(self.segments, kernel), device))
+        return self._calls[0]
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:

@@ -87,6 +87,21 @@ def check_shared_keys(kernel: str) -> None:
         )
 
 
+def check_delta_kernel(kernel: str, dtype: str) -> None:
+    """Raise ValueError where `model.delta_kernel` names kernels that this machine or `model.dtype` cannot have."""
+    if kernel == "torch":
+        return
+    fault, remedy = "", "install fla-core (megatron-rl[fla]) on a machine with CUDA"
+    if not has_cuda():
+        fault = "there is no CUDA device, and its Triton kernels run on no other"
+    elif importlib.util.find_spec("fla") is None:
+        fault = "No module named 'fla'"
+    elif dtype == "float32":
+        fault, remedy = "model.dtype = float32, whose products its kernels round to TF32", "set model.dtype=bfloat16"
+    if fault:
+        raise ValueError(f"model.delta_kernel = {kernel!r}: {fault}; {remedy}, or set model.delta_kernel=torch.")
+
+
 def use_flash_attention(kernel: str) -> None:
     """Let torch compute attention with the kernel of `model.flash_attention`; ValueError where it cannot be had.
 

@@ -3,13 +3,17 @@
 import json
 
 import pytest
+import torch
+import torch.nn.functional as F
 from ranks import run_each, run_ranks
 from test_checkpoint import follow
 from test_gradients import assert_same_updates, two_updates
 from test_models import hf_gradients
-from tiny import LAYOUTS, make_batch, make_groups, make_model
+from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model
 
+from megatron_rl import platform
 from megatron_rl.config import ParallelConfig
+from megatron_rl.engine import delta_kernels
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout
 
@@ -35,6 +39,58 @@ def separate_prompts(folders):
 def test_replies_that_fork_the_state_of_their_prompt_give_the_same_update(layout, folders, separate_prompts):
     for family, ranks in run_each(LAYOUTS[layout][0], two_updates, of_groups(folders, layout, {})).items():
         assert_same_updates(ranks[0], separate_prompts[family][0])
+
+
+def convolved(x, weight, *, initial_state, activation, cu_seqlens, chunk_indices):
+    """flash-linear-attention's convolution, of one sequence after the other."""
+    assert activation == "silu" and len(chunk_indices) >= len(cu_seqlens) - 1
+    outputs = []
+    for number, (first, stop) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+        own, width = x[:, first:stop].transpose(1, 2), weight.shape[1]
+        before = own.new_zeros(1, len(weight), width) if initial_state is None else initial_state[number, None]
+        rows = torch.cat([before[..., 1:], own], dim=-1)
+        outputs.append(F.silu(F.conv1d(rows, weight[:, None], groups=len(weight))).transpose(1, 2))
+    return torch.cat(outputs, dim=1), None
+
+
+def row_by_row(
+    q, k, v, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, chunk_indices
+):
+    """flash-linear-attention's gated delta rule, as a recurrence."""
+    assert use_qk_l2norm_in_kernel and len(chunk_indices) >= len(cu_seqlens) - 1
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q * q.shape[-1] ** -0.5, k))
+    outputs, finals = [], []
+    for number, (first, stop) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+        state = v.new_zeros(v.shape[2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state[number]
+        for row in range(first, stop):
+            state = state * g[0, row].exp()[:, None, None]
+            missed = v[0, row] - torch.einsum("hkv,hk->hv", state, k[0, row])
+            state = state + torch.einsum("hk,hv->hkv", k[0, row], beta[0, row, :, None] * missed)
+            outputs.append(torch.einsum("hkv,hk->hv", state, q[0, row]))
+        finals.append(state)
+    return torch.stack(outputs)[None], torch.stack(finals) if output_final_state else None
+
+
+def by_kernels(folder, layout):
+    """Two updates with the package's functions on a CPU; tests/unit/engine/fla_cases.py runs its real kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "check_delta_kernel", lambda kernel, dtype: None)
+        patch.setattr(delta_kernels, "kernels", lambda: (convolved, row_by_row))
+        return two_updates(folder, layout, make_groups(), "logprobs", 64, {"delta_kernel": "fla"})
+
+
+@pytest.mark.parametrize("layout", ["1", pytest.param("tp2_sp", marks=pytest.mark.slow)])
+def test_kernels_that_take_packed_sequences_and_states_give_the_same_update(layout, folders, separate_prompts):
+    for family in folders if layout == "1" else ["qwen3_next"]:
+        ranks = run_ranks(LAYOUTS[layout][0], by_kernels, folders[family], layout)
+        assert_same_updates(ranks[0], separate_prompts[family][0])
+
+
+@pytest.mark.skipif(platform.has_cuda(), reason="needs a machine without CUDA")
+def test_kernels_without_a_device_are_refused_before_any_work(folders):
+    with pytest.raises(ValueError, match="model.delta_kernel = 'fla': there is no CUDA device"):
+        make_engine(folders["qwen3_5"], ParallelConfig(), delta_kernel="fla")
 
 
 def test_gradient_equals_float64_autograd(folders):

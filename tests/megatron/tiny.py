@@ -294,6 +294,7 @@ def make_engine(
     head: str = "policy",
     flash_attention: str = "torch",
     shared_keys: str = "copied",
+    delta_kernel: str = "torch",
     lora: LoraConfig | None = None,
     dtype: str = "float32",
     routing_replay: str = "off",
@@ -304,7 +305,13 @@ def make_engine(
     optimizer = OptimizerConfig(**{"lr": 1e-3, "eps": 1e-6} | options)
     engine = MegatronEngine(
         EngineConfig(
-            model=ModelConfig(path=str(folder), flash_attention=flash_attention, shared_keys=shared_keys, dtype=dtype),
+            model=ModelConfig(
+                path=str(folder),
+                flash_attention=flash_attention,
+                shared_keys=shared_keys,
+                delta_kernel=delta_kernel,
+                dtype=dtype,
+            ),
             parallel=parallel,
             optimizer=optimizer,
             lora=lora or LoraConfig(),

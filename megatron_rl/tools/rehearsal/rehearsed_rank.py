@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rl import platform
-from megatron_rl.config import load_config
+from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.platform import upstream
 from megatron_rl.tools.rehearsal.device_ledger import Ledger, shown
 from megatron_rl.tools.rehearsal.fake_cuda import FakeCuda
@@ -92,7 +92,7 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
     objects = Objects(ledger, heard)
     try:
         with FakeCuda(ledger):
-            config = load_config(order["config"], order["overrides"])
+            config = config_of(order, ledger)
             with rehearse_step(config, ledger, order.get("lengths", ())) as run:
                 found = as_dict(ledger)  # before the layers by themselves, which are no part of a step
                 found["kernels_of_layers"] = kernels_of_layers(run.engine, run.packed, ledger)
@@ -102,6 +102,15 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
         raise
     (place / "said.pickle").write_bytes(pickle.dumps(objects.said))
     (place / "found.json").write_text(json.dumps(found))
+
+
+def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
+    """Return an order's config without kernels that cannot be rehearsed, of which the ledger has a line."""
+    config = load_config(order["config"], order["overrides"])
+    if config.model.delta_kernel == "torch":
+        return config
+    ledger.note_assumed(f"model.delta_kernel = {config.model.delta_kernel!r} computes as torch does, which keeps more")
+    return load_config(order["config"], [*order["overrides"], "model.delta_kernel=torch"])
 
 
 def innermost(error: Exception) -> str:

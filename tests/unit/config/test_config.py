@@ -22,7 +22,7 @@ from megatron_rl.config.option_records import described_options
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 OUR_KEYS = {
-    "model": ["path", "init", "dtype", "transformer_impl", "flash_attention", "shared_keys"],
+    "model": ["path", "init", "dtype", "transformer_impl", "flash_attention", "shared_keys", "delta_kernel"],
     "parallel": ["tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "sequence"],
     "optimizer": [
         "lr",

@@ -13,9 +13,11 @@ from megatron_rl.batch import exchange
 from megatron_rl.config import load_config
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.tools.plan.devices import DEVICES, RESERVED_BYTES
+from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.device_memory import kept_by
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, World, check
+from megatron_rl.tools.rehearsal.rehearsed_rank import config_of
 from tests.unit.tools.rehearse_cases import order_of, rehearsed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -164,6 +166,12 @@ def test_attention_by_cudnn_keeps_what_flash_attention_keeps_and_launches_more(c
     # A number for each row and each of two heads, as if there were 1,024 rows: some 800 in two microbatches under way.
     more = found["peak_by_part"]["activations"] - usual["peak_by_part"]["activations"]
     assert 0 < more < 2 * 4 * 2 * 300 and more % 512 == 0
+
+
+def test_kernels_of_delta_nets_are_rehearsed_as_plain_torch_and_a_line_says_so(model):
+    order, ledger = order_of(CONFIG, 8, [f"model.path={model}", "model.delta_kernel=fla"]), Ledger()
+    assert config_of(order, ledger).model.delta_kernel == "torch"
+    assert [line.partition(" computes")[0] for line in ledger.assumed] == ["model.delta_kernel = 'fla'"]
 
 
 def test_what_autograd_keeps_is_found_in_the_graph():
