@@ -63,9 +63,6 @@ class SinkAttention(ShardedModule, PackedAttention):
         out, log_sum = forks.attend(query, key, value, packed.blocks(self.window), self.scale)
         return out * (log_sum - self.sinks.float()).sigmoid()[..., None].to(out.dtype)
 
-    def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        return self._varlen_kernel(query, key, value, packed)
-
 
 class WithSinks(torch.autograd.Function):
     """A kernel's attention with sinks. query `[R, heads, D]`, key, value `[K, kv_heads, D]`, sinks `[heads]`.

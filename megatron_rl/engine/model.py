@@ -103,6 +103,11 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
     check_layout(arch, parallel, passed_through)
     if config.lora.rank > 0:
         check_adapters(arch, config.lora, config.model)
+    if config.model.flash_attention == "TE" and arch.has_sinks:
+        raise ValueError(
+            f"model.flash_attention = 'TE': {arch.family} has attention sinks, for which the sum of each softmax is "
+            f"read, and Transformer Engine's attention does not return it; set model.flash_attention=torch."
+        )
     if parallel.pipeline == 1:  # a critic, say, beside a policy whose pipeline they cut
         passed_through = {key: value for key, value in passed_through.items() if key not in PIPELINE_CUTS}
     optimizer.check_passed_through(config)

@@ -11,7 +11,7 @@ import torch.nn.attention.flex_attention as flex
 import torch.nn.attention.varlen as torch_varlen
 from ranks import run_ranks
 from test_gradients import assert_same_updates, two_updates
-from tiny import LAYOUTS, make_groups, make_model
+from tiny import LAYOUTS, make_engine, make_groups, make_model
 
 from megatron_rl import platform
 from megatron_rl.engine import attention, attention_sinks, forks, packed_rows
@@ -84,3 +84,8 @@ def test_a_head_with_a_sink_has_its_share_of_the_sum(layout, folder_of):
     *updates, in_place = run_ranks(LAYOUTS[layout][0], as_on_cuda, folder_of("gpt_oss"), layout, "flex", 200)[0]
     assert_same_updates(updates, on_a_cpu(folder_of("gpt_oss")))
     assert in_place > 0
+
+
+def test_an_attention_that_tells_no_sums_is_refused_for_heads_with_sinks(folder_of):
+    with pytest.raises(ValueError, match="model.flash_attention = 'TE': gpt_oss has attention sinks.*=torch."):
+        make_engine(folder_of("gpt_oss"), LAYOUTS["1"][1], flash_attention="TE")
