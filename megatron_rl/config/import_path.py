@@ -16,6 +16,7 @@ OFFERED: dict[str, dict[str, str]] = {
     "data": {
         "megatron_rl.data.tasks": "addition count_ones count_ones_pairs sort_digits copy_letters reasoning_gym",
         "megatron_rl.data.recipes": "gsm8k math countdown code",
+        "megatron_rl.workflows.worlds.task_folders": "task_prompts",
     },
     "workflow": {
         "megatron_rl.workflows": "AgentWorkflow BestOfNWorkflow DebateWorkflow JudgedWorkflow "
@@ -30,7 +31,12 @@ OFFERED: dict[str, dict[str, str]] = {
         "megatron_rl.rewards.remote": "RemoteReward",
         "megatron_rl.data.recipes": "countdown_reward",
     },
-    "environment": {"megatron_rl.workflows.environments": "SelfCorrection"},
+    "environment": {
+        "megatron_rl.workflows.environments": "SelfCorrection",
+        "megatron_rl.workflows.worlds.mcp_tools": "McpTools",
+        "megatron_rl.workflows.worlds.openenv": "OpenEnv",
+        "megatron_rl.workflows.worlds.task_folders": "TaskFolder",
+    },
     "tool": {
         "megatron_rl.workflows.tools": "Calculator Search",
         "megatron_rl.workflows.python_tool": "Python",

@@ -1,0 +1,89 @@
+"""A session at an OpenEnv server, by the websocket protocol of openenv-core; nothing of that package is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from megatron_rl.api import InfrastructureFailure
+from megatron_rl.workflows.tools import ToolError
+
+MOST_BYTES = 64 << 20
+"""Of one message of a server."""
+PAUSE_S = 0.2
+"""Between two tries for a session at a server that has no free one."""
+
+
+class OpenEnvFailed(InfrastructureFailure):
+    """The server cannot be reached, has failed or died, or is late."""
+
+    KIND = "openenv"
+
+
+class NoSession(Exception):
+    """All sessions of the server are taken."""
+
+
+class Session:
+    """An environment of its own at a server, which ends with the connection.
+
+    For example:
+
+        session = Session("http://127.0.0.1:8000", session_timeout_s=60.0, call_timeout_s=60.0)
+        found = await session.reset({"seed": 3})  # {"observation": {..}, "reward": None, "done": False}
+        found = await session.step({"message": "hello"})
+    """
+
+    def __init__(self, url: str, *, session_timeout_s: float, call_timeout_s: float) -> None:
+        """session_timeout_s: longest wait until the server has a free session. call_timeout_s: of each answer."""
+        self.url = f"{url.rstrip('/').replace('http', 'ws', 1)}/ws"
+        self.session_timeout_s, self.call_timeout_s = session_timeout_s, call_timeout_s
+        self._client: aiohttp.ClientSession | None = None
+
+    async def reset(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Connect and begin an episode."""
+        self._client = aiohttp.ClientSession()
+        try:
+            async with asyncio.timeout(self.session_timeout_s):
+                while True:
+                    self._socket = await self._client.ws_connect(self.url, max_msg_size=MOST_BYTES)
+                    with suppress(NoSession):
+                        return await self._ask("reset", content)
+                    await self._socket.close()
+                    await asyncio.sleep(PAUSE_S)
+        except aiohttp.ClientError as error:
+            raise OpenEnvFailed(f"{self.url}: {type(error).__name__}: {error}") from error
+        except TimeoutError as error:
+            raise OpenEnvFailed(f"{self.url}: gave no session within {self.session_timeout_s:g} s.") from error
+
+    async def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Return what comes of an action, one at a time. ToolError for one that does not fit its schema."""
+        return await self._ask("step", action)
+
+    async def _ask(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self.call_timeout_s):
+                with suppress(ConnectionResetError):  # its last words are still to be heard
+                    await self._socket.send_json({"type": kind, "data": content})
+                answer = json.loads(await self._socket.receive_str())
+        except TimeoutError as error:
+            raise OpenEnvFailed(f"{self.url}: {kind} took longer than {self.call_timeout_s:g} s.") from error
+        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # what was received is no text: the end
+            raise OpenEnvFailed(f"{self.url}: {kind}: the server is gone: {error}") from error
+        found: dict[str, Any] = answer["data"]
+        if answer["type"] != "error":
+            return found
+        if found["code"] == "CAPACITY_REACHED":
+            raise NoSession
+        if found["code"] == "VALIDATION_ERROR" and kind == "step":
+            faults = [f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in found.get("errors", ())]
+            raise ToolError("; ".join(faults) or found["message"])
+        raise OpenEnvFailed(f"{self.url}: {kind}: {found['code']}: {found['message']}")
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
