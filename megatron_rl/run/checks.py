@@ -23,6 +23,7 @@ from megatron_rl.run.demonstrated_rows import load_demonstrations
 from megatron_rl.run.teachers import check_teachers
 from megatron_rl.run.warm_start import warm_start_rows
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.weights.adapter_rules import adapted_experts
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import weight_source
@@ -56,6 +57,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
     transformer_config(arch, config.actor, config.megatron)  # raises where the layout does not fit the model
+    check_publication(config, arch)
     if config.has_critic:
         check_value_model("critic.model", config.critic_engine, arch, config.megatron)
     if config.reward_model.path:
@@ -144,6 +146,19 @@ def check_value_model(key: str, engine: EngineConfig, policy: Architecture, mega
         raise ValueError(
             f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
             f"the policy's tokens, so give a model with the same tokenizer."
+        )
+
+
+def check_publication(config: TrainConfig, arch: Architecture) -> None:
+    """Raise ValueError where the servers that a run would start cannot compute the adapters it publishes."""
+    options = config.rollout
+    if options.publication != "adapters" or options.backend != "sglang" or platform.has_cuda():
+        return
+    if config.starts_servers and (experts := adapted_experts(arch, config.lora)):
+        raise ValueError(
+            f"rollout.publication = 'adapters': lora.targets = {config.lora.targets} adapt {', '.join(experts)}, and "
+            f"SGLang computes adapters of experts by Triton's kernels, which no CPU runs; leave experts out of "
+            f"lora.targets, set rollout.publication=group, or take rollout.backend=embedded."
         )
 
 

@@ -113,6 +113,11 @@ def check_adapters(arch: Architecture, lora: LoraConfig, model: ModelConfig) -> 
         )
 
 
+def adapted_experts(arch: Architecture, lora: LoraConfig) -> list[str]:
+    """Return the projections of a mixture's routed experts that have an adapter, as `projections` names them."""
+    return [name for name in projections(arch) if ".experts." in name and _is_target(name, lora)]
+
+
 def adapter_rule(rule: Rule, part: str, lora: LoraConfig) -> Rule:
     """Return the rule of the matrix' `lora_A` or `lora_B`.
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import fork
+from tiny import make_model
 
 from megatron_rl import platform
 from megatron_rl.config import load_config
-from megatron_rl.run.checks import check, check_greedy, dry_run
+from megatron_rl.run.checks import check, check_greedy, check_publication, dry_run
 from megatron_rl.run.row_training import check_rows
 from megatron_rl.types import TrajectoryBatch
+from megatron_rl.weights.architecture import read_architecture
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "count_tiny"
@@ -226,3 +228,21 @@ def test_a_teacher_of_other_tokens_is_refused_and_so_is_a_prompt_without_one(tmp
     assert "so short" in refused("teacher.path=policy", "teacher.hint='so short {question}'")
     told = refused("teacher.path=policy", f"teacher.hint={'1 ' * 40}+")
     assert "teacher, prompt 1: has" in told and "context of 64" in told
+
+
+@pytest.mark.skipif(platform.has_cuda(), reason="needs a machine without CUDA")
+def test_adapters_of_experts_that_sglang_computes_on_no_cpu_are_refused(tmp_path):
+    make_model("qwen3_moe", tmp_path)
+    arch = read_architecture(tmp_path)
+    words = [f"model.path={MODEL}", "warm_start.updates=0", "lora.rank=4"]
+    words += ["rollout.publication=adapters", "rollout.interruption=abort", "rollout.backend=sglang"]
+
+    def tried(*more):
+        check_publication(load_config(ROOT / "configs" / "count_grpo.yaml", [*words, *more]), arch)
+
+    with pytest.raises(ValueError, match=r"lora.targets = \[\] adapt mlp.experts.gate_proj.*; leave experts out of"):
+        tried()
+    tried("lora.targets=[q_proj]")
+    tried("rollout.backend=embedded")
+    tried("rollout.publication=group")
+    tried("rollout.servers=[http://127.0.0.1:1]")  # which may have a GPU
