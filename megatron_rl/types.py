@@ -40,6 +40,9 @@ class LLMRequest:
     begun: LLMResponse | None = None
     """The reply as far as it was generated before, to be continued. An engine that can adds to it as the tokens come,
     so that they are there also where the call is cancelled."""
+    grammar: dict[str, str] | None = None
+    """One of SGLang's `json_schema`, `regex`, `ebnf` and `structural_tag`, which the reply must obey. Its tokens were
+    drawn among those that the grammar allows, by other probabilities than the policy's: do not train them."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
     """Called on the engine's event loop with all tokens of the reply so far, as they come; an engine that cannot tell
     does not call it. They will be the reply's, unless the call fails."""

@@ -132,7 +132,7 @@ class SamplingClient:
     async def _whole_reply(self, req: LLMRequest) -> LLMResponse:
         with self.spans("replies", str(req.metadata.get("sample_key", req.rid))) as span:
             # Each round asks for the rest: the prompt and all tokens so far go to a server, perhaps another one.
-            reply = req.begun or LLMResponse.nothing(req.input_ids)
+            reply = begun_by(req) or LLMResponse.nothing(req.input_ids)
             started, fruitless, timeout_s = time.monotonic(), 0, self._deadline_s(req)
             self.metrics.enter()
             try:
@@ -148,6 +148,9 @@ class SamplingClient:
                         reply.interruptions += 1
                         # A server that aborts every part at once would keep the request for ever.
                         fruitless = 0 if len(part.sampled) else fruitless + 1
+                        if req.grammar is not None:  # to a server it begins with the first token that it generates
+                            reply, before = LLMResponse.nothing(req.input_ids), reply
+                            reply.interruptions = before.interruptions
                         # The server may have been told to abort before this client hears of the pause that follows.
                         await asyncio.sleep(FIRST_RETRY_S * (1 if len(part.sampled) else 2**fruitless))
             except TimeoutError as error:
@@ -163,6 +166,7 @@ class SamplingClient:
             self.metrics.add(
                 replies=1,
                 tokens=reply.output_len,
+                constrained_tokens=0 if req.grammar is None else reply.output_len,
                 truncated=reply.stop_reason == "length",
                 interruptions=reply.interruptions,
                 latency_s=reply.latency_s,
@@ -175,6 +179,7 @@ class SamplingClient:
         """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times."""
         generated, routed = reply.sampled.ids, 0 if reply.routes is None else len(reply.routes)
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
+        params |= req.grammar or {}
         tokens = [*req.input_ids, *generated.tolist()]
         tell = req.on_tokens and partial(told, req.on_tokens, tokens[len(req.input_ids) :])
         failed: ServerClient | None = None
@@ -187,7 +192,7 @@ class SamplingClient:
                 # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
-                    part = await self._generate_on(server, rid, tokens, params, deadline, req.begun, routed, tell)
+                    part = await self._generate_on(server, rid, tokens, params, deadline, begun_by(req), routed, tell)
                 except Busy as error:
                     failed = server
                     logger.info("%s", error)
@@ -336,6 +341,11 @@ def least_busy(
     begin = rank * len(ring) // ranks
     ring = ring[begin:] + ring[:begin]
     return min([server for server in ring if server is not avoid] or ring, key=lambda server: len(server.calls))
+
+
+def begun_by(req: LLMRequest) -> LLMResponse | None:
+    """Return the reply as far as it can be continued: one that obeys a grammar cannot."""
+    return req.begun if req.grammar is None else None
 
 
 def told(on_tokens: Callable[[list[int]], None], before: list[int], ids: list[int]) -> None:

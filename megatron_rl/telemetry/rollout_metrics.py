@@ -44,6 +44,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
     metrics |= {
         "rollout/generated_tokens": sums["tokens"],
         "rollout/masked_tokens": sums["masked_tokens"],
+        "rollout/constrained_tokens": sums["constrained_tokens"],
         "rollout/rewards_late": sums["rewards_late"],
         "rollout/infrastructure_failures": sums["rollout/infrastructure_failures"],
         "rollout/interruptions": sums["interruptions"],

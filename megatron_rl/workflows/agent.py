@@ -14,6 +14,7 @@ from megatron_rl.types import Trajectory
 from megatron_rl.workflows.agent_proxy import AgentProxy, ProxyAddress
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_workers import AgentFailed, AgentWorkers
+from megatron_rl.workflows.constrained import CHOICES
 from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
@@ -61,13 +62,17 @@ class AgentWorkflow(RolloutWorkflow):
         tool_format: str = "auto",
         proxy: dict[str, str] | None = None,
         log_folder: str = "",
+        constrained: str = "refuse",
     ) -> None:
         """max_tokens: longest dialogue, prompt and all, at most the model's context. agent_workers: processes at a
         time, of all episodes; an agent's time begins with its process, and the next one waits until one is free.
         tool_format: how the model writes calls, as `tool_formats.FORMATS` names it; auto: as its chat template shows.
         proxy: the fields of a ProxyAddress, for agents that are not on this host. log_folder: for what agents print, a
-        file for each sample; a config's is `agents` in run.folder.
+        file for each sample; a config's is `agents` in run.folder. constrained: `refuse` JSON formats and tools by
+        name, and sample `required` freely; or ask the server for them by a grammar and leave such replies `untrained`.
         """
+        if constrained not in CHOICES:
+            raise ValueError(f"constrained = {constrained!r}: must be one of {', '.join(CHOICES)}.")
         if agent_workers < 1:
             raise ValueError(f"agent_workers = {agent_workers}: must be at least 1; each agent runs in a process.")
         if not isinstance(agent, str):
@@ -77,7 +82,12 @@ class AgentWorkflow(RolloutWorkflow):
         template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         tools = named_format(tool_format, tokenizer)
         self.options = ProxyOptions(
-            tokenizer=tokenizer, gconfig=gconfig, max_tokens=max_tokens, template=template, tools=tools
+            tokenizer=tokenizer,
+            gconfig=gconfig,
+            max_tokens=max_tokens,
+            template=template,
+            tools=tools,
+            constrained=constrained,
         )
         self.address = ProxyAddress(**(proxy or {}))
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)

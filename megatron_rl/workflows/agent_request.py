@@ -53,6 +53,17 @@ def is_tools(value: Any) -> bool:
     return all(is_object(function) and is_text(function.get("name")) for function in functions)
 
 
+def is_choice(value: Any) -> bool:
+    if is_text(value):
+        return value in ("auto", "none", "required")
+    function = value.get("function") if is_object(value) else None
+    return is_object(function) and is_text(function.get("name"))
+
+
+def is_format(value: Any) -> bool:
+    return is_object(value) and value.get("type") in ("text", "json_schema", "json_object")
+
+
 NOT_SUPPORTED = "is not supported; leave it out"
 OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (is_text, "must be text"),
@@ -66,10 +77,9 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (is_truth, "must be true or false"),
     "tools": (is_tools, "must be a list of objects, each with a function that has a name"),
     "n": (lambda value: value == 1, NOT_SUPPORTED),
-    # A reply that must call a tool is asked for like any other: a grammar would leave tokens out that the trainer's
-    # log-probabilities count, and it is the policy that learns to call.
-    "tool_choice": (lambda value: value in ("auto", "none", "required"), NOT_SUPPORTED),
-    "response_format": (lambda value: is_object(value) and value.get("type") == "text", NOT_SUPPORTED),
+    # Of these two `constrained.grammar_of` says what a workflow does with them.
+    "tool_choice": (is_choice, NOT_SUPPORTED),
+    "response_format": (is_format, NOT_SUPPORTED),
 }
 """Field -> whether its value can be taken, and the rule. Temperature and top-p are the run's all the same."""
 

@@ -24,6 +24,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.agent_api import Answer
 from megatron_rl.workflows.agent_request import as_rendered, check_options, messages_of, normal
+from megatron_rl.workflows.constrained import grammar_of
 from megatron_rl.workflows.conversation import ChatTemplate, Conversation, Message
 from megatron_rl.workflows.multi_turn import within
 from megatron_rl.workflows.streamed_text import THINK, Progress, split_thoughts, sure_parts
@@ -53,6 +54,8 @@ class ProxyOptions:
     template: ChatTemplate
     tools: ToolFormat
     """How the model writes calls."""
+    constrained: str = "refuse"
+    """As constrained.CHOICES has it."""
     longest_token: int = field(init=False)
     """Characters of the longest one in the vocabulary."""
 
@@ -207,8 +210,9 @@ class AgentSession:
             is_open = shows_thoughts and thinks(ids)
             progress.grown(*sure_parts(text, is_open=is_open, shows_thoughts=shows_thoughts, tools=may_call))
 
-        reply = await self._generate(conversation, body, names[-1], progress, grown)
-        conversation.take(reply)
+        grammar = grammar_of(body, tools, form, choice=self.options.constrained, is_opened=is_opened)
+        reply = await self._generate(conversation, body, names[-1], progress, grown, grammar)
+        conversation.take(reply, is_trained=grammar is None)
         # Asked behind the await: agents ask in parallel, and of several requests that continue one state the first to
         # come back takes its line along. The others are lines of their own, without the tokens that it trains.
         if parent is None or parent.is_continued:
@@ -252,6 +256,7 @@ class AgentSession:
         name: str,
         progress: Progress | None,
         grown: Callable[[list[int]], None],
+        grammar: dict[str, str] | None,
     ) -> LLMResponse:
         room = self.options.max_tokens - len(conversation)
         if room < 1:
@@ -268,7 +273,8 @@ class AgentSession:
         metadata = {}
         if self.sample_key is not None:
             metadata = {"sample_key": f"{self.sample_key}/{name[:16]}/{self._asked[name]}"}
-        request = LLMRequest(rid=self._rid, input_ids=list(conversation.ids), gconfig=gconfig, metadata=metadata)
+        ids = list(conversation.ids)
+        request = LLMRequest(rid=self._rid, input_ids=ids, gconfig=gconfig, metadata=metadata, grammar=grammar)
         if progress is not None:
             progress.input_len = len(conversation)
             # The engine may have an event loop of its own.

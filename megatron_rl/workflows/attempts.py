@@ -205,6 +205,7 @@ def numbered(name: str, otherwise: Counter[str], who: str = "") -> str:
 def request_name(req: LLMRequest) -> str:
     """Sum up what a reply is sampled from, and which sample of the episode it is for."""
     options = [dataclasses.asdict(req.gconfig), req.metadata.get("sample_key")]
+    options += [] if req.grammar is None else [req.grammar]
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
     digest.update(array("q", req.input_ids).tobytes())
     return digest.hexdigest()[:32]

@@ -64,8 +64,11 @@ class Conversation:
         self.logprobs = torch.cat([self.logprobs, logprobs])
         self.versions = torch.cat([self.versions, versions])
 
-    def take(self, reply: LLMResponse) -> None:
-        """Append a reply to exactly these tokens. InfrastructureFailure for an aborted one: it is tried again."""
+    def take(self, reply: LLMResponse, *, is_trained: bool = True) -> None:
+        """Append a reply to exactly these tokens. InfrastructureFailure for an aborted one: it is tried again.
+
+        is_trained: False for one that a grammar chose with the policy.
+        """
         # Otherwise the trainer would compute log-probabilities of these tokens after others than the server saw.
         if reply.input_tokens != self.ids:
             raise RuntimeError(
@@ -76,7 +79,7 @@ class Conversation:
             words = f"the reply was aborted after {reply.output_len} tokens and not continued."
             raise InfrastructureFailure(words, kind="server")
         self.last_reply = reply.output_tokens
-        self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=True)
+        self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=is_trained)
         if reply.routes is not None:  # of rows that were read before, those that tokens were sampled from
             known = reply.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, reply.routes[len(known) :]])

@@ -19,6 +19,7 @@ from megatron_rl.workflows.agent_api import (
 )
 from megatron_rl.workflows.agent_request import (
     NOT_SUPPORTED,
+    is_choice,
     is_count,
     is_number,
     is_object,
@@ -39,7 +40,7 @@ OPTIONS: Options = {
         "must be a list of texts that are not empty",
     ),
     "thinking": (is_object, "must be an object"),
-    "tool_choice": (lambda value: is_object(value) and value.get("type") in ("auto", "none", "any"), NOT_SUPPORTED),
+    "tool_choice": (lambda value: is_object(value) and is_choice(chosen(value)), NOT_SUPPORTED),
 }
 ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 503: "overloaded_error"}
 SIGNATURE = "none"
@@ -64,7 +65,7 @@ class MessagesApi(AgentApi):
         return {
             "messages": messages,
             "tools": functions(body.get("tools"), "input_schema"),
-            "tool_choice": (body.get("tool_choice") or {}).get("type"),
+            "tool_choice": chosen(body.get("tool_choice") or {}),
             "max_tokens": body.get("max_tokens"),
             "stop": body.get("stop_sequences"),
         }
@@ -130,6 +131,13 @@ class MessagesStream(ReplyStream):
             yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         if self._open:
             yield event("content_block_stop", index=self._index)
+
+
+def chosen(choice: dict[str, Any]) -> Any:
+    """Return a tool_choice in the form of chat completions."""
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return "required" if choice.get("type") == "any" else choice.get("type")
 
 
 def event(kind: str, **data: Any) -> Event:

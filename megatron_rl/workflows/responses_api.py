@@ -19,7 +19,9 @@ from megatron_rl.workflows.agent_api import (
 )
 from megatron_rl.workflows.agent_request import (
     NOT_SUPPORTED,
+    is_choice,
     is_count,
+    is_format,
     is_number,
     is_object,
     is_text,
@@ -40,10 +42,10 @@ OPTIONS: Options = {
     "background": (lambda value: value is False, NOT_SUPPORTED),
     "conversation": (lambda value: False, NOT_SUPPORTED),
     "prompt": (lambda value: False, NOT_SUPPORTED),
-    "tool_choice": (lambda value: value in ("auto", "none", "required"), NOT_SUPPORTED),
+    "tool_choice": (lambda value: is_choice(chosen(value)), NOT_SUPPORTED),
     "text": (
-        lambda value: is_object(value) and (value.get("format") or {"type": "text"}).get("type") == "text",
-        "only a format of type text is supported",
+        lambda value: is_object(value) and is_format(value.get("format") or {"type": "text"}),
+        "must have a format of type text, json_schema or json_object",
     ),
 }
 ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
@@ -70,7 +72,8 @@ class ResponsesApi(AgentApi):
         return {
             "messages": [*opening, *before, *messages_of_input(body.get("input"))],
             "tools": functions(body.get("tools"), "parameters"),
-            "tool_choice": body.get("tool_choice"),
+            "tool_choice": chosen(body.get("tool_choice")),
+            "response_format": format_of(body.get("text")),
             "max_completion_tokens": body.get("max_output_tokens"),
         }
 
@@ -173,6 +176,18 @@ class ResponsesStream(ReplyStream):
             yield self._event("response.function_call_arguments.done", **place, arguments=arguments, name=item["name"])
             yield self._event("response.output_item.done", output_index=index, item=item)
         yield self._event(f"response.{whole['status']}", response=whole)
+
+
+def chosen(choice: Any) -> Any:
+    """Return a tool_choice in the form of chat completions."""
+    is_named = is_object(choice) and choice.get("type") == "function"
+    return {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
+
+
+def format_of(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a format in the form of chat completions, where a schema stands one level below."""
+    given = (text or {}).get("format")
+    return None if not given else {"type": given["type"], "json_schema": {"schema": given.get("schema")}}
 
 
 def opened(body: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,9 @@ class ToolFormat:
     """What a call begins with, behind text."""
     is_whole: bool = False
     """A reply that is nothing but a JSON object may be a call, too."""
+    forced: tuple[str, str, str] | None = None
+    """A call as a grammar has it: what stands before the name, between it and the arguments, and behind these; the name
+    and the arguments are JSON. None for a form that is no JSON."""
     marks: tuple[str, ...] = ()
     """Special tokens that the form needs, and decoding would leave out."""
 
@@ -175,10 +178,17 @@ def split_mistral(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
 
 
 FORMATS = {
-    "hermes": ToolFormat(split_hermes, '{"name": <function-name>'),
+    "hermes": ToolFormat(
+        split_hermes, '{"name": <function-name>', forced=(f'{BEGIN}\n{{"name": ', ', "arguments": ', f"}}\n{END}")
+    ),
     "qwen3_coder": ToolFormat(split_qwen3_coder, "<function="),
     "glm": ToolFormat(split_glm, "<arg_key>"),
-    "llama": ToolFormat(split_llama, PYTHON_TAG, (PYTHON_TAG,), is_whole=True, marks=(PYTHON_TAG,)),
+    "llama": ToolFormat(
+        *(split_llama, PYTHON_TAG, (PYTHON_TAG,)),
+        is_whole=True,
+        forced=('{"name": ', ', "parameters": ', "}"),
+        marks=(PYTHON_TAG,),
+    ),
     "mistral": ToolFormat(split_mistral, MISTRAL, (MISTRAL,), marks=(MISTRAL, MISTRAL_ARGUMENTS, "[CALL_ID]")),
 }
 

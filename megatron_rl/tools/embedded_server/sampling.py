@@ -23,7 +23,8 @@ HOTTEST = 1e37
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
 """A limit on texts that are looked at again for every token."""
-NOT_SUPPORTED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "beam_width"}
+GRAMMARS = {"json_schema", "regex", "ebnf", "structural_tag"}
+NOT_SUPPORTED = GRAMMARS | {"stop_regex", "custom_params", "beam_width"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,8 @@ class SamplingParams:
         for name, value in body.items():
             if name in NOT_SUPPORTED:
                 if value is not None:
-                    raise ValueError(f"{named(name)} is not supported by the embedded server; leave it out")
+                    remedy = "leave it out, or serve the model with SGLang" if name in GRAMMARS else "leave it out"
+                    raise ValueError(f"{named(name)} is not supported by the embedded server; {remedy}")
             elif name == "stream_interval":
                 continue  # only thins out stream chunks
             elif name not in _CHECKS:

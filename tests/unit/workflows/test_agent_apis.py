@@ -192,7 +192,7 @@ def test_a_response_that_is_cut_off_says_so(tokenizer):
         ("responses", {"input": "12", "background": True}, "background = True: is not supported"),
         ("responses", {"input": "12", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice = "),
         ("responses", {"input": "12", "tools": [{"type": "web_search"}]}, "tools that a service runs itself"),
-        ("responses", {"input": "12", "text": {"format": {"type": "json_schema"}}}, "only a format of type text"),
+        ("responses", {"input": "12", "text": {"format": {"type": "json_schema"}}}, "constrained=untrained"),
         ("messages", {}, "messages = None: must be a list"),
         ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages[0].role = 'tool'"),
         ("messages", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content = 5"),
