@@ -41,9 +41,9 @@ class Depth(NamedTuple):
 
     sequences: Sequences
     rows: int
-    """Of all of them."""
+    """The rows of all of them."""
     parents: TakenRows | None
-    """Whose final states they begin with, counted over the segments one depth above; None: with zero."""
+    """The segments whose final states they begin with, counted over those one depth above; None: with zero."""
 
 
 class Inputs(NamedTuple):
