@@ -17,10 +17,14 @@ OFFERED: dict[str, dict[str, str]] = {
         "megatron_rl.data.tasks": "addition count_ones count_ones_pairs sort_digits copy_letters reasoning_gym",
         "megatron_rl.data.recipes": "gsm8k math countdown code",
         "megatron_rl.workflows.worlds.task_folders": "task_prompts",
+        "megatron_rl.workflows.worlds.text_games": "game_prompts",
+        "megatron_rl.workflows.worlds.verifiers": "verifiers_prompts",
     },
     "workflow": {
         "megatron_rl.workflows": "AgentWorkflow BestOfNWorkflow DebateWorkflow JudgedWorkflow "
         "MultiTurnWorkflow RLVRWorkflow ReMaxWorkflow ToolUseWorkflow",
+        "megatron_rl.workflows.worlds.text_games": "TextGames",
+        "megatron_rl.workflows.worlds.verifiers": "VerifiersWorkflow",
     },
     "reward": {
         "megatron_rl.rewards": "exact_match last_number tagged_answer right_positions matches length",

@@ -22,6 +22,8 @@ from megatron_rl.data.data_files import holds_rows, is_file, read_rows
 
 FORMS = ("input_ids", "prompt", "messages")
 RESERVED = ("prompt_number", "prompt_index", "epoch")
+IMPORT_FROM = "import_from"
+"""An argument that a function of prompts is given without a config's doing: its run.import_from."""
 
 
 def load_prompts(
@@ -96,7 +98,9 @@ def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequen
         signature.bind(**args)
     except TypeError as error:
         raise ValueError(f"{key_of_args(key)} = {args}: {error}; the signature is {source}{signature}.") from error
-    prompts = function(**args)
+    # For one that is given import paths itself: no config can say what it may import.
+    allowed = {IMPORT_FROM: import_from} if IMPORT_FROM in signature.parameters else {}
+    prompts = function(**args | allowed)
     if not isinstance(prompts, list):
         raise ValueError(f"{key} = {source!r}: returned {type(prompts).__name__}; must return a list of dicts.")
     return prompts

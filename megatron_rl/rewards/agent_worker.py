@@ -24,10 +24,13 @@ NICENESS = 10
 
 
 def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Prepare to run the agent of that import path, with further arguments."""
+    """Prepare to run the agent of that import path, with further arguments.
+
+    A class takes them here, once, and its object is the agent: what it loads is there in each process.
+    """
     os.nice(NICENESS)
     agent = resolve(path, key="rollout.workflow_args.agent", kind="agent", import_from=None)
-    return partial(run, partial(agent, **args), os.getcwd())
+    return partial(run, agent(**args) if inspect.isclass(agent) else partial(agent, **args), os.getcwd())
 
 
 def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""The work of a worker process for one game of the package textarena. Imported without torch.
+
+A request is `{"seed": 3}`, which begins a game, or `{"move": text}`. An answer is `{"seat": 0, "text": what it hears}`,
+`{"rewards": {"0": 1.0}}` at the end, or `{"error": words}`.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+from megatron_rl.rewards.faults import words_of
+
+
+def playing(game: str, args: dict[str, Any], seats: int) -> Any:
+    """Prepare to play a game, in the process that each game's is forked from."""
+    try:
+        import textarena
+    except ImportError:
+        words = "textarena is not installed; run pip install 'megatron-rl[worlds]'"
+        return partial(unplayable, words)
+    return Table(textarena, game, args, seats)
+
+
+def unplayable(words: str, request: dict[str, Any]) -> dict[str, Any]:
+    return {"error": words}
+
+
+class Table:
+    """One game, from its beginning to its end."""
+
+    def __init__(self, textarena: Any, game: str, args: dict[str, Any], seats: int) -> None:
+        self.textarena, self.game, self.args, self.seats = textarena, game, args, seats
+
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._begin(request["seed"]) if "seed" in request else self._move(request["move"])
+        except Exception as error:  # of a game's code
+            return {"error": words_of(error)[:2000]}
+
+    def _begin(self, seed: int) -> dict[str, Any]:
+        import numpy
+
+        numpy.random.seed(seed)
+        random.seed(seed)
+        self.world = self.rules = self.textarena.make(self.game, **self.args)
+        # What forms a move stays around the game. What repeats all that was said before does not.
+        while isinstance(self.rules, self.textarena.Wrapper):
+            self.rules = self.rules.env
+        self.world.reset(num_players=self.seats, seed=seed)
+        return self._told()
+
+    def _move(self, move: str) -> dict[str, Any]:
+        is_done, _ = self.world.step(action=move)
+        if not is_done:
+            return self._told()
+        rewards, _ = self.rules.close()
+        return {"rewards": {str(seat): float(reward) for seat, reward in rewards.items()}}
+
+    def _told(self) -> dict[str, Any]:
+        seat, news = self.rules.get_observation()
+        others = [(who, text) for who, text, _ in news if who != seat]
+        names = {self.textarena.GAME_ID: ""} | {who: f"[Player {who}] " for who in range(self.seats)}
+        return {"seat": seat, "text": "\n".join(f"{names[who]}{text}" for who, text in others) or "Your move."}

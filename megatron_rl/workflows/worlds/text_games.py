@@ -1,0 +1,150 @@
+"""Games of the package textarena: alone, or with the policy in all seats. Their own rewards count.
+
+Each game is played in a process of its own, forked from one that has imported the package, since games draw from the
+process's random numbers and read whatever a policy writes. One that fails, dies or hangs fails its sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, RolloutWorkflow
+from megatron_rl.config import GenerationConfig
+from megatron_rl.rewards import game_worker
+from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
+from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.conversation import ChatTemplate, Conversation
+from megatron_rl.workflows.multi_turn import within
+from megatron_rl.workflows.rlvr import sample_key
+from megatron_rl.workflows.samples import samples
+from megatron_rl.workflows.scoring import RewardFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class GameFailed(InfrastructureFailure):
+    """A game has raised, its process has died, or it is late."""
+
+    KIND = "game"
+
+
+def game_prompts(
+    count: int, first: int = 0, text: str = "Play this game. Answer with your move."
+) -> list[dict[str, Any]]:
+    """Return prompts of games that begin as the seeds `first` and on make them: for data.train."""
+    return [{"messages": [{"role": "system", "content": text}], "seed": first + number} for number in range(count)]
+
+
+class TextGames(RolloutWorkflow):
+    """`gconfig.n_samples` games for each prompt, all of one beginning: a trajectory for each seat, with its reward.
+
+    `sequence["agent"]` is the seat, `sequence["sample"]` the game. One without turns or tokens for its end has 0.
+
+        workflow = TextGames(reward, GenerationConfig(n_samples=4), tokenizer, "TicTacToe-v0", max_tokens=2048, seats=2)
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        game: str,
+        max_tokens: int,
+        seats: int = 1,
+        game_args: dict[str, Any] | None = None,
+        max_turns: int = 32,
+        games_at_once: int = 128,
+        move_timeout_s: float = 60.0,
+        enable_thinking: bool = False,
+    ) -> None:
+        """max_tokens, max_turns: of one seat's dialogue, prompt and all. games_at_once: processes of all episodes; the
+        next game waits until one has ended. reward_fn is not asked: the game scores."""
+        if seats < 1 or max_turns < 1 or games_at_once < 1:
+            raise ValueError(
+                f"seats = {seats}, max_turns = {max_turns}, games_at_once = {games_at_once}: at least 1 each."
+            )
+        self.gconfig, self.tokenizer, self.max_tokens, self.max_turns = gconfig, tokenizer, max_tokens, max_turns
+        self.game, self.seats, self.move_timeout_s = game, seats, move_timeout_s
+        self.form = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
+        self._given, self._most = {"game": game, "args": game_args or {}, "seats": seats}, games_at_once
+        self._pool: WorkerPool | None = None
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        games = await samples(partial(self._play, engine, data, n) for n in range(self.gconfig.n_samples))
+        return [trajectory for game in games for trajectory in game]
+
+    async def _play(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[Trajectory]:
+        if self._pool is None:
+            self._pool = WorkerPool("game", f"{game_worker.__name__}:playing", self._given, workers=self._most)
+        talks: dict[int, Conversation] = {}
+        rid, key = uuid.uuid4().hex, sample_key(data, sample)
+        try:
+            table = await self._pool.acquire()
+        except WorkerDied as error:
+            raise GameFailed(f"game {self.game}: {error}") from error
+        try:
+            found = await self._ask(table, {"seed": data["seed"]})
+            while "rewards" not in found:
+                seat, told = found["seat"], {"role": "user", "content": found["text"]}
+                if seat not in talks:
+                    talks[seat], added = Conversation(()), self.form.opening({"messages": [*data["messages"], told]})
+                else:
+                    added = self.form.following([told], talks[seat].last_reply)
+                reply = await self._reply(engine, talks[seat], added, f"{rid}-{seat}", key and f"{key}/{seat}")
+                if reply is None:
+                    break
+                text = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
+                found = await self._ask(table, {"move": text})
+        finally:
+            self._pool.discard(table)
+        rewards = found.get("rewards", {})
+        return [
+            talk.trajectory(rewards.get(str(seat), 0.0), turns=talk.replies, agent=seat, sample=sample)
+            for seat, talk in talks.items()
+        ]
+
+    async def _ask(self, table: Worker, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._pool is not None
+        try:
+            async with asyncio.timeout(self.move_timeout_s):
+                found = dict(json.loads(await table.ask(self._pool.frame(request))))
+        except TimeoutError as error:
+            raise GameFailed(f"game {self.game}: a move took longer than {self.move_timeout_s:g} s.") from error
+        except WorkerDied as error:
+            raise GameFailed(f"game {self.game}: {self._pool.died()}") from error
+        if "error" in found:
+            raise GameFailed(f"game {self.game}: {found['error']}")
+        return found
+
+    def close(self) -> None:
+        """End all games. Without it they end with this process."""
+        if self._pool is not None:
+            self._pool.close()
+
+    async def _reply(
+        self, engine: InferenceEngine, talk: Conversation, added: list[int], rid: str, key: str | None
+    ) -> LLMResponse | None:
+        """Return a seat's reply to what it is told, None where it has no turns or tokens left."""
+        length = len(talk)
+        if talk.replies and (talk.replies == self.max_turns or length + len(added) >= self.max_tokens):
+            return None
+        talk.add(added)
+        if len(talk) >= self.max_tokens:
+            raise ContextOutgrown(f"max_tokens = {self.max_tokens}: the prompt alone has {len(talk)}; raise it.")
+        metadata = {"sample_key": f"{key}/{talk.replies}"} if key is not None else {}
+        options = within(self.gconfig, self.max_tokens - len(talk))
+        request = LLMRequest(rid=rid, input_ids=list(talk.ids), gconfig=options, metadata=metadata)
+        try:
+            reply = await engine.agenerate(request)
+        except ContextOutgrown:  # of the server's context
+            if talk.replies == 0:
+                raise
+            talk.take_back(length)
+            return None
+        talk.take(reply)
+        return reply
