@@ -285,6 +285,8 @@ class Trajectory:
     """Further per-token tensors, such as `turn_rewards` and `routes`, `[n, layers, slots]` (megatron_rl/routes.py)."""
     sequence: dict[str, float] = field(default_factory=dict)
     """Further numbers of the whole sequence, e.g. `greedy_reward`; the parts of a `Reward` come to them."""
+    is_cut_off: bool = False
+    """It ended for want of room, its last reply or the dialogue: rollout.cut_off says whether it is trained."""
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, Reward):
@@ -303,6 +305,7 @@ class Trajectory:
             reward=reward if isinstance(reward, Reward) else float(reward),
             tokens=route_column(reply.routes, prompt + len(sampled)),
             sequence=sequence,
+            is_cut_off=reply.stop_reason == "length",
         )
 
 

@@ -162,6 +162,10 @@ class RolloutConfig(Section, name="rollout"):
     stale: str = one_of("drop", "mask", "keep", default="drop")
     """A group with a token older than that when it would be trained: drop (its prompt is sampled again), mask (such
     tokens are not trained) or keep. Admission makes them rare: replies that take longer than the steps they span."""
+    cut_off: str = one_of("train", "mask", default="train")
+    """Replies that generation.max_new_tokens has cut off, and dialogues that have outgrown their context: train, with
+    what they earned, or mask. Masked ones still count in what a group's others are compared with (overlong filtering,
+    arXiv 2503.14476); a prompt of which nothing else is left is replaced by another."""
     max_uniform_resamples: int = within("[0, 50]", default=0, hint="DAPO takes 10")
     """Dynamic sampling (DAPO): groups without variance of rewards are replaced by those of other prompts, at most so
     many times a step's groups; the rest is trained as it is. 0 replaces none."""

@@ -33,6 +33,7 @@ from megatron_rl.rollout.groups import (
     as_group,
     is_uniform,
     join_groups,
+    mask_cut_off,
     mask_older,
     refuse_older,
     sampled_reward,
@@ -41,7 +42,7 @@ from megatron_rl.rollout.groups import (
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import Runs, TrajectoryBatch
+from megatron_rl.types import Runs, Trajectory, TrajectoryBatch
 from megatron_rl.workflows.attempts import ENDING_S, Attempt, RunBroken
 from megatron_rl.workflows.scoring import RewardTimeout
 
@@ -435,7 +436,7 @@ class RolloutExecutor:
         is_admitted, group, error, why = episode.outcome is None, outcome.group, outcome.error, ""
         episode.reward = None if group is None else sampled_reward(group)
         if group is None and error is None:
-            why = "the workflow returned None"
+            why = "the workflow returned None, or all that it returned was cut off"
         elif is_admitted and group is not None and self._resamples > 0 and is_uniform(group):
             self._resamples -= 1
             self._metrics.add(uniform=1)
@@ -528,7 +529,21 @@ class RolloutExecutor:
             seen: Any = engine  # an InferenceEngine in all that a workflow may ask
             # A copy: a workflow may write into its data, and the next attempt begins from the prompt as it was.
             result = await episode.workflow.arun_episode(seen, dict(episode.data))
-        return as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
+        group = as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
+        return self._without_cut_off(group, result, episode) if isinstance(result, list) else group
+
+    def _without_cut_off(
+        self, group: TrajectoryBatch | None, result: list[Trajectory], episode: Episode
+    ) -> TrajectoryBatch | None:
+        """Count the trajectories that were cut off, and mask them where rollout.cut_off says so."""
+        count = sum(trajectory.is_cut_off for trajectory in result)
+        masks = self._config.cut_off == "mask" and episode.is_training
+        self._metrics.add(trajectories=len(result), cut_off=count, masked_cut_offs=count * masks)
+        if group is None or not (masks and count):
+            return group
+        mask_cut_off(group, result)
+        # Nothing of it would be trained: another prompt takes its place.
+        return group if bool(group["loss_mask"].any()) else None
 
     def _oldest_kept(self) -> int:
         """Return the oldest version of a token that an episode's next attempt may go on with."""

@@ -254,6 +254,12 @@ def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
     return int(old.sum())
 
 
+def mask_cut_off(group: TrajectoryBatch, result: list[Trajectory]) -> None:
+    """Clear the loss mask of trajectories that were cut off; others are still compared with their rewards."""
+    cut_off = torch.tensor([trajectory.is_cut_off for trajectory in result])
+    group.tokens["loss_mask"] = group["loss_mask"] & ~cut_off.repeat_interleave(group.lengths)
+
+
 def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:
     """Raise RuntimeError for tokens that were too old to be trained when the episode began, at `version`.
 

@@ -45,6 +45,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
         "rollout/generated_tokens": sums["tokens"],
         "rollout/masked_tokens": sums["masked_tokens"],
         "rollout/constrained_tokens": sums["constrained_tokens"],
+        "rollout/masked_cut_offs": sums["masked_cut_offs"],
         "rollout/rewards_late": sums["rewards_late"],
         "rollout/infrastructure_failures": sums["rollout/infrastructure_failures"],
         "rollout/interruptions": sums["interruptions"],
@@ -58,6 +59,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
     means = {
         "rollout/reply_tokens": ("tokens", "replies"),
         "rollout/truncated_fraction": ("truncated", "replies"),
+        "rollout/cut_off_share": ("cut_off", "trajectories"),
         "rollout/reply_latency_s": ("latency_s", "replies"),
         "rollout/queue_wait_s": ("queue_wait_s", "started"),
         "rollout/reward_s": ("reward_s", "rewards"),

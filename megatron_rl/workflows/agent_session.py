@@ -15,6 +15,7 @@ import secrets
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -190,7 +191,8 @@ class AgentSession:
             return Conversation(await self._tokens(asked, partial(self.options.template.opening, asked))), None, names
         conversation = parent.fork()
         added, reply_ids = as_rendered(messages[kept:]), conversation.last_reply
-        conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
+        with self._marking(parent):
+            conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
         return conversation, parent, names
 
     async def _complete(self, body: dict[str, Any], shows_thoughts: bool, progress: Progress | None) -> Answer:
@@ -211,7 +213,8 @@ class AgentSession:
             progress.grown(*sure_parts(text, is_open=is_open, shows_thoughts=shows_thoughts, tools=may_call))
 
         grammar = grammar_of(body, tools, form, choice=self.options.constrained, is_opened=is_opened)
-        reply = await self._generate(conversation, body, names[-1], progress, grown, grammar)
+        with self._marking(parent):
+            reply = await self._generate(conversation, body, names[-1], progress, grown, grammar)
         conversation.take(reply, is_trained=grammar is None)
         # Asked behind the await: agents ask in parallel, and of several requests that continue one state the first to
         # come back takes its line along. The others are lines of their own, without the tokens that it trains.
@@ -237,6 +240,16 @@ class AgentSession:
             if states := self._states.get(names[kept - 1]):
                 return min(states, key=lambda state: state.is_continued), kept
         return None, 0
+
+    @contextmanager
+    def _marking(self, parent: State | None) -> Iterator[None]:
+        """Note of the dialogue up to `parent` that it was cut off, where it has no room for what is asked next."""
+        try:
+            yield
+        except ContextOutgrown:
+            if parent is not None and not parent.is_continued:
+                parent.line.conversation.is_cut_off = True
+            raise
 
     async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
         """Render and tokenise what an agent said, not on the event loop where that takes long."""

@@ -48,6 +48,8 @@ class Conversation:
         self.earned: list[tuple[int, float]] | None = None
         """Rewards of replies, each with the place of the reply's last token; None where the dialogue alone has one."""
         self.last_reply: list[int] = []
+        self.is_cut_off = False
+        """There was no room for the rest of its last reply, or for another one."""
         self.replies = 0
         self.add(prompt)
 
@@ -56,6 +58,7 @@ class Conversation:
 
     def add(self, ids: Sequence[int]) -> None:
         """Append tokens of others: an environment's, a tool's, the template's. They are not trained."""
+        self.is_cut_off = False
         self._append(ids, torch.zeros(len(ids)), torch.full((len(ids),), -1, dtype=torch.int32), is_trained=False)
 
     def _append(self, ids: Sequence[int], logprobs: Tensor, versions: Tensor, *, is_trained: bool) -> None:
@@ -78,7 +81,7 @@ class Conversation:
         if reply.stop_reason == "abort":
             words = f"the reply was aborted after {reply.output_len} tokens and not continued."
             raise InfrastructureFailure(words, kind="server")
-        self.last_reply = reply.output_tokens
+        self.last_reply, self.is_cut_off = reply.output_tokens, reply.stop_reason == "length"
         self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=is_trained)
         if reply.routes is not None:  # of rows that were read before, those that tokens were sampled from
             known = reply.routes[:0] if self.routes is None else self.routes
@@ -128,6 +131,7 @@ class Conversation:
             reward=reward if isinstance(reward, Reward) else float(reward),
             tokens=route_column(self.routes, len(self)) | self._turn_rewards(),
             sequence=sequence,
+            is_cut_off=self.is_cut_off,
         )
 
     def _turn_rewards(self) -> dict[str, Tensor]:

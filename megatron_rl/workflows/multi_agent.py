@@ -80,6 +80,8 @@ class DebateWorkflow(RolloutWorkflow):
                 self.form.following(self._others(n, replies), reply.output_tokens) for n, reply in enumerate(replies)
             ]
             if any(len(talk) + len(added) >= self.max_tokens for talk, added in zip(talks, heard, strict=True)):
+                for talk in talks:
+                    talk.is_cut_off = True
                 break  # all agents have had as many rounds
             lengths = [len(talk) for talk in talks]
             for talk, added in zip(talks, heard, strict=True):
@@ -90,6 +92,7 @@ class DebateWorkflow(RolloutWorkflow):
                 # Also of agents that have replied in this round: rewards go by `replies`, those of the round before.
                 for talk, length in zip(talks, lengths, strict=True):
                     talk.take_back(length)
+                    talk.is_cut_off = True
                 break
         rewards = await together(self.reward(reply, data) for reply in replies)
         if self.shared_reward:

@@ -104,6 +104,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                     if conversation.replies == 0:
                         raise
                     conversation.take_back(length)
+                    conversation.is_cut_off = True
                     break
                 length = len(conversation)
                 step = world.step(conversation, self._text(reply), lambda reply=reply: self.reward(reply, data))
@@ -115,6 +116,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                     break
                 added = form.following(turn.messages, reply.output_tokens)
                 if len(conversation) + len(added) >= self.max_tokens:
+                    conversation.is_cut_off = True
                     break
                 conversation.add(added)
             at_end = await self._in_time(environment, "ending", world.ended())

@@ -136,6 +136,7 @@ OUR_KEYS = {
         "max_concurrent_episodes",
         "max_staleness",
         "stale",
+        "cut_off",
         "max_uniform_resamples",
         "oversample",
         "interruption",
