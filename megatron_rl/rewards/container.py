@@ -316,7 +316,10 @@ def filter_steps() -> list[Step]:
 
 
 def run(*, command: str, cwd: str, env: dict[str, str], time_s: float, most_bytes: int) -> dict[str, Any]:
-    """Run a command of bash. `code` is its exit status, below 0 a signal's number; None where its time was over."""
+    """Run a command of bash. `code` is its exit status, below 0 a signal's number; None where its time was over.
+
+    `is_full`: nothing was run, as there are too many processes.
+    """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     try:
@@ -324,7 +327,7 @@ def run(*, command: str, cwd: str, env: dict[str, str], time_s: float, most_byte
     except OSError as error:
         os.close(reader)
         os.close(writer)
-        return {"code": None, "output": f"no process can be started: {error.strerror}"}
+        return {"code": None, "output": f"no process can be started: {error.strerror}", "is_full": True}
     if pid == 0:
         leave_with(lambda: become_bash(command, cwd, env, writer))
     os.close(writer)

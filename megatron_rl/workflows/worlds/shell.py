@@ -22,12 +22,17 @@ PACKAGES = str(Path(megatron_rl.__file__).parents[1])
 MOST_BYTES = 1 << 20
 """Of a command's output."""
 LONGEST_LINE = 1 << 24
+VMSTAT = Path("/proc/vmstat")
 
 
 class ContainerFailed(InfrastructureFailure):
     """The container cannot be made, or its keeper is gone: not what ran inside it."""
 
     KIND = "container"
+
+
+class ContainerFull(ContainerFailed):
+    """No further process can be started inside."""
 
 
 class Container:
@@ -49,9 +54,11 @@ class Container:
     async def __aenter__(self) -> Container:
         pipe = asyncio.subprocess.PIPE
         command = (sys.executable, "-I", "-S", "-B", "-c", KEEPER, PACKAGES)
-        self._keeper = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, env={}, limit=LONGEST_LINE, start_new_session=True
-        )
+        options: dict[str, Any] = {"env": {}, "limit": LONGEST_LINE, "start_new_session": True}
+        try:
+            self._keeper = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, **options)
+        except OSError as error:
+            raise ContainerFailed(f"a container's keeper cannot be started: {error}.") from error
         await self._ask(do="make", **self._kind)
         return self
 
@@ -88,12 +95,17 @@ class Container:
         await self._ask(do="begin", fresh=list(fresh))
 
     async def run(self, command: str, cwd: str, env: dict[str, str], *, time_s: float) -> tuple[int | None, str]:
-        """Return the exit status of a command of bash, None where it did not end in time, and its output."""
+        """Return the exit status of a command of bash, None where it did not end in time, and its output.
+
+        ContainerFull where there are too many processes: those of what runs inside, or where nothing does the host's.
+        """
         what = {"do": "run", "command": command, "cwd": cwd, "env": env, "time_s": time_s, "most_bytes": MOST_BYTES}
         answer = await self._ask(do="ask", what=what)
         if "error" in answer:  # what ran there has broken its phase, and hears of it; the next finds its files
             await self.begin()
             return None, f"all processes were ended: {answer['error']}"
+        if answer.get("is_full"):
+            raise ContainerFull(f"a container: {answer['output']}.")
         return answer["code"], answer["output"]
 
     async def put(self, files: dict[str, Path], folder: str) -> None:
@@ -114,6 +126,12 @@ class Container:
     async def read(self, path: str) -> str | None:
         """Return a file's text, None where there is none or a link is on its way."""
         return (await self._ask(do="read", path=path.strip("/").split("/")))["text"]
+
+
+def memory_kills() -> int:
+    """Return how many processes of this host the kernel has killed for want of memory, since it was started."""
+    with VMSTAT.open(encoding="ascii") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
 
 
 def owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -142,7 +160,10 @@ class Shell(Tool):
             return "error: the time of all commands together is over; give your final answer"
         if len(str(command)) > MOST_BYTES or "\0" in str(command):
             return "error: a command is at most 1 MiB of text without zeros"
-        code, output = await self.container.run(str(command), self.cwd, self.env, time_s=time_s)
+        try:
+            code, output = await self.container.run(str(command), self.cwd, self.env, time_s=time_s)
+        except ContainerFull:  # by what the policy has left running
+            return "error: no process can be started: too many are running"
         self.left_s -= clock.time() - begin
         text = middle_left_out(output.strip(), self.characters)
         if code is None:

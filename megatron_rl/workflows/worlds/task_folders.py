@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.workflows.environments import Score, ToolUse, Turn
 from megatron_rl.workflows.worlds.dockerfile import read_dockerfile
-from megatron_rl.workflows.worlds.shell import Container, ContainerFailed, Shell
+from megatron_rl.workflows.worlds.shell import Container, ContainerFailed, Shell, memory_kills
 
 FRESH = {
     "HOME": "/logs/home",
@@ -118,14 +118,22 @@ class TaskFolder(ToolUse):
         return 0.0
 
     async def _verify(self, container: Container) -> float | None:
-        """Return the reward, None where there is none: the verifier failed, was killed, or came to no end."""
+        """Return the reward, None where there is none: the verifier failed, was killed, or came to no end.
+
+        ContainerFailed where the host had no room for it, whatever it says then.
+        """
         settings = self.settings.get("verifier", {})
         await container.begin(["tests", "logs"])
         await container.put({"tests": self.path / "tests"}, "/")
         env = self.recipe.trusted_env | settings.get("env", {}) | FRESH
-        time_s = float(settings.get("timeout_sec", 600.0))
+        time_s, kills = float(settings.get("timeout_sec", 600.0)), memory_kills()
         code, self.said = await container.run(VERIFY, self.recipe.cwd, env, time_s=time_s)
         await container.end()
+        if (killed := memory_kills() - kills) > 0:
+            raise ContainerFailed(
+                f"{self.path}: the kernel killed {killed} of this host's processes for want of memory while the "
+                f"verifier ran; run fewer episodes at a time (rollout.max_concurrent_episodes)."
+            )
         if code is None or code < 0:
             return None
         text = await container.read("/logs/verifier/reward.txt")

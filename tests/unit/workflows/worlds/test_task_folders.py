@@ -1,6 +1,8 @@
 """Task folders in a container: what a Dockerfile asks for, what the policy may do, and that cheating gains nothing."""
 
 import asyncio
+import errno
+import itertools
 import json
 import os
 import random
@@ -13,9 +15,11 @@ import psutil
 import pytest
 
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rewards import container as container_module
 from megatron_rl.workflows import MultiTurnWorkflow
+from megatron_rl.workflows.worlds import shell, task_folders
 from megatron_rl.workflows.worlds.dockerfile import read_dockerfile
-from megatron_rl.workflows.worlds.shell import Container, ContainerFailed
+from megatron_rl.workflows.worlds.shell import Container, ContainerFailed, Shell
 from megatron_rl.workflows.worlds.task_folders import VERIFY, TaskFolder, task_prompts
 from tests.servers.tiny_model import make_tokenizer
 from tests.unit.recording_engine import RecordingEngine
@@ -222,6 +226,37 @@ def test_a_verifier_that_is_broken_by_itself_fails_the_sample(task):
     (task / "tests" / "test.sh").write_text("echo no reward is written")
     with pytest.raises(ContainerFailed, match="gives no reward, whatever the policy did: no reward is written"):
         asyncio.run(work(task))
+
+
+def test_a_verifier_on_a_host_without_memory_gives_no_reward(task, monkeypatch, tmp_path):
+    """Also where it still says something: one of its processes may be the one that was killed."""
+    counter = tmp_path / "vmstat"
+    monkeypatch.setattr(shell, "VMSTAT", counter)
+    counter.write_text("pgfault 7\noom_kill 3\n")
+    assert shell.memory_kills() == 3 and asyncio.run(work(task, "echo 42 > sum.txt"))[0] == 1.0
+    counts = itertools.count(3)
+    monkeypatch.setattr(task_folders, "memory_kills", lambda: next(counts))
+    with pytest.raises(ContainerFailed, match="killed 1 of this host's processes for want of memory") as raised:
+        asyncio.run(work(task, "echo 42 > sum.txt"))
+    assert raised.value.kind == "container"
+
+
+def test_a_container_full_of_processes_is_told_to_the_policy_and_fails_a_verifier(monkeypatch):
+    def no_process():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", no_process)
+    answer = container_module.run(command="true", cwd="/", env={}, time_s=1.0, most_bytes=100)
+    container = Container(writable=[], visible=[], disk_mib=1, memory_mib=256)
+
+    async def ask(**_):
+        return answer
+
+    container._ask = ask
+    told = asyncio.run(Shell(container, "/app", {}, 10.0, 60.0, 1000)("true"))
+    assert told == "error: no process can be started: too many are running"
+    with pytest.raises(ContainerFailed, match="no process can be started: Resource temporarily unavailable"):
+        asyncio.run(container.run("true", "/app", {}, time_s=1.0))
 
 
 def test_a_run_line_that_fails_names_the_line(task):
