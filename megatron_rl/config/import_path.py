@@ -14,7 +14,7 @@ from typing import Any
 OURS = "megatron_rl"
 OFFERED: dict[str, dict[str, str]] = {
     "data": {
-        "megatron_rl.data.tasks": "addition count_ones count_ones_pairs sort_digits copy_letters reasoning_gym",
+        "megatron_rl.data.tasks": "addition count_ones count_ones_pairs sort_digits copy_letters trail reasoning_gym",
         "megatron_rl.data.recipes": "gsm8k math countdown code",
         "megatron_rl.workflows.worlds.task_folders": "task_prompts",
         "megatron_rl.workflows.worlds.text_games": "game_prompts",
@@ -37,6 +37,7 @@ OFFERED: dict[str, dict[str, str]] = {
     },
     "environment": {
         "megatron_rl.workflows.environments": "SelfCorrection",
+        "megatron_rl.workflows.trail": "Trail",
         "megatron_rl.workflows.worlds.mcp_tools": "McpTools",
         "megatron_rl.workflows.worlds.openenv": "OpenEnv",
         "megatron_rl.workflows.worlds.task_folders": "TaskFolder",

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 SPLITS = ("train", "held_out")
 ADDITION_EXAMPLES = ((2, 3), (8, 1))
+TRAIL_HEAD = "Each box says which one is next.\n"
+TRAIL_EXAMPLE = f"{TRAIL_HEAD}open 2\n5\nopen 5\n9\nopen 9\n1\nopen 1\n7\n\n{TRAIL_HEAD}"
 TAG_INSTRUCTION = "Give the final answer, and nothing else, between <answer> and </answer>."
 NUMBER_INSTRUCTION = "End your reply with the final answer as a number."
 
@@ -62,6 +65,40 @@ def copy_letters(
     chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)
     texts = ["".join("abcdefgh"[number >> 3 * place & 7] for place in range(letters)) for number in chosen]
     return [{"prompt": f"{text}>", "answer": text} for text in texts]
+
+
+def trail(
+    split: str = "train",
+    seed: int = 0,
+    count: int | None = None,
+    boxes: int = 10,
+    words: bool = False,
+    held_out: int = 500,
+) -> list[dict[str, Any]]:
+    """A round trip through 3 to 10 boxes, in each of which a note says which one is next: `3\n7\n` -> `7`.
+
+    megatron_rl.workflows.trail:Trail is the tool that opens them, in as many calls as there are boxes, of which
+    `answer` is the first. A problem is an order of the boxes. words: calls are `open 7`, and a worked example comes
+    first.
+    """
+    if not 3 <= boxes <= 10:
+        raise ValueError(f"boxes = {boxes}: must be in [3, 10]; a box's number is one digit.")
+    call, before = ("open ", TRAIL_EXAMPLE) if words else ("", "")
+    prompts = []
+    for number in choose("trail", math.factorial(boxes), split, seed, count, held_out):
+        first, second, *_ = order = order_of(number, boxes)
+        prompt = f"{before}{call}{first}\n{second}\n"
+        prompts.append({"prompt": prompt, "answer": f"{call}{second}", "trail": order, "call": call})
+    return prompts
+
+
+def order_of(number: int, size: int) -> list[int]:
+    """Return the order of 0 to size - 1 that has this number, of which there are size! in all."""
+    left, order = list(range(size)), []
+    for choices in range(size, 0, -1):
+        number, place = divmod(number, choices)
+        order.append(left.pop(place))
+    return order
 
 
 def reasoning_gym(

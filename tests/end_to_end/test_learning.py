@@ -140,3 +140,11 @@ def test_copying_is_learned_from_nothing_by_a_shaped_reward_and_an_entropy_bonus
 
     steps = steps_of(learn("copy", "configs/copy_entropy.yaml", "run.steps=85", until=is_learned))
     assert mean(rewards_of(steps)[:20]) < 0.1 and is_learned(steps), rewards_of(steps)
+
+
+def test_ten_calls_of_a_tool_in_a_row_are_learned_from_the_first_of_them(learn):
+    # The warm start's checks ask for two dialogues of each held-out trail.
+    few = ("data.evaluation_args.count=16", "batch.prompts_per_step=4", "run.steps=60")
+    run = learn("trail", "configs/trail_grpo.yaml", *few, until=in_band)
+    check_band(run)
+    assert mean(rewards_of(steps_of(run))[-5:]) > 0.6, "six calls of ten, of which the warm start had taught the first"

@@ -20,6 +20,7 @@ from megatron_rl.config.import_path import resolve
 from megatron_rl.config.loading import SECTIONS
 from megatron_rl.rollout.factory import configured_rewards
 from megatron_rl.workflows.environments import SelfCorrection
+from megatron_rl.workflows.trail import Trail
 from tests.unit.ragged import parts_of, ragged_batch
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
@@ -64,7 +65,8 @@ def test_every_reward_tool_and_recipe_is_where_its_line_says():
     listed = {path.partition(":")[2] for path in paths}
     assert {name for name, found in vars(rewards).items() if takes_a_reply(found)} <= listed
     assert len(named("tool")) == 3 and all(callable(resolve(path, key="tool", kind="tool")) for path in named("tool"))
-    assert [resolve(path, key="environment", kind="environment") for path in named("environment")] == [SelfCorrection]
+    worlds = [resolve(path, key="environment", kind="environment") for path in named("environment")]
+    assert worlds == [SelfCorrection, Trail]
     assert len(named("recipe")) == 5 and all(
         callable(resolve(path, key="recipe", kind="data")) for path in named("recipe")
     )

@@ -218,6 +218,27 @@ def test_answers_of_the_tiny_tasks():
     assert {p["prompt"]: p["answer"] for p in pairs} == {f"{x}{y}>": f"{x}{y}" for x in "abcdefgh" for y in "abcdefgh"}
 
 
+def test_trail_has_each_order_of_its_boxes_once_and_the_held_out_ones_are_not_trained():
+    assert [tasks.order_of(number, 3) for number in range(6)] == [
+        [0, 1, 2],
+        [1, 0, 2],
+        [2, 0, 1],
+        [0, 2, 1],
+        [1, 2, 0],
+        [2, 1, 0],
+    ]
+    parts = [tasks.trail(split, seed=seed, boxes=4, held_out=6) for seed in range(2) for split in ("train", "held_out")]
+    orders = [{tuple(p["trail"]) for p in part} for part in parts]
+    assert [len(part) for part in orders] == [18, 6, 18, 6]
+    assert orders[0] == orders[2] and orders[1] == orders[3] and len(orders[0] | orders[1]) == 24
+    assert parts[0] != parts[2], "a seed has an order of its own"
+    (problem,) = tasks.trail(count=1, boxes=4, held_out=6)
+    first, second, *_ = problem["trail"]
+    assert (problem["prompt"], problem["answer"]) == (f"{first}\n{second}\n", str(second))
+    with pytest.raises(ValueError, match="boxes = 11: must be in"):
+        tasks.trail(boxes=11)
+
+
 def test_large_task_is_not_enumerated():
     prompts = tasks.count_ones("train", count=3, digits=60)
     assert len(prompts) == 3 and all(len(p["prompt"]) == 61 for p in prompts)
