@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 class Forks(NamedTuple):
-    """What decides which of K keys each of R queries sees. All int32."""
+    """The columns that decide which of K keys each of R queries sees. All int32."""
 
     query_row: Tensor
     """`[R]` the query's row in the microbatch."""

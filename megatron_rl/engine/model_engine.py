@@ -44,7 +44,7 @@ class ModelEngine(TrainEngine):
     optimizer: Any
     """None for a frozen model."""
     dtype: torch.dtype
-    """That of the weights as they are published and saved."""
+    """The type of the weights as they are published and saved."""
 
     def __init__(self, config: EngineConfig, *, groups: ParallelGroups | None, trainable: bool, head: str) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable

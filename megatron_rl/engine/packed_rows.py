@@ -79,7 +79,7 @@ class PackedRows(PackedSeqParams):
     segments: Tensor = field(kw_only=True)
     """`[S, 4]` of the microbatch with its padding, on the host."""
     forks: Forks | None = field(kw_only=True, default=None)
-    """Where dialogues fork and keys are read where they lie: all rows of the context axis, as they are gathered."""
+    """The plan of keys that are read where they lie, for dialogues that fork, by all rows of the context axis."""
     _blocks: dict[int | None, BlockMask] = field(default_factory=dict)  # by window
     _chunks: list[Chunks] = field(default_factory=list)
     _calls: list[Calls] = field(default_factory=list)

@@ -10,7 +10,7 @@ from megatron_rl.api import InfrastructureFailure
 NEWEST = 256
 """Tries of samples that are looked at, at least: fewer say little of a service that fails now and then."""
 WINDOW_S = 60.0
-"""Where more than NEWEST ended in so many seconds, all of these are looked at. A service that is away for a second
+"""All tries of so many seconds are looked at where they are more than NEWEST. A service that is away for a second
 fails hundreds at once in a large run, whose other samples go well."""
 
 

@@ -28,7 +28,7 @@ class Answer:
     message: Message
     """The assistant's, in the form of chat completions."""
     thoughts: str | None
-    """What it thought first, where the API shows that apart from what it says."""
+    """Its first thoughts, of an API that shows them apart from the reply."""
     reply: LLMResponse
 
     @property
@@ -60,7 +60,7 @@ class AgentApi(abc.ABC):
         """Return what tells the answer piece by piece."""
 
     last_line: bytes = b""
-    """What ends a stream."""
+    """The end of a stream."""
 
     @abc.abstractmethod
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:

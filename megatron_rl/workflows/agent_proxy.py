@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyAddress:
-    """Where agents reach the proxy. The default is for those of this host.
+    """The address at which agents reach the proxy. The default is for those of this host.
 
     For example, for agents in containers and on other hosts:
 

@@ -171,7 +171,7 @@ class KeptSteps(Protocol):
 
 
 steps_here: ContextVar[KeptSteps | None] = ContextVar("steps", default=None)
-"""Where the episode that this code runs in keeps them."""
+"""The place in which the episode of this code keeps them."""
 
 
 def call_here() -> AbstractContextManager[None]:

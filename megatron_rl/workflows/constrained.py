@@ -1,4 +1,4 @@
-"""What an agent demands of a reply's form, as a grammar: a JSON schema, or the call of a tool.
+"""The form that an agent demands of a reply, as a grammar: a JSON schema, or the call of a tool.
 
 A grammar leaves out tokens that the trainer's log-probabilities count, so such a reply is context and not trained.
 """

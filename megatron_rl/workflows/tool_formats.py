@@ -29,9 +29,9 @@ class ToolFormat:
     split: Split
     """Takes a reply's text; returns it without its calls, and them."""
     sign: str
-    """What the family's chat template has, and no other's."""
+    """A mark of the family's chat template that no other's has."""
     begins: tuple[str, ...] = (BEGIN,)
-    """What a call begins with, behind text."""
+    """The beginning of a call, behind text."""
     is_whole: bool = False
     """A reply that is nothing but a JSON object may be a call, too."""
     forced: tuple[str, str, str] | None = None

@@ -29,7 +29,7 @@ class ToolError(Exception):
 
 
 class Rewarded(str):
-    """What a tool shows, with a reward for the reply that called it.
+    """A tool's text, with a reward for the reply that called it.
 
     For example, at the end of a tool's `__call__`:
 

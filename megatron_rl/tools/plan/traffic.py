@@ -24,7 +24,7 @@ PARTIAL_BYTES = 16
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends along one axis of the layout."""
+    """The bytes that a rank sends along one axis of the layout."""
 
     axis: str
     ranks: int
@@ -85,7 +85,7 @@ class RankTraffic:
         return self._by_link(self._passes(rows, labels, is_training=True) + self._states())
 
     def of_forward_pass(self, rows: float, labels: float) -> list[Traffic]:
-        """What is sent in a pass without gradients."""
+        """The bytes that are sent in a pass without gradients."""
         return self._by_link(self._passes(rows, labels, is_training=False))
 
     def of_publication(self) -> list[Traffic]:
