@@ -33,7 +33,7 @@ TOGETHER = [
 ]
 """Run one after the other in a process."""
 STARTS_TRAINING = ("bench_train_step", "bench_trees", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
-STARTS_TRAINING += ("bench_distillation",)
+STARTS_TRAINING += ("bench_distillation", "trail_seeds")
 """Take half a minute each for processes that only start: their arguments are checked, and the tables that they print of
 what those processes give. `--quick` is for by hand."""
 
@@ -73,6 +73,7 @@ def print_tables(*_) -> None:
     import bench_train_step
     import bench_vs_trl
     import demo_seeds
+    import trail_seeds
 
     phases = {"tokens": 256, "step": 6.0, "rollout": 2.0, "update": 3.5, "publish": 0.5}
     bench_vs_trl.run_ours, bench_vs_trl.run_trl = lambda *_: 2 * [phases], lambda *_: 2 * [phases | {"step": 24.0}]
@@ -88,6 +89,9 @@ def print_tables(*_) -> None:
     assert demo_seeds.main([]) == 0
     bench_distillation.run = lambda side, *_: ([0.4, 0.6, 0.9] if "distillation" in side[0] else [0.4, 0.5, 0.6], 6.0)
     assert bench_distillation.main(["--steps", "2"]) == 0 and bench_distillation.main(["--score", "0.95"]) == 1
+    trail = {"first": 0.1, "before": 0.2, "after": 1.0, "rows": 900, "computed": 0.25, "step": 2.0, "pass": 0.5}
+    trail_seeds.run = lambda _, seed, *rest: trail | {"last": 0.4 if seed == 1 else 0.3}
+    assert trail_seeds.main(["--seeds", "1"]) == 0 and trail_seeds.main(["--seeds", "2"]) == 1
 
 
 def commands_of(names: tuple[str, ...]) -> list[str]:
@@ -137,6 +141,7 @@ def test_the_tables_of_what_the_other_benchmarks_start_are_right(tmp_path):
         r"eta 1, interrupt +128.0 +2.00 +50% +75% +25% +0  0: 25%  1: 75%",
         r"distillation, seed 2 +0.400 +0.600 +0.900 +2 +6.0",
         r"GRPO, seed 3 +0.400 +0.500 +0.600 +never +6.0",
+        r"0.1 M +1 +0.100 +0.400 +0.200 +1.000 +900 +0.250 +2.00 +2.00 +0.50 +0.50",
         r"asynchronous +0.375 +0.900 +0.900 +0.900 +0.900 +0.000 +0.032 +30.0 +51.2 +2.00",
     ):
         assert re.search(row, said), said
