@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_rl.api import infrastructure_in
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import shortened, words_of
 
@@ -34,9 +35,10 @@ def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[
 
 
 def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Run the agent and say how it ended: by a `value`, an `error` (words and traceback), or what is wrong with it.
+    """Run the agent and say how it ended: by a `value`, an `error`, or what is wrong with it.
 
-    It works in the run's folder `home`, and its temporary files are removed after it. `is_alone`: it left no child.
+    It works in the run's folder `home`, and its temporary files are removed after it. `is_alone`: it left no child. An
+    error has words, a traceback, and the kind of an infrastructure's failure.
     """
     tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()
     os.chdir(home)
@@ -44,7 +46,9 @@ def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[s
         found = agent(request["base_url"], request["api_key"], request["data"])
         answer = value_of(asyncio.run(as_coroutine(found)) if inspect.isawaitable(found) else found)
     except BaseException as error:  # users' code may raise anything
-        answer = {"error": [words_of(error)[:2000], traceback.format_exc()[-8000:]]}
+        failure = infrastructure_in(error)
+        kind = "" if failure is None else failure.kind
+        answer = {"error": [words_of(error)[:2000], traceback.format_exc()[-8000:], kind]}
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return answer | {"is_alone": has_no_child()}

@@ -13,7 +13,7 @@ from megatron_rl.config.import_path import check_call
 from megatron_rl.types import Trajectory
 from megatron_rl.workflows.agent_proxy import AgentProxy, ProxyAddress
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
-from megatron_rl.workflows.agent_workers import AgentFailed, AgentWorkers
+from megatron_rl.workflows.agent_workers import AgentFailed, AgentLost, AgentWorkers
 from megatron_rl.workflows.constrained import CHOICES
 from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
@@ -112,7 +112,7 @@ class AgentWorkflow(RolloutWorkflow):
             except AgentFailed as error:
                 # OpenAI's clients raise when they are told that the context is full: then the dialogue is over, and
                 # nothing has failed.
-                if session.outgrown is None:
+                if session.outgrown is None or isinstance(error, AgentLost):
                     raise
                 if session.last_reply is None:
                     raise ContextOutgrown(session.outgrown) from error

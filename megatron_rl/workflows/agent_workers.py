@@ -21,7 +21,7 @@ AT_ONCE = 16
 MOST_LOGS = 1024
 """Logs that are kept; the oldest go first."""
 DRAIN_S = 0.1
-"""The last words of a process that died are for a moment with the one that has forked it."""
+"""The last words of a process that died or failed are for a moment with the one that has forked it."""
 SHOWN = 2000
 """Characters of a failed agent's last words."""
 
@@ -34,6 +34,10 @@ class AgentTimeout(InfrastructureFailure):
 
 class AgentFailed(RuntimeError):
     """An agent raised. Its own traceback is the cause."""
+
+
+class AgentLost(AgentFailed, InfrastructureFailure):
+    """An agent raised an InfrastructureFailure: it has lost what it runs on."""
 
 
 class AgentDied(InfrastructureFailure):
@@ -87,6 +91,8 @@ class AgentWorkers:
         finally:
             # Its process ends here also where all went well: no agent finds what another one has left.
             pool.discard(worker, is_alone=is_alone)
+        if "error" in answer:
+            await asyncio.sleep(DRAIN_S)
         return self._value(answer, log)
 
     def close(self) -> None:
@@ -96,8 +102,9 @@ class AgentWorkers:
 
     def _value(self, answer: dict[str, Any], log: Path) -> float | list[float] | None:
         if "error" in answer:
-            words, trace = map(str, answer["error"])
-            raise AgentFailed(f"agent {self.path}: {words}{last_words(log)}") from WorkersTraceback(trace)
+            words, trace, kind = map(str, answer["error"])
+            message = f"agent {self.path}: {words}{last_words(log)}"
+            raise (AgentLost(message, kind=kind) if kind else AgentFailed(message)) from WorkersTraceback(trace)
         if "wrong" in answer:
             raise ValueError(
                 f"agent {self.path}: returned {answer['wrong']}; must be a finite number or None, or a list of one "

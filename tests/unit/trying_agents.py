@@ -11,6 +11,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+from megatron_rl import InfrastructureFailure
+
 
 def asked(base_url, api_key, **body):
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
@@ -81,6 +83,10 @@ def prints(base_url, api_key, data):
     if data.get("much"):
         print("x" * 1_000_000)
     raise OSError("its database is down")
+
+
+def loses_its_database(base_url, api_key, data):
+    raise InfrastructureFailure("the database at host7 is down", kind="database")
 
 
 def dies(base_url, api_key, data):

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.given import path_of
 from megatron_rl.config.import_path import check_call, resolve
@@ -100,7 +101,7 @@ class Rollout:
     """An agent that leads one rollout through a loaded environment and returns its reward."""
 
     def __init__(self, environment: str, environment_args: dict[str, Any]) -> None:
-        self.name = environment
+        self.name = f"environment {environment}"
         self.world = resolve(environment, key=KEY, kind="environment", import_from=None)(**environment_args)
         self.failures: list[Exception] = []
         for rubric in rubrics_of(self.world):
@@ -113,18 +114,18 @@ class Rollout:
         from verifiers import InvalidModelResponseError, OpenAIChatCompletionsClient, ToolError
 
         if self.world.rubric.has_group_rewards:
-            raise ValueError(f"environment {self.name}: its rubric compares rollouts; a reward is of one rollout here.")
+            raise ValueError(f"{self.name}: its rubric compares rollouts; a reward is of one rollout here.")
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
             state = await self.world.rollout(data["row"], OpenAIChatCompletionsClient(client), "policy", {})
             error = TimeoutError("its own time limit") if state.get("timed_out") else state.get("error")
             # An empty reply, a call that cannot be read or a full context is the policy's doing: the rubric scores it.
             is_policys = isinstance(error, InvalidModelResponseError | ToolError) or state.get("prompt_too_long")
             if error is not None and not is_policys:
-                raise RuntimeError(f"environment {self.name}: {type(error).__name__}: {error}") from error
+                raise InfrastructureFailure(f"{self.name}: {type(error).__name__}: {error}", kind="world") from error
             await self.world.rubric.score_rollout(state)
             await self.world.rubric.cleanup(state)
         if self.failures and not is_policys:
-            raise RuntimeError(f"environment {self.name}: a reward function raised.") from self.failures[0]
+            raise RuntimeError(f"{self.name}: a reward function raised.") from self.failures[0]
         return float(state["reward"])
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from megatron_rl.api import infrastructure_in
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards.worker import MOST_PRINTED_BYTES
 from megatron_rl.workflows import AgentWorkflow, agent_workers
@@ -105,6 +106,15 @@ def test_what_an_agent_raises_comes_back_with_its_traceback_and_its_last_words(w
     log = (tmp_path / "logs" / "version-0-12-3.log").read_text()
     first = "to stdout first\nto stderr\nof a child\n"
     assert first in str(raised.value) + "\n" and log == first + first.replace("first", "again")
+
+
+def test_an_agent_that_lost_what_it_runs_on_says_so_by_its_kind(workers):
+    with pytest.raises(AgentFailed, match="the database at host7 is down") as raised:
+        run(workers(trying_agents.loses_its_database), {})
+    assert infrastructure_in(raised.value).kind == "database"
+    with pytest.raises(AgentFailed) as raised:
+        run(workers(trying_agents.prints), {"said": "nothing of it"})
+    assert infrastructure_in(raised.value) is None
 
 
 def test_what_an_agent_prints_has_a_bound(workers, tmp_path, monkeypatch):
