@@ -43,8 +43,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        # Exactly this loader: what another hook or an extension module loads has no code to rewrite.
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+        # Also in place of a kind of it: beartype, which some package of an environment may have imported, puts its own
+        # in for every file. An extension module has no code to rewrite.
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self)
         return spec
 
