@@ -179,6 +179,10 @@ class RolloutConfig(Section, name="rollout"):
     abort ends them and sends what they have again; retract puts them back into the server's queue; in_place freezes
     them with the keys of the old weights.
     """
+    part_tokens: int = at_least(0, "tokens", default=0, hint="0 asks for whole replies")
+    """Ask for a reply in parts of at most so many tokens, each a request to the server that has the keys of the parts
+    before it: a server that dies takes no more of a reply than the part under way, where a whole one begins anew. For
+    replies of minutes. Those with `generation.stop`, a JSON schema or a forced tool are asked for whole."""
     max_cache_age: int = at_least(0, default=0)
     """Publications that a server's prefix cache may outlive; 0 flushes it at each."""
     request_timeout_s: float = above(0, "seconds", default=600.0)

@@ -138,8 +138,14 @@ class SamplingClient:
             try:
                 async with asyncio.timeout(timeout_s) as deadline:
                     while fruitless <= FRUITLESS_RESUMES:
-                        part = await self._generate_part(req, reply, deadline)
+                        left = req.gconfig.max_new_tokens - reply.output_len
+                        # A grammar cannot be continued, and a text that ends a reply could lie across two parts.
+                        is_whole = req.grammar is not None or req.gconfig.stop
+                        most = left if is_whole else min(left, self.config.part_tokens or left)
+                        part = await self._generate_part(req, reply, most, deadline)
                         add_part(reply, part)
+                        if part.stop_reason == "length" and len(part.sampled) == most < left:
+                            continue
                         if reply.stop_reason != "abort":
                             break
                         if reply.output_len >= req.gconfig.max_new_tokens:
@@ -175,11 +181,18 @@ class SamplingClient:
             span.args |= {"interruptions": reply.interruptions}
         return reply
 
-    async def _generate_part(self, req: LLMRequest, reply: LLMResponse, deadline: asyncio.Timeout) -> ReplyPart:
-        """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times."""
+    async def _generate_part(
+        self, req: LLMRequest, reply: LLMResponse, most: int, deadline: asyncio.Timeout
+    ) -> ReplyPart:
+        """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times.
+
+        most: new tokens to ask for.
+        """
         generated, routed = reply.sampled.ids, 0 if reply.routes is None else len(reply.routes)
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         params |= req.grammar or {}
+        room = params["max_new_tokens"]
+        params |= {"max_new_tokens": most, "min_new_tokens": min(params["min_new_tokens"], most)}
         tokens = [*req.input_ids, *generated.tolist()]
         tell = req.on_tokens and partial(told, req.on_tokens, tokens[len(req.input_ids) :])
         failed: ServerClient | None = None
@@ -188,7 +201,7 @@ class SamplingClient:
         async with self._slot(deadline):  # before the server is chosen, which could be gone by the time a slot is free
             while True:
                 server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
-                check_request(server, tokens, params["max_new_tokens"])
+                check_request(server, tokens, room)
                 # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:

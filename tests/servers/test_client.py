@@ -336,6 +336,38 @@ def test_tokens_of_a_cancelled_reply_are_asked_for_and_kept(scripted, connect):
     assert again["input_ids"] == [*PROMPT, 6, 7, 8] and again["sampling_params"]["max_new_tokens"] == 5
 
 
+def test_a_reply_in_parts_loses_no_more_than_a_part_with_a_server(scripted, connect, monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_RETRY_S", 0.001)
+    dying, other = scripted(), scripted()
+    dying.script.extend([counting, lambda body: web.Response(status=500, text="dying")])
+    engine = connect([dying.url, other.url], seed=3, part_tokens=3)
+    reply = ask(engine, input_ids=[10], max_new_tokens=8, min_new_tokens=4, metadata={"sample_key": "k"})
+    assert reply.output_tokens == [11, 12, 13, 14, 15, 16, 17, 18] and len(reply.output_versions) == 8
+    assert (reply.stop_reason, reply.interruptions) == ("length", 0)
+    asked = [(body["input_ids"], body["sampling_params"]) for body in dying.generations() + other.generations()]
+    assert [ids for ids, _ in asked] == [[10], [10, 11, 12, 13], [10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16]]
+    bounds = [(params["max_new_tokens"], params["min_new_tokens"]) for _, params in asked]
+    assert bounds == [(3, 3), (3, 1), (3, 1), (2, 0)]
+
+
+def test_parts_end_where_the_reply_does_and_no_text_to_stop_at_lies_across_two(scripted, connect):
+    server = scripted()
+    engine = connect(server.url, part_tokens=3)
+    assert ask(engine, input_ids=[10], max_new_tokens=8, stop=["end"]).output_len == 8
+    server.script.append(lambda body: counting(body, tokens=2, finish={"type": "stop", "matched": 12}))
+    assert ask(engine, input_ids=[10], max_new_tokens=8).output_len == 2
+    assert [body["sampling_params"]["max_new_tokens"] for body in server.generations()] == [8, 3]
+
+
+def test_a_greedy_reply_in_parts_is_the_whole_one(embedded_servers, connect):
+    whole, parts = (
+        ask(connect(embedded_servers, part_tokens=tokens), max_new_tokens=24, greedy=True, ignore_eos=True)
+        for tokens in (0, 5)
+    )
+    assert parts.output_tokens == whole.output_tokens and parts.stop_reason == "length"
+    assert parts.output_logprobs == pytest.approx(whole.output_logprobs, abs=1e-4)
+
+
 def test_reply_that_is_always_aborted_is_given_up(scripted, connect, monkeypatch):
     monkeypatch.setattr(client_module, "FIRST_RETRY_S", 0.001)
     server = scripted()

@@ -140,6 +140,7 @@ OUR_KEYS = {
         "max_uniform_resamples",
         "oversample",
         "interruption",
+        "part_tokens",
         "max_cache_age",
         "request_timeout_s",
         "control_timeout_s",
