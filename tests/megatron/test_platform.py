@@ -49,6 +49,21 @@ def test_fixes_are_applied_where_another_package_has_its_own_loader_for_every_fi
     assert ran.stdout.split()[-2:] == ["Loader", "megatron_rl.platform.upstream"]
 
 
+WITHOUT_INDUCTOR = """
+import sys, torch
+from megatron_rl import platform
+platform.prepare()
+compiler = torch.compile
+import megatron_rl.engine.megatron_engine
+print("torch._inductor.compile_fx" in sys.modules, torch.compile is compiler)
+"""
+
+
+def test_a_rank_without_cuda_imports_no_compiler_and_leaves_torchs_own_as_it_is():
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_INDUCTOR], stdout=subprocess.PIPE, text=True, check=True)
+    assert ran.stdout.split()[-2:] == ["False", "True"]
+
+
 def test_constants_are_swapped_in_nested_code_and_nowhere_else():
     source = "def f():\n    g = lambda: ('cuda', 'cuda:0', 'scuda')\n    return g(), 'torch.cuda.FloatTensor'\n"
     namespace = {}

@@ -1,7 +1,7 @@
 """Routing replay with real SGLang: the trainer's log-probabilities are the server's, though their routers differ."""
 
 import asyncio
-from functools import cache, cached_property
+from functools import cached_property
 
 import pytest
 import torch
@@ -78,66 +78,40 @@ class Served:
         return TrajectoryBatch.from_trajectories([[Trajectory.from_reply(reply, 1.0) for reply in g] for g in groups])
 
 
-@pytest.fixture(scope="module")
-def served(needs_sglang, tmp_path_factory):
-    """By family. One server at a time: each takes memory and a core."""
-    made = {}
-
-    def make(family):
-        if family not in made:
-            while made:
-                made.popitem()[1].__exit__()
-            folders = [tmp_path_factory.mktemp(f"{family}-{name}") for name in ("sampled", "trained", "server")]
-            made[family] = Served(family, *folders).__enter__()
-        return made[family]
-
-    yield make
-    for one in made.values():
-        one.__exit__()
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request, needs_sglang, tmp_path_factory):
+    """One family's after the other: the tests of one come together, and each server takes memory and a core."""
+    folders = [tmp_path_factory.mktemp(f"{request.param}-{name}") for name in ("sampled", "trained", "server")]
+    with Served(request.param, *folders) as one:
+        yield one
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_routes_of_the_server_are_those_of_the_model(family, served):
-    one = served(family)
-    batch = one.batch
-    expected = one.routed.routes(batch)
+def test_routes_of_the_server_are_those_of_the_model(served):
+    batch = served.batch
+    expected = served.routed.routes(batch)
     assert torch.equal(routes.experts_of(batch["routes"]), routes.experts_of(expected))  # slots in their order, too
     found, right = routes.weights_of(batch["routes"]), routes.weights_of(expected)
     torch.testing.assert_close(found, right, rtol=0, atol=2e-5)
-    torch.testing.assert_close(batch["logprobs"], one.routed.logprobs(batch).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(batch["logprobs"], served.routed.logprobs(batch).detach(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_interrupted_reply_has_the_routes_of_all_its_parts(family, served):
-    one = served(family)
-
+def test_an_interrupted_reply_has_the_routes_of_all_its_parts(served):
     def pause_and_resume():
-        one.engine.pause()
-        one.engine.resume()
+        served.engine.pause()
+        served.engine.resume()
 
-    reply = interrupt(one.engine, one.supervisor.urls[0], [5, 6, 7, 8], 100, pause_and_resume)
+    reply = interrupt(served.engine, served.supervisor.urls[0], [5, 6, 7, 8], 100, pause_and_resume)
     assert reply.interruptions, "it was not interrupted"
     batch = TrajectoryBatch.from_trajectories([[Trajectory.from_reply(reply, 1.0)]])
-    assert torch.equal(routes.experts_of(batch["routes"]), routes.experts_of(one.routed.routes(batch)))
-
-
-@pytest.fixture(scope="module")
-def ran(served):
-    @cache
-    def run(family, layout):
-        one, cases = served(family), {}
-        for replay in ("off", "experts", "experts_and_weights"):
-            batch = with_routes(one.batch, one.batch["routes"], replay)
-            cases[replay] = one.other, layout, replay, batch
-        return run_each(LAYOUTS[layout][0], logprobs_alone, cases)
-
-    return run
+    assert torch.equal(routes.experts_of(batch["routes"]), routes.experts_of(served.routed.routes(batch)))
 
 
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_the_servers_with_replay_and_not_without(family, layout, served, ran):
-    batch, found = served(family).batch, ran(family, layout)
+def test_logprobs_are_the_servers_with_replay_and_not_without(layout, served):
+    batch, cases = served.batch, {}
+    for replay in ("off", "experts", "experts_and_weights"):
+        cases[replay] = served.other, layout, replay, with_routes(batch, batch["routes"], replay)
+    found = run_each(LAYOUTS[layout][0], logprobs_alone, cases)
     sampled = batch["logprobs"]
     error = {replay: (of_all(ranks, batch) - sampled).abs().max() for replay, ranks in found.items()}
     assert error["experts_and_weights"] < 1e-5

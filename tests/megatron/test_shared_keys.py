@@ -4,12 +4,13 @@ Keys that are copied before each segment, and keys that are read where they lie,
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.attention.varlen as torch_varlen
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 from test_gradients import assert_same_updates, two_updates
 from tiny import LAYOUTS, make_engine, make_groups, make_model
 
@@ -66,16 +67,33 @@ def folder_of(tmp_path_factory):
 
 
 LAYOUTS_HERE = ["1", "cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2_sp", "pp2_vpp2", "dp2"))]
+FAMILIES = ("qwen3_tied_one_kv_head", "gemma3", "deepseek_v3")
+SHARED_KEYS = ("copied", "flex")
 
 
-@pytest.mark.parametrize("shared_keys", ["copied", "flex"])
+@pytest.fixture(scope="module")
+def ran(folder_of):
+    """A function: layout -> by (family, shared keys, tokens of a microbatch) what each rank found."""
+
+    @functools.cache
+    def run(layout):
+        cases = itertools.product(FAMILIES, SHARED_KEYS, (40, 200))
+        return run_each(
+            LAYOUTS[layout][0],
+            as_on_cuda,
+            {(family, *case): (folder_of(family), layout, *case) for family, *case in cases},
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("shared_keys", SHARED_KEYS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS_HERE)
-@pytest.mark.parametrize("family", ["qwen3_tied_one_kv_head", "gemma3", "deepseek_v3"])
-def test_updates_by_the_kernels_of_cuda_are_those_of_a_cpu(family, layout, shared_keys, folder_of):
-    folder = folder_of(family)
+def test_updates_by_the_kernels_of_cuda_are_those_of_a_cpu(layout, family, shared_keys, folder_of, ran):
     for tokens in (40, 200):
-        *updates, in_place = run_ranks(LAYOUTS[layout][0], as_on_cuda, folder, layout, shared_keys, tokens)[0]
-        assert_same_updates(updates, on_a_cpu(folder))
+        *updates, in_place = ran(layout)[family, shared_keys, tokens][0]
+        assert_same_updates(updates, on_a_cpu(folder_of(family)))
         assert (in_place > 0) == (shared_keys == "flex")
 
 

@@ -22,6 +22,11 @@ def burn(seconds=0.15, **_):
     return os.getpid()
 
 
+def prefers_low_ids(completion_ids, **_):
+    """A reward that a random model can earn at once: the share of tokens from the lower half of the vocabulary."""
+    return sum(token < 256 for token in completion_ids) / len(completion_ids)
+
+
 class NoVerdict(Exception):
     """A user's own error, which needs two arguments and so cannot be rebuilt from its words."""
 

@@ -28,6 +28,7 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.update_group import checksum
 from megatron_rl.workflows import RLVRWorkflow
+from tests.forked_programs import fork_programs
 from tests.servers.reference import load_reference, logprobs_of, reference_logprobs, reference_logprobs_on_old_keys
 from tests.servers.run_tokens import AUTHORIZED, TOKEN_FILE
 
@@ -204,15 +205,15 @@ def refuses_adapters_that_are_not_what_was_written(url, published, folder):
     assert post(url, "/unload_lora_adapter", {"lora_name": "policy"})["success"]
 
 
-def prefers_low_ids(prompt, completions, prompt_ids, completion_ids, **data):
-    """A reward that a random model can earn at once: the share of tokens from the lower half of the vocabulary."""
-    return sum(token < 256 for token in completion_ids) / len(completion_ids)
-
-
 GRPO = (
     *("model.init=hf", "warm_start.updates=0", "data.evaluation=", "run.save_at_end=false"),
-    *(f"run.import_from=[{__name__}]", f"rollout.reward={__name__}:prefers_low_ids", "optimizer.lr=3e-3"),
+    *("run.import_from=[own_rewards]", "rollout.reward=own_rewards:prefers_low_ids", "optimizer.lr=3e-3"),
 )
+
+
+@pytest.fixture
+def programs_are_forked(monkeypatch):
+    fork_programs(monkeypatch)
 
 
 def train_with(arguments):
@@ -273,6 +274,7 @@ def met_by_new_weights(replies):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_are_forked")
 def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
     arguments = asynchronous("run.steps=20", "generation.max_new_tokens=24", "run.save_every_steps=1")
     steps = grpo(tiny_model, [real_sglang], tmp_path, *arguments)
@@ -291,6 +293,7 @@ def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sgl
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_are_forked")
 @pytest.mark.parametrize("mode,cache_age", [("abort", 0), ("retract", 0), ("in_place", 1)])
 def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, tiny_model, embedded_servers, tmp_path):
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
@@ -314,6 +317,7 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_are_forked")
 def test_every_trained_token_is_of_the_adapters_that_it_names(tiny_model, with_adapters, tmp_path):
     lora = ("lora.rank=4", "lora.alpha=64", "rollout.publication=adapters", "rollout.interruption=abort")
     arguments = asynchronous(*lora, "algo.kl_coefficient=0.01", "run.save_every_steps=1", "batch.updates_per_step=1")
