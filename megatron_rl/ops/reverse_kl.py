@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_rl.ops.head import head_logits
 from megatron_rl.ops.library import accumulator
 from megatron_rl.ops.logprobs import VocabShard, gather_partials
+
+if TYPE_CHECKING:  # which takes a second to import, and an embedded server has no use for it
+    from tensordict import TensorDict
 
 PLACE = "teacher_place"
 """The column of a batch that says which row of its teachers' a token is: int32 `[N]`, -1 for a token without one."""
