@@ -2,7 +2,8 @@
 
 The tests of a file stay together, and so do the files whose tests ask for the one real SGLang of a session: it takes
 half a minute to start. What waits for others most of the time comes first, so that the rest can use the cores
-meanwhile; the many small files at the end even out what the workers have left to do.
+meanwhile; the many small files at the end even out what the workers have left to do. Files that fork programs come
+before those whose tests let torch use two threads: a fork of such a process waits for threads that it has not.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from typing import Any
 import pytest
 
 FOLDERS = ("slurm", "end_to_end", "servers", "megatron")
+FORKING = "fork_programs"
 TESTS = Path(__file__).parent
 SHARED = ("real_sglang", "real_supervisor")
 SLOWEST = 10
 
 
+@cache
 def place_of(path: Path) -> int:
     folder = path.relative_to(TESTS).parts[0]
+    if folder == path.name and FORKING in path.read_text(encoding="utf-8"):
+        folder = "end_to_end"
     return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
 
 
