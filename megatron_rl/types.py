@@ -176,6 +176,7 @@ class LLMResponse:
     stop_reason: str
     """`stop`, `length`, or `abort`: it is not whole, as where the client gave up resuming."""
     text: str = ""
+    """As the servers have decoded each part of it: a character of several tokens is broken where two parts meet."""
     latency_s: float = 0.0
     interruptions: int = 0
     routes: Tensor | None = None

@@ -145,6 +145,7 @@ class SamplingClient:
                         part = await self._generate_part(req, reply, most, deadline)
                         add_part(reply, part)
                         if part.stop_reason == "length" and len(part.sampled) == most < left:
+                            fruitless = 0
                             continue
                         if reply.stop_reason != "abort":
                             break

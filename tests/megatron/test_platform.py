@@ -1,5 +1,6 @@
 """The stand-ins serve megatron.core and leave other libraries alone."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -60,7 +61,8 @@ print("torch._inductor.compile_fx" in sys.modules, torch.compile is compiler)
 
 
 def test_a_rank_without_cuda_imports_no_compiler_and_leaves_torchs_own_as_it_is():
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_INDUCTOR], stdout=subprocess.PIPE, text=True, check=True)
+    command, environment = [sys.executable, "-c", WITHOUT_INDUCTOR], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     assert ran.stdout.split()[-2:] == ["False", "True"]
 
 
