@@ -35,7 +35,8 @@ def test_a_streamed_reply_is_the_one_that_is_not_streamed(embedded_servers, conn
         streamed = asyncio.run(engine.agenerate(request_of(number, told.append)))
         whole = asyncio.run(engine.agenerate(request_of(number)))
         assert streamed.output_tokens == whole.output_tokens == told[-1] and len(whole.output_tokens) == 24
-        assert streamed.output_logprobs == whole.output_logprobs
+        # A CPU's matrix products may differ in their last bit from call to call.
+        assert streamed.output_logprobs == pytest.approx(whole.output_logprobs, abs=1e-5)
         assert streamed.output_versions == whole.output_versions and streamed.stop_reason == whole.stop_reason
         assert all(whole.output_tokens[: len(ids)] == ids for ids in told)
         assert len(told) > 3 and sorted(map(len, told)) == list(map(len, told))
