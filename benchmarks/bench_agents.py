@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit-ms", type=float, default=50.0)
     args = frame.arguments(parser, argv, agents=8, rounds=1, limit_ms=1000.0)
     sys.path.insert(0, str(frame.ROOT))  # for the agents' module, which their processes import
-    from tests.servers.tiny_model import make_tokenizer
+    from tests.kit.tokenizers import make_tokenizer
 
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE

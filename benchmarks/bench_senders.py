@@ -85,10 +85,10 @@ def publish_in_turns(spaces: list[str], folder: Path, repeats: int, bucket_bytes
     """Publish as one rank of the trainer, or receive as one of the servers; rank 0 returns seconds by way."""
     import torch.distributed as dist
     from stage_servers import Servers, serve
-    from tiny import make_engine
 
     from megatron_rl.config import ParallelConfig
     from megatron_rl.weights.publish import GroupPublisher
+    from tests.kit.models import make_engine
 
     rank = int(os.environ["RANK"])
     enter(spaces[host_of(rank)])
@@ -129,8 +129,8 @@ def main(argv: list[str] | None = None) -> None:
     if os.geteuid() or not shutil.which("tc"):
         print("network namespaces need root and iproute2; nothing was measured")
         return
-    from ranks import run_ranks
-    from tiny import make_model
+    from tests.kit.models import make_model
+    from tests.kit.ranks import run_ranks
 
     sizes = {"hidden_size": args.hidden, "moe_intermediate_size": args.hidden, "num_hidden_layers": 8}
     with tempfile.TemporaryDirectory() as name, cluster(args.mbit) as spaces:

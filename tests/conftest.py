@@ -1,6 +1,7 @@
 """Settings for every test: one thread per operation, no network, current operators, GPU tests only where a GPU is.
 
-What the tests import is kept from the collector, in this process and in those that tests fork from it.
+What the tests import is kept from the collector, in this process and in those that tests fork from it. A limit of time
+only ends a test that hangs, and is longer on a slow or busy machine.
 """
 
 import gc
@@ -20,7 +21,19 @@ gc.disable()
 # Before anything imports megatron_rl.ops, which refuses operators built from other sources.
 runpy.run_path(str(Path(__file__).parents[1] / "csrc" / "build.py"))["build"]()
 
-pytest_plugins = ["tests.order", "tests.proofs", "tests.servers.fixtures"]
+from megatron_rl import platform  # noqa: E402
+from tests.kit.waiting import SLOWNESS  # noqa: E402
+
+platform.prepare()  # before any test imports megatron.core
+
+HANGS_S = 600.0
+pytest_plugins = ["tests.order", "tests.proofs", "tests.kit.servers"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.timeout is None:
+        config.option.timeout = HANGS_S * SLOWNESS
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
+
+from tests.kit.served_models import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -62,7 +63,7 @@ def test_make_knows_what_the_first_block_asks_for():
 def programs(monkeypatch):
     """The folders of `megatron-rl` and `python`, as a PATH."""
     pytest.importorskip("megatron", reason="megatron-core is not installed")
-    from tests.forked_programs import fork_programs, forked_command
+    from tests.kit.programs import fork_programs, forked_command
 
     fork_programs(monkeypatch)
     with tempfile.TemporaryDirectory(prefix="programs-") as folder, forked_command(Path(folder)):

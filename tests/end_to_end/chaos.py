@@ -38,7 +38,6 @@ from kills import (
     run_to_the_end,
     start_ranks,
 )
-from training_runs import ROOT
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -46,7 +45,8 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.journal import read_file
 from megatron_rl.servers import supervisor as supervision
 from megatron_rl.servers.supervisor import Supervisor
-from tests.servers.fault_proxy import FaultProxy
+from tests.kit.fault_proxy import FaultProxy
+from tests.kit.runs import ROOT
 
 logging.disable_progress_bar()
 

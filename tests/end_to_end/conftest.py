@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.forked_programs import fork_programs
+from tests.kit.programs import fork_programs
 
 
 @pytest.fixture(scope="module", autouse=True)

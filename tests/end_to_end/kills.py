@@ -24,9 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranks import fork
-from training_runs import COUNT, ROOT, steps_of
-
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.launch.ports import free_port
 from megatron_rl.rollout.journal import FOLDER as JOURNAL
@@ -34,6 +31,8 @@ from megatron_rl.rollout.journal import consumed_by_step
 from megatron_rl.rollout.ledger import Share
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
+from tests.kit.ranks import fork
+from tests.kit.runs import COUNT, ROOT, steps_of
 
 STEPS, PROMPTS = 12, 8
 SMALL = (

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from kills import exit_codes
-from ranks import fork
+
+from tests.kit.ranks import fork
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINNING = ".venv/bin/python benchmarks/"

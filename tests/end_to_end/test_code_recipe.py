@@ -8,13 +8,13 @@ import psutil
 import pytest
 import torch
 from kills import exit_codes, start_ranks
-from talkative_model import make_talkative_model
-from training_runs import ROOT, evaluations_of, steps_of
 from transformers import AutoTokenizer
 
 from megatron_rl.config import load_config
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.train import train
+from tests.kit.runs import ROOT, evaluations_of, steps_of
+from tests.kit.talkative_model import make_talkative_model
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,6 @@ import signal
 import pytest
 import requests
 from kills import exit_codes, losses, start_ranks
-from training_runs import COUNT, ROOT, evaluations_of, steps_of
 
 from megatron_rl.config import load_config
 from megatron_rl.engine.offload import tensors_of
@@ -15,6 +14,7 @@ from megatron_rl.launch.run_token import token_in
 from megatron_rl.run import rl_run
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.train import train
+from tests.kit.runs import COUNT, ROOT, evaluations_of, steps_of
 
 pytestmark = pytest.mark.slow
 

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
-from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_rl.data.tasks import count_ones
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.train import main
+from tests.kit.ranks import run_ranks
+from tests.kit.runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked
 
 pytestmark = pytest.mark.slow
 BY_TOKEN = ("rollout.workflow=tests.end_to_end.token_rewards:RewardsByToken", "run.import_from=[tests]")

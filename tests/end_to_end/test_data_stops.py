@@ -6,12 +6,12 @@ import time
 
 import pytest
 from kills import exit_codes, has_ended, logged, newest_checkpoint, start_ranks
-from training_runs import ROOT, steps_of
 
 from megatron_rl.launch.stop_signal import EXIT_STOPPED
 from megatron_rl.run.preference_run import PreferenceRun
 from megatron_rl.run.supervised_run import SupervisedRun
 from megatron_rl.train import main
+from tests.kit.runs import ROOT, steps_of
 
 pytestmark = pytest.mark.slow
 

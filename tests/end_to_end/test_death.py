@@ -12,7 +12,8 @@ import time
 
 import psutil
 import pytest
-from training_runs import COUNT, ROOT, environment, steps_of
+
+from tests.kit.runs import COUNT, ROOT, environment, steps_of
 
 pytestmark = pytest.mark.slow
 

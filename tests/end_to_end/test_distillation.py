@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from training_runs import ROOT, evaluations_of, steps_of, train_forked
+
+from tests.kit.runs import ROOT, evaluations_of, steps_of, train_forked
 
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 

@@ -11,11 +11,11 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 from kills import exit_codes
-from ranks import fork, run_ranks
-from talkative_model import make_talkative_model
-from training_runs import ROOT, environment, steps_of
 
 from megatron_rl.train import main
+from tests.kit.ranks import fork, run_ranks
+from tests.kit.runs import ROOT, environment, steps_of
+from tests.kit.talkative_model import make_talkative_model
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import guide_remax
 import pytest
 import torch
-from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
 from megatron_rl.data.tasks import count_ones
 from megatron_rl.servers.supervisor import start_servers
 from megatron_rl.types import FinetuneSpec, GenerationConfig
+from tests.kit.ranks import run_ranks
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "count_tiny"
 

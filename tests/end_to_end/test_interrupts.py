@@ -10,11 +10,11 @@ import time
 import pytest
 from kills import exit_codes, logged, newest_checkpoint, start_ranks
 from test_data_stops import SMALL, STEPS, answers, before_each_update
-from training_runs import ROOT, environment, steps_of
 
 from megatron_rl.launch.rank import resume_command
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED
 from megatron_rl.train import main
+from tests.kit.runs import ROOT, environment, steps_of
 
 pytestmark = pytest.mark.slow
 

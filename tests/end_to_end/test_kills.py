@@ -26,10 +26,10 @@ from kills import (
     soak,
     start_ranks,
 )
-from training_runs import steps_of
 
 from megatron_rl.engine import checkpoint
 from megatron_rl.rollout.journal import read_file
+from tests.kit.runs import steps_of
 
 pytestmark = pytest.mark.slow
 

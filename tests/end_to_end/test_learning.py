@@ -9,7 +9,8 @@ import functools
 
 import pytest
 from kills import one_server, served_by
-from training_runs import COUNT, evaluations_of, mean, steps_of, train_forked, train_until
+
+from tests.kit.runs import COUNT, evaluations_of, mean, steps_of, train_forked, train_until
 
 pytestmark = pytest.mark.slow
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from kills import served_by
-from ranks import run_ranks
-from training_runs import COUNT, ROOT, evaluations_of, steps_of
 
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.engine import manifest
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
+from tests.kit.ranks import run_ranks
+from tests.kit.runs import COUNT, ROOT, evaluations_of, steps_of
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from training_runs import COUNT, ROOT, steps_of, train_forked
+
+from tests.kit.runs import COUNT, ROOT, steps_of, train_forked
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
-from training_runs import COUNT, ROOT
 
 from megatron_rl.config import load_config
 from megatron_rl.launch import file_lock
 from megatron_rl.run.evaluate_command import evaluate
 from megatron_rl.train import train
+from tests.kit.ranks import run_ranks
+from tests.kit.runs import COUNT, ROOT
 
 MODEL = f"model.path={ROOT}/configs/models/count_tiny"
 

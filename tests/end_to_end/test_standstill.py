@@ -8,11 +8,11 @@ import time
 
 import pytest
 from kills import TENSOR, one_server, served_by, start_ranks
-from training_runs import COUNT, ROOT, steps_of
 
 from megatron_rl.launch.stop_signal import EXIT_STOPPED
 from megatron_rl.train import main
-from tests.servers.fault_proxy import FaultProxy
+from tests.kit.fault_proxy import FaultProxy
+from tests.kit.runs import COUNT, ROOT, steps_of
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ import time
 import psutil
 import pytest
 from kills import SMALL, losses, newest_checkpoint, one_server, run_to_the_end, served_by, start_ranks
-from training_runs import COUNT, ROOT, environment, evaluations_of, steps_of
 
 from megatron_rl.config import load_config
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.train import main, train
+from tests.kit.runs import COUNT, ROOT, environment, evaluations_of, steps_of
 
 pytestmark = pytest.mark.slow
 

@@ -2,11 +2,11 @@
 
 import pytest
 from kills import TENSOR, exit_codes, experiment, served_by, start_ranks
-from training_runs import ROOT, steps_of
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.supervisor import Supervisor
 from tests.chrome_trace import read_trace
+from tests.kit.runs import ROOT, steps_of
 
 pytestmark = pytest.mark.slow
 

@@ -10,14 +10,14 @@ import os
 import pytest
 import torch
 from kills import exit_codes, served_by, start_ranks
-from talkative_model import make_talkative_model
-from training_runs import COUNT, ROOT, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
+from tests.kit.runs import COUNT, ROOT, steps_of
+from tests.kit.talkative_model import make_talkative_model
 
 pytestmark = pytest.mark.slow
 

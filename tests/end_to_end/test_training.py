@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 from kills import exit_codes, served_by, start_ranks
-from ranks import run_ranks
-from training_runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked, train_under_torchrun
 
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import main
+from tests.kit.ranks import run_ranks
+from tests.kit.runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked, train_under_torchrun
 
 pytestmark = pytest.mark.slow
 

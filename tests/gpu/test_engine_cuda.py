@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_groups, make_model
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from megatron_rl.weights import checksums, sglang_checksums
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.shared_bucket import SharedBucket
 from megatron_rl.weights.update_group import checksum
-from tests.servers.in_process import some_tensors, specs_of
+from tests.kit.in_process import some_tensors, specs_of
 
 pytestmark = pytest.mark.gpu
 ROW, TILE = 8 * CHECKSUM_COLUMNS, 4 * 8192

@@ -15,9 +15,7 @@ import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients
 from megatron.core.tensor_parallel import layers
-from ranks import run_each
 from test_gradients import user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_engine, make_groups, share_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import platform
@@ -26,6 +24,8 @@ from megatron_rl.engine.layers import RMSNorm
 from megatron_rl.tools.rehearsal import te_modules
 from megatron_rl.tools.rehearsal.te_kernels import NAMESPACE
 from megatron_rl.weights.reshard import rules_of
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_groups, share_of
+from tests.kit.ranks import run_each
 
 MARKS = {"tensor_model_parallel": False, "sequence_parallel": False, "allreduce": True}
 """Megatron's marks on parameters and what their absence means."""

@@ -5,9 +5,7 @@ from functools import cache
 import pytest
 import torch
 from gathered import relative_error
-from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +17,8 @@ from megatron_rl.engine.model import transformer_config
 from megatron_rl.weights.adapter_rules import adapter_shapes, write_peft_folder
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import adapters_of_stage
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
+from tests.kit.ranks import run_ranks
 
 PeftModel = pytest.importorskip("peft", reason="needs the package peft; make installs it").PeftModel
 SFT = LogprobLoss(supervised)

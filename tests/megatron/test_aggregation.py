@@ -5,9 +5,7 @@ from functools import cache
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients, relative_error
-from ranks import run_ranks
 from test_fsdp_referee import make_fsdp
-from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl import parallel
@@ -16,6 +14,8 @@ from megatron_rl.algo.reward_shaping import RewardShaper
 from megatron_rl.batch import exchange
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, RewardShapingConfig
 from megatron_rl.run.step_metrics import batch_metrics
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
+from tests.kit.ranks import run_ranks
 from tests.unit.loss_definitions import defined_loss
 
 TEMPERATURE, TOLERANCE = 0.7, 1e-5

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients
-from ranks import run_each
 from test_gradients import user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 
 from megatron_rl import platform
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
+from tests.kit.ranks import run_each
 
 CASES = [("gemma3", "1"), ("deepseek_v3", "1"), ("qwen2", "tp2_sp"), ("qwen3_moe", "tp2_sp")]
 

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import LAYOUTS, make_batch, make_engine, make_model
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.types import FinetuneSpec
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model
+from tests.kit.ranks import run_ranks
 
 
 def train_in_bfloat16(folder, layout, target):

@@ -18,10 +18,8 @@ import psutil
 import pytest
 import torch
 from fused_adam import fused_adam
-from ranks import run_each, run_ranks
 from safetensors.torch import load_file, save_file
 from test_gradients import user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of, start
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine import checkpoint as checkpoints
@@ -31,6 +29,8 @@ from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.platform import upstream
 from megatron_rl.types import FinetuneSpec
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of, start
+from tests.kit.ranks import run_each, run_ranks
 
 GENTLE = {"eps": 1e-4, "schedule": "linear", "weight_decay": 0.1}
 """Options under which Adam does not blow rounding up, and every update has a learning rate of its own."""

@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import run_each
-from tiny import make_engine, make_model
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.checkpoint import start_adam
 from megatron_rl.tools.plan.memory import Model, checkpoint_bytes
 from megatron_rl.weights.layout import parameters_of_stage
+from tests.kit.models import make_engine, make_model
+from tests.kit.ranks import run_each
 
 FIXED_BYTES = 24e6
 """Of everything else that happens meanwhile: plans of what is written, modules, threads."""

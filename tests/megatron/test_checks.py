@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import fork
-from tiny import make_model
 
 from megatron_rl import platform
 from megatron_rl.config import load_config
@@ -19,6 +17,8 @@ from megatron_rl.run.checks import check, check_greedy, check_publication, dry_r
 from megatron_rl.run.row_training import check_rows
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
+from tests.kit.models import make_model
+from tests.kit.ranks import fork
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "count_tiny"

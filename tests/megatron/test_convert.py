@@ -11,9 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from ranks import run_each, run_ranks
 from safetensors.torch import load_file
-from tiny import LAYOUTS, make_engine, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.cli import main
@@ -21,6 +19,8 @@ from megatron_rl.tools import convert
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import RandomWeights, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes
+from tests.kit.models import LAYOUTS, make_engine, make_model
+from tests.kit.ranks import run_each, run_ranks
 
 COUNT_TINY = Path(__file__).parents[2] / "configs/models/count_tiny"
 MIDDLING = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 8}

@@ -4,10 +4,8 @@ from functools import cache
 
 import pytest
 import torch
-from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_gradients import assert_same_updates
-from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model, make_value_model, share_of
 from transformers import AutoModelForSequenceClassification
 
 from megatron_rl import parallel
@@ -18,6 +16,17 @@ from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, Paral
 from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.models import (
+    LAYOUTS,
+    MIXTURES,
+    make_batch,
+    make_engine,
+    make_groups,
+    make_model,
+    make_value_model,
+    share_of,
+)
+from tests.kit.ranks import run_each, run_ranks
 
 VALUE_LOSS = ValueLoss(ValueClipLoss(clip=0.2))
 

@@ -5,17 +5,17 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_each, run_ranks
 from test_checkpoint import follow
 from test_gradients import assert_same_updates, two_updates
 from test_models import hf_gradients
-from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model
 
 from megatron_rl import platform
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine import delta_kernels
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_groups, make_model
+from tests.kit.ranks import run_each, run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,7 @@ import json
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients, relative_error
-from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import LAYOUTS, VOCAB, make_batch, make_engine, make_model, share_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algo.actor import PolicyActor
@@ -16,6 +14,8 @@ from megatron_rl.config import AlgorithmConfig, DataConfig, DemonstrationsConfig
 from megatron_rl.config.model_section import BatchConfig
 from megatron_rl.run.demonstrated_rows import Demonstrations
 from megatron_rl.run.step_metrics import mismatch_metrics, policy_metrics
+from tests.kit.models import LAYOUTS, VOCAB, make_batch, make_engine, make_model, share_of
+from tests.kit.ranks import run_ranks
 
 TEMPERATURE, WEIGHT, STEP = 0.7, 0.3, 2
 ROWS = [{"prompt": text, "answer": text[::-1] * 2} for text in ("ab", "hello", "t", "quick", "no", "world", "u")]

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import LAYOUTS, make_batch, make_groups
 
 from megatron_rl import parallel
 from megatron_rl.batch import exchange
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.models import LAYOUTS, make_batch, make_groups
+from tests.kit.ranks import run_ranks
 
 PARTS = (make_groups(), make_batch(lengths=(7, 0, 1)))
 for part in PARTS:  # more than one number for a token

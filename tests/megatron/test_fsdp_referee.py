@@ -11,11 +11,9 @@ from concurrent.futures import Future
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from safetensors.torch import load_file
 from test_critic import VALUE_LOSS, critic_batch
 from test_gradients import assert_same_updates, user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_engine, make_model, share_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.algo.actor import PolicyActor
@@ -26,7 +24,9 @@ from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.types import FinetuneSpec
 from megatron_rl.weights.update_group import TensorSpec, join_update_group, unpack_bucket
-from tests.servers.in_process import done
+from tests.kit.in_process import done
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
+from tests.kit.ranks import run_ranks
 
 # Adam divides by |gradient| + eps: with eps near the gradients' rounding error (1e-8 here), the few gradients that are
 # as small would turn rounding into steps. 1e-5 is 1e-2 of a typical gradient and leaves the other steps as they are.

@@ -4,8 +4,6 @@ import functools
 
 import pytest
 import torch
-from ranks import run_each, run_ranks
-from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, share_of
 
 from megatron_rl import parallel
 from megatron_rl.algo.loss import PolicyLoss
@@ -13,6 +11,8 @@ from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.engine import schedule
 from megatron_rl.ops import gather_logprobs
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_groups, make_model, share_of
+from tests.kit.ranks import run_each, run_ranks
 
 EIGHT_RANKS = pytest.param("cp2_tp2_pp2", marks=pytest.mark.slow)
 OTHERS = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2_sp", "pp2", "dp2")]

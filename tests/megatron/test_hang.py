@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
@@ -23,6 +22,7 @@ from megatron_rl.run.hang_watch import HangWatch, RankReport, describe
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.weights.publish import Publication
+from tests.kit.ranks import run_ranks
 
 
 def slow_data(told: threading.Event) -> None:

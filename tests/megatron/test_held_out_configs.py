@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from ranks import run_ranks
 from test_models import by_sequence, full_logits, hf_logprobs
-from tiny import FAMILIES, LAYOUTS, VARIANTS, make_batch, make_engine, make_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rl.weights.architecture import FAMILY_OF, read_architecture
+from tests.kit.models import FAMILIES, LAYOUTS, VARIANTS, make_batch, make_engine, make_model
+from tests.kit.ranks import run_ranks
 
 FIELDS = {
     "attention_bias": [False, True],

@@ -4,15 +4,15 @@ from functools import cache
 
 import pytest
 import torch
-from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_checkpoint import DISTRIBUTED, GENTLE, resume_and_save, uninterrupted
 from test_gradients import assert_same_updates, two_updates, user_loss, user_weight
 from test_models import hf_gradients
-from tiny import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model
 
 from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from tests.kit.models import LAYOUTS, MIXTURES, make_batch, make_engine, make_groups, make_model
+from tests.kit.ranks import run_each, run_ranks
 
 
 @pytest.fixture(scope="module")

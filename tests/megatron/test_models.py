@@ -5,10 +5,8 @@ import json
 
 import pytest
 import torch
-from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_gradients import assert_same_updates, two_updates
-from tiny import FAMILIES, LAYOUTS, MIXTURES, VARIANTS, make_batch, make_engine, make_model, share_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ParallelConfig
@@ -18,6 +16,8 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout
 from megatron_rl.weights.mapping import rule_for
 from megatron_rl.weights.update_group import TensorSpec
+from tests.kit.models import FAMILIES, LAYOUTS, MIXTURES, VARIANTS, make_batch, make_engine, make_model, share_of
+from tests.kit.ranks import run_each, run_ranks
 
 
 def full_logits(logits, rows):

@@ -1,15 +1,15 @@
 """An engine that waits in host memory between its phases computes the same bits as one that stays on its device."""
 
 import pytest
-import tiny
 import torch
-from ranks import run_each, run_ranks
 from test_gradients import user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_model, share_of
 
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import SharedDevice, tensors_of
+from tests.kit import models
+from tests.kit.models import LAYOUTS, make_batch, make_model, share_of
+from tests.kit.ranks import run_each, run_ranks
 
 PLAIN, DISTRIBUTED = {}, {"distributed": True}
 OVERLAPPED = DISTRIBUTED | {"overlap": True}
@@ -21,7 +21,7 @@ def start(folder, layout, dtype="float32", kind=PLAIN, **options):
         parallel=LAYOUTS[layout][1],
         optimizer=OptimizerConfig(lr=1e-3, **kind),
     )
-    return tiny.start(MegatronEngine(config, **options))
+    return models.start(MegatronEngine(config, **options))
 
 
 def device_bytes(engine):

@@ -4,14 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
-from ranks import run_each
 from safetensors.torch import load_file
-from tiny import MIXTURES, make_engine, make_model
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.weights.hf_files import HFFolder
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.reshard import _first_expert, _split_axis, rules_of
+from tests.kit.models import MIXTURES, make_engine, make_model
+from tests.kit.ranks import run_each
 
 # Of four ranks: replicas alone, beside tensor ranks, of experts that have other replicas than the rest of a layer, and
 # of two pipeline stages. The last one's context ranks are replicas too.

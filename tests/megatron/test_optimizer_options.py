@@ -5,9 +5,7 @@ import itertools
 
 import pytest
 import torch
-from ranks import run_ranks
 from test_checkpoint import train, weights_of
-from tiny import make_model, start
 
 from megatron_rl import platform
 from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
@@ -16,6 +14,8 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import SharedDevice
 from megatron_rl.tools.plan.memory import Model, states_of_stage
 from megatron_rl.weights.architecture import read_architecture
+from tests.kit.models import make_model, start
+from tests.kit.ranks import run_ranks
 
 AWARE = {"use_precision_aware_optimizer": True}
 OFFLOAD = AWARE | {"optimizer_cpu_offload": True}

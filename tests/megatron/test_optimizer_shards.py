@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from ranks import run_ranks
 from test_checkpoint import DISTRIBUTED, GENTLE, resume_and_save, train, uninterrupted, weights_of
-from tiny import LAYOUTS, make_engine, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.engine import checkpoint
 from megatron_rl.engine.optimizer_shards import blocks
+from tests.kit.models import LAYOUTS, make_engine, make_model
+from tests.kit.ranks import run_ranks
 
 
 # One axis and several, with axes of 1; every range of each.

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from ranks import run_ranks
 from test_theorems import LOSSES, batch_of
-from tiny import LAYOUTS, make_engine, make_model, share_of
 
 from megatron_rl.engine import optimizer
+from tests.kit.models import LAYOUTS, make_engine, make_model, share_of
+from tests.kit.ranks import run_ranks
 
 
 def engine_with_small_buckets(folder, layout, **options):

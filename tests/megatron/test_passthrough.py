@@ -5,16 +5,16 @@ import importlib.metadata
 import sys
 
 import pytest
-import ranks  # noqa: F401  megatron.core is imported as the engine wants it
 import torch.distributed as dist
-from tiny import LAYOUTS, make_engine, make_model
 
+import tests.kit.ranks  # noqa: F401  megatron.core is imported as the engine wants it
 from megatron_rl import platform
 from megatron_rl.config import EngineConfig, ModelConfig, load_config
 from megatron_rl.engine import megatron_overrides, model
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.run.checks import check
 from megatron_rl.weights.architecture import read_architecture
+from tests.kit.models import LAYOUTS, make_engine, make_model
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from megatron_rl.tools.plan.activations import Activations
 from megatron_rl.tools.plan.memory import Model, head_bytes, states_of_stage
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import parameters_of_stage
-from tests.megatron.ranks import run_each
-from tests.megatron.tiny import LAYOUTS, make_batch, make_engine, make_model, share_of, start
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of, start
+from tests.kit.ranks import run_each
 
 
 def parameters_of_rank(folder, layouts):

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import make_model
 from transformers import AutoModelForCausalLM
 
 from megatron_rl import platform
 from megatron_rl.platform import cpu
+from tests.kit.models import make_model
+from tests.kit.ranks import run_ranks
 
 
 def test_transformers_loads_the_same_model_beside_the_stand_ins(tmp_path):

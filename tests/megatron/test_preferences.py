@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients, relative_error
-from ranks import run_ranks
 from safetensors.torch import load_file
 from test_fsdp_referee import OPTIONS, make_fsdp
-from tiny import LAYOUTS, VOCAB, make_engine, make_model, make_value_model
 from torch.nn.functional import softplus
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -23,6 +21,8 @@ from megatron_rl.run.checks import check
 from megatron_rl.run.preference_run import PairTraining, PreferenceRun, Reference, asked_together, check_preference
 from megatron_rl.telemetry.run_log import read_run
 from megatron_rl.train import train
+from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model, make_value_model
+from tests.kit.ranks import run_ranks
 
 TOLERANCE = 1e-5
 CASES = {

@@ -10,7 +10,7 @@ from megatron_rl import platform
 platform.prepare()
 from megatron_rl.config import load_config  # noqa: E402
 from megatron_rl.run.checks import check  # noqa: E402
-from tests.servers.tiny_model import make_tiny_model  # noqa: E402
+from tests.kit.served_models import make_tiny_model  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS = {

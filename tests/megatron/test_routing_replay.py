@@ -8,10 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from ranks import run_each, run_ranks
 from routed import RoutedModel, perturbed, with_routes
 from test_gradients import assert_same_updates
-from tiny import LAYOUTS, make_batch, make_engine, make_groups, make_model, share_of
 
 from megatron_rl import routes
 from megatron_rl.algo.loss import PolicyLoss
@@ -19,6 +17,8 @@ from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.route_form import route_form
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_groups, make_model, share_of
+from tests.kit.ranks import run_each, run_ranks
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 QUICK = ("1", "tp2_sp", "pp2_vpp2", "cp2_ep2")

@@ -5,7 +5,6 @@ import os
 import shutil
 
 import pytest
-from ranks import run_ranks
 
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
@@ -14,6 +13,7 @@ from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.launch import file_lock
 from megatron_rl.rollout import journal
 from megatron_rl.run.run_checkpoints import RunCheckpoints, read_state, wait_for_earlier_processes
+from tests.kit.ranks import run_ranks
 
 
 class Engine:

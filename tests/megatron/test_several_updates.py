@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import LAYOUTS, make_batch, make_engine, make_model
 
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model
+from tests.kit.ranks import run_ranks
 
 UPDATES, LOW, HIGH = 3, 0.8, 1.25
 

@@ -5,10 +5,8 @@ from functools import cached_property
 
 import pytest
 import torch
-from ranks import run_each
 from routed import RoutedModel, perturbed, with_routes
 from test_routing_replay import EVERY_LAYOUT, FAMILIES, NOISE, logprobs_alone, of_all
-from tiny import LAYOUTS, YARN, make_model
 
 from megatron_rl import routes
 from megatron_rl.config import GenerationConfig, RolloutConfig
@@ -17,9 +15,11 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest, Trajectory, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.route_form import route_form
+from tests.kit.models import LAYOUTS, YARN, make_model
+from tests.kit.ranks import run_each
+from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.tokenizers import make_tokenizer
 from tests.servers.reference import interrupt
-from tests.servers.run_tokens import TOKEN_FILE
-from tests.servers.tiny_model import make_tokenizer
 
 # What SGLang reads of a released model's config.json and transformers leaves out, and what it can on a CPU: Qwen3-MoE
 # with mixtures alone, DeepSeek-V3 with the rotation of the released one.

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.attention.varlen as torch_varlen
-from ranks import run_each, run_ranks
 from test_gradients import assert_same_updates, two_updates
-from tiny import LAYOUTS, make_engine, make_groups, make_model
 
 from megatron_rl import platform
 from megatron_rl.engine import attention, attention_sinks, forks, packed_rows
+from tests.kit.models import LAYOUTS, make_engine, make_groups, make_model
+from tests.kit.ranks import run_each, run_ranks
 
 
 def piece_by_piece(query, key, value, query_cu, key_cu, *longest, window_size, scale, **options):

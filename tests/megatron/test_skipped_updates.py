@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_each, run_ranks
 from test_critic import VALUE_LOSS, critic_batch
 from test_fsdp_referee import make_fsdp
 from test_gradients import user_loss, user_weight
-from tiny import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
 
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
@@ -19,6 +17,8 @@ from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.run.row_training import RowTraining
 from megatron_rl.telemetry.run_log import read_run
 from megatron_rl.train import train as train_run
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
+from tests.kit.ranks import run_each, run_ranks
 
 POLICY_LOSS = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7, by_row=True)
 SCHEDULE = {"schedule": "linear", "warmup_updates": 1, "lr": 1e-3}

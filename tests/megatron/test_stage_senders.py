@@ -5,14 +5,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from stage_servers import Servers, serve
-from tiny import make_engine, make_model
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import ParallelConfig
 from megatron_rl.launch.ports import free_port
 from megatron_rl.weights import publish
+from tests.kit.models import make_engine, make_model
+from tests.kit.ranks import run_ranks
 
 LAYOUTS = {
     "pp2": (2, ParallelConfig(pipeline=2)),

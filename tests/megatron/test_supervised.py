@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients, relative_error
-from ranks import run_ranks
 from safetensors.torch import load_file
 from test_fsdp_referee import OPTIONS, make_fsdp
-from tiny import LAYOUTS, VOCAB, make_engine, make_model
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import load_config
@@ -18,6 +16,8 @@ from megatron_rl.run.row_training import answer_training
 from megatron_rl.run.supervised_run import check_supervised
 from megatron_rl.telemetry.run_log import read_run
 from megatron_rl.train import train
+from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model
+from tests.kit.ranks import run_ranks
 
 TOLERANCE = 1e-5
 # Every answer in a microbatch of its own, of which two replicas have three and two; some together; all in one.

@@ -6,15 +6,15 @@ import functools
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients, relative_error
-from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import LAYOUTS, VOCAB, make_engine, make_model, share_of
 
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.config import AlgorithmConfig, DataConfig, ModelConfig, TeacherConfig, TrainConfig
 from megatron_rl.config.rollout_section import GenerationConfig
 from megatron_rl.run.teachers import Teachers
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model, share_of
+from tests.kit.ranks import run_ranks
 
 TEMPERATURE = 0.7
 PROMPTS = [

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import DELTA, EXPERTS, HALF_ROTATED, NO_TOKENS, SIZES
 
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import HFFolder
 from megatron_rl.weights.mapping import hf_shapes
+from tests.kit.models import DELTA, EXPERTS, HALF_ROTATED, NO_TOKENS, SIZES
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 ROPE = HALF_ROTATED | {"mrope_section": [1, 1, 2], "mrope_interleaved": True}

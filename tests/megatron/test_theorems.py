@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients, relative_error
-from ranks import run_ranks
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from test_fsdp_referee import make_fsdp
-from tiny import LAYOUTS, VOCAB, make_batch, make_engine, make_model, make_value_model, share_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss, supervised
@@ -28,6 +26,8 @@ from megatron_rl.engine.packed_rows import own_rows
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.parallel import Axis
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.models import LAYOUTS, VOCAB, make_batch, make_engine, make_model, make_value_model, share_of
+from tests.kit.ranks import run_ranks
 
 TOLERANCE = 1e-5
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from gathered import relative_error
 from safetensors.torch import load_file
-from tiny import LAYOUTS, MIXTURES, make_model
 
 from megatron_rl.engine.rope import Rope
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.families import FAMILIES
+from tests.kit.models import LAYOUTS, MIXTURES, make_model
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,9 @@ import re
 import pytest
 import torch
 from gathered import as_hf_tensors, record_gradients
-from ranks import run_each, run_ranks
 from safetensors.torch import load_file
 from test_gradients import user_loss, user_weight
 from test_theorems import assert_close
-from tiny import make_batch, make_engine, make_model, share_of, start
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
@@ -20,6 +18,8 @@ from megatron_rl.engine.model import transformer_config
 from megatron_rl.parallel import cut_by_upstream
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout, layers_of_stages, parameters, parameters_of_stage
+from tests.kit.models import make_batch, make_engine, make_model, share_of, start
+from tests.kit.ranks import run_each, run_ranks
 
 pytestmark = pytest.mark.slow
 

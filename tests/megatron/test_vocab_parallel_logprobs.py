@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from tiny import LAYOUTS, make_batch, make_engine, make_model
 
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_logprobs
+from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model
+from tests.kit.ranks import run_ranks
 from tests.unit.logit_cases import rows
 
 

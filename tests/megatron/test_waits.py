@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.attention.varlen as torch_varlen
-from ranks import run_ranks
-from tiny import LAYOUTS, SIZES, make_batch, make_engine, make_groups, make_model, share_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import platform
@@ -15,6 +13,8 @@ from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.engine import attention, context, schedule
+from tests.kit.models import LAYOUTS, SIZES, make_batch, make_engine, make_groups, make_model, share_of
+from tests.kit.ranks import run_ranks
 
 
 def shapes_of_hops(folder, layout):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig, load_config
+from tests.kit.ranks import run_ranks
 
 
 def listening_addresses():

@@ -21,7 +21,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.weights.update_group import join_update_group, leave_update_group
-from tests.servers.run_tokens import AUTHORIZED
+from tests.kit.run_tokens import AUTHORIZED
 
 
 @torch.no_grad()

@@ -9,10 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import LAYOUTS, make_engine
-from training_runs import COUNT, ROOT, mean, steps_of
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
@@ -28,9 +25,12 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.update_group import checksum
 from megatron_rl.workflows import RLVRWorkflow
-from tests.forked_programs import fork_programs
+from tests.kit.models import LAYOUTS, make_engine
+from tests.kit.programs import fork_programs
+from tests.kit.ranks import run_ranks
+from tests.kit.run_tokens import AUTHORIZED, TOKEN_FILE
+from tests.kit.runs import COUNT, ROOT, mean, steps_of
 from tests.servers.reference import load_reference, logprobs_of, reference_logprobs, reference_logprobs_on_old_keys
-from tests.servers.run_tokens import AUTHORIZED, TOKEN_FILE
 
 VERSION = 9
 TEMPERATURE = 0.8

@@ -16,8 +16,8 @@ from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
 from megatron_rl.weights.update_group import TensorSpec
+from tests.kit.run_tokens import AUTHORIZED
 from tests.servers.reference import reference_greedy
-from tests.servers.run_tokens import AUTHORIZED
 from tests.servers.test_membership import ask, eventually, load, overloaded
 
 COUNT = "configs/count_grpo.yaml"

@@ -13,10 +13,10 @@ from megatron_rl.servers import client
 from megatron_rl.servers import sampling_client as client_module
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
+from tests.kit.run_tokens import TOKEN
+from tests.kit.scripted_server import counting
+from tests.kit.tokenizers import make_tokenizer
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group
-from tests.servers.run_tokens import TOKEN
-from tests.servers.scripted_server import counting
-from tests.servers.tiny_model import make_tokenizer
 
 PROMPT = [11, 200, 37, 5]
 

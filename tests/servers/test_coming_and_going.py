@@ -11,11 +11,11 @@ from contextlib import ExitStack
 
 import pytest
 from kills import has_ended, run_until_killed
-from training_runs import ROOT, environment, steps_of
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.launch.server_registry import Lease, Registration, registered_urls
 from megatron_rl.types import LLMRequest
+from tests.kit.runs import ROOT, environment, steps_of
 from tests.servers.test_catch_up import EMBEDDED, keep_name, publish
 from tests.servers.test_membership import ask, eventually
 

@@ -9,7 +9,7 @@ from megatron_rl.servers.client import CommandRefused
 from megatron_rl.weights import delta
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.delta_code import NOTHING, Change, Run, bits_of, encode, pack
-from tests.servers.in_process import specs_of
+from tests.kit.in_process import specs_of
 from tests.servers.reference import reference_greedy
 from tests.servers.test_membership import selects
 from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy

@@ -19,8 +19,8 @@ from megatron_rl.servers import client
 from megatron_rl.servers.client import ServerError, seconds_of
 from megatron_rl.servers.membership import BAD_REPLIES
 from megatron_rl.types import LLMRequest
-from tests.servers.run_tokens import TOKEN_FILE
-from tests.servers.scripted_server import counting
+from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.scripted_server import counting
 from tests.servers.test_membership import ask, eventually, update
 
 

@@ -16,13 +16,14 @@ import requests
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tiny_model import VOCAB_SIZE, make_tiny_model
 
 from megatron_rl.launch.ports import free_port
 from megatron_rl.tools.embedded_server.bodies import MAX_BODY_BYTES
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
+from tests.kit.run_tokens import AUTHORIZED, TOKEN, TOKEN_FILE
+from tests.kit.served_models import make_tiny_model
+from tests.kit.tokenizers import VOCAB_SIZE
 from tests.servers.reference import pack_bucket
-from tests.servers.run_tokens import AUTHORIZED, TOKEN, TOKEN_FILE
 
 TIMEOUT_S, CONTEXT = 60, 512
 PROMPT = list(range(100, 120))

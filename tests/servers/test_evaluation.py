@@ -14,8 +14,9 @@ from megatron_rl import platform
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
 from megatron_rl.workflows import AgentWorkflow
+from tests.kit.served_models import make_tiny_model
+from tests.kit.tokenizers import make_tokenizer
 from tests.servers.reference import reference_logprobs, used_tokens
-from tests.servers.tiny_model import make_tiny_model, make_tokenizer
 from tests.unit.agent_relay import here
 
 platform.prepare()

@@ -15,11 +15,11 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.update_group import TensorSpec
 from megatron_rl.workflows import RLVRWorkflow
-from tests.servers.fault_proxy import FAULTS, FaultProxy
+from tests.kit.fault_proxy import FAULTS, FaultProxy
+from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.tokenizers import make_tokenizer
 from tests.servers.reference import reference_greedy, used_tokens
-from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.test_membership import ask, eventually, selects
-from tests.servers.tiny_model import make_tokenizer
 
 LONG = 400
 """Tokens of replies that are still under way after some polls, also where other tests want the machine."""

@@ -9,7 +9,7 @@ from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig
 from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import LLMRequest, LLMResponse
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer
 
 SCHEMA = {"enum": [{"city": "Rome", "n": 12}, {"city": "Oslo", "n": 30}]}
 CALL = {"begin": '<tool_call>\n{"name": "go", "arguments": ', "end": "}\n</tool_call>"}

@@ -24,7 +24,7 @@ from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.guard import MOST_IN_WINDOW, LogRate
 from megatron_rl.tools.embedded_server.run_arguments import listen
 from megatron_rl.tools.embedded_server.server import build_server, open_to_clients
-from tests.servers.run_tokens import AUTHORIZED, TOKEN
+from tests.kit.run_tokens import AUTHORIZED, TOKEN
 
 TIMEOUT_S = 30
 PROMPT = list(range(100, 110))

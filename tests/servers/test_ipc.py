@@ -8,9 +8,7 @@ import signal
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import LAYOUTS, make_engine
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import RolloutConfig
@@ -22,9 +20,11 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.servers.weight_receiver import is_on_this_host
 from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
 from megatron_rl.weights.shared_bucket import SHARED_FILES, SharedBucket, open_bucket
-from tests.servers.in_process import specs_of
+from tests.kit.in_process import specs_of
+from tests.kit.models import LAYOUTS, make_engine
+from tests.kit.ranks import run_ranks
+from tests.kit.run_tokens import TOKEN_FILE
 from tests.servers.reference import reference_greedy
-from tests.servers.run_tokens import TOKEN_FILE
 from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from megatron_rl.rewards.reward_service import RewardFailed, RewardService
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
 from megatron_rl.workflows.scoring import RewardCall
-from tests.servers.run_tokens import TOKEN_FILE
+from tests.kit.run_tokens import TOKEN_FILE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 JUDGE = "megatron_rl.rewards.judge:Judge"

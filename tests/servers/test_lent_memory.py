@@ -19,9 +19,9 @@ from megatron_rl.servers.server_memory import ALL_MEMORY
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights.ipc import IPCPublisher
-from tests.servers.in_process import specs_of
+from tests.kit.in_process import specs_of
+from tests.kit.run_tokens import AUTHORIZED, TOKEN_FILE
 from tests.servers.reference import reference_greedy
-from tests.servers.run_tokens import AUTHORIZED, TOKEN_FILE
 from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
 
 NOTHING, WEIGHTS = frozenset(), frozenset({"weights"})

@@ -10,7 +10,7 @@ from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig
 from megatron_rl.servers.client import ServerError
 from megatron_rl.types import LLMRequest
-from tests.servers.scripted_server import counting
+from tests.kit.scripted_server import counting
 
 
 def ask(engine, *, rid="r", **gconfig):

@@ -17,9 +17,9 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights import publish
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
-from tests.servers.in_process import specs_of, tensors_of
+from tests.kit.in_process import specs_of, tensors_of
+from tests.kit.run_tokens import TOKEN_FILE
 from tests.servers.reference import reference_greedy
-from tests.servers.run_tokens import TOKEN_FILE
 
 PROMPT = [11, 200, 37, 5]
 BUCKET_BYTES = 40_000

@@ -18,6 +18,8 @@ from megatron_rl.weights.publish import DiskPublisher
 from megatron_rl.weights.update_group import TensorSpec
 from megatron_rl.workflows import ReMaxWorkflow
 from tests.chrome_trace import parse_trace
+from tests.kit.run_tokens import AUTHORIZED, TOKEN
+from tests.kit.tokenizers import make_tokenizer
 from tests.servers.reference import (
     interrupt,
     publish,
@@ -26,9 +28,7 @@ from tests.servers.reference import (
     reference_logprobs_on_old_keys,
     weight_group,
 )
-from tests.servers.run_tokens import AUTHORIZED, TOKEN
 from tests.servers.test_supervisor import shown_to_others
-from tests.servers.tiny_model import make_tokenizer
 
 PROMPT = [11, 200, 37, 5]
 LONG = 450

@@ -27,7 +27,7 @@ from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
 from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.telemetry.rollout_metrics import metrics_of
-from tests.servers.run_tokens import TOKEN_FILE
+from tests.kit.run_tokens import TOKEN_FILE
 
 pytestmark = pytest.mark.slow
 

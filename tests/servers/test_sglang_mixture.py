@@ -17,10 +17,10 @@ from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.sglang_loaders import pickled_round
 from megatron_rl.weights.update_group import unpack_bucket
-from tests.servers.in_process import specs_of
+from tests.kit.in_process import specs_of
+from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.tokenizers import VOCAB_SIZE, make_tokenizer
 from tests.servers.reference import pack_bucket, wait_for, weight_group
-from tests.servers.run_tokens import TOKEN_FILE
-from tests.servers.tiny_model import VOCAB_SIZE, make_tokenizer
 
 EXPERTS, LAYERS = 8, 2
 

@@ -14,9 +14,9 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.update_group import unpack_bucket
-from tests.servers.in_process import specs_of
+from tests.kit.in_process import specs_of
+from tests.kit.run_tokens import TOKEN_FILE
 from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, weight_group
-from tests.servers.run_tokens import TOKEN_FILE
 
 PROMPT = [11, 200, 37, 5]
 LONG = 300

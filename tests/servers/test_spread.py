@@ -6,7 +6,7 @@ from collections import Counter
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.servers.sampling_client import SamplingClient
 from megatron_rl.types import LLMRequest
-from tests.servers.scripted_server import counting
+from tests.kit.scripted_server import counting
 
 RANKS, GROUPS, SAMPLES = 4, 2, 3
 

@@ -12,9 +12,9 @@ from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest
 from megatron_rl.workflows import AgentWorkflow
+from tests.kit.scripted_server import counting
+from tests.kit.tokenizers import make_tokenizer
 from tests.servers.reference import used_tokens
-from tests.servers.scripted_server import counting
-from tests.servers.tiny_model import make_tokenizer
 from tests.unit import trying_agents
 
 PROMPT = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "sample_key": "k"}

@@ -11,9 +11,9 @@ from megatron_rl.rewards.reward_servers import RemoteFailure
 from megatron_rl.types import Trajectory
 from megatron_rl.workflows.attempts import RunBroken
 from megatron_rl.workflows.taught import TaughtWorkflow
+from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.tokenizers import make_tokenizer
 from tests.servers.reference import reference_logprobs
-from tests.servers.run_tokens import TOKEN_FILE
-from tests.servers.tiny_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 PROMPT, REPLY = TOKENIZER("12 + 30 =")["input_ids"], TOKENIZER("42 or so")["input_ids"]

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.servers.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES
 from megatron_rl.workflows.tool_formats import FORMATS, text_arguments, tool_format
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer
 
 PEER = """
 import json, sys

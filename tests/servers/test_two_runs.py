@@ -4,10 +4,10 @@ import time
 
 import pytest
 from kills import has_ended, run_until_killed, served_by
-from training_runs import COUNT, ROOT, steps_of, train_forked
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.supervisor import Supervisor
+from tests.kit.runs import COUNT, ROOT, steps_of, train_forked
 
 pytestmark = pytest.mark.slow
 

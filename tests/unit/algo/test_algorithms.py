@@ -9,7 +9,7 @@ from megatron_rl.algo.actor import PolicyActor, proximal_share
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.ops import PpoOptions, ppo_loss, reference
 from megatron_rl.types import StepStats
-from tests.unit.counting_engine import CountingEngine
+from tests.kit.counting_engine import CountingEngine
 from tests.unit.ragged import ragged_batch
 
 

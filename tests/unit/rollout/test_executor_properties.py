@@ -24,8 +24,8 @@ from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import Trajectory, TrajectoryBatch
-from tests.unit.counting_engine import CountingEngine
-from tests.unit.simulated_time import Deadlock, simulate
+from tests.kit.counting_engine import CountingEngine
+from tests.kit.simulated_time import Deadlock, simulate
 
 SECONDS = st.sampled_from([0.0, 0.0, 0.1, 1.0, 3.0, 10.0, 50.0])  # equal ones often: things happen at once
 ENDS = st.one_of(st.just("group"), st.sampled_from(["group", "uniform", "none", "error", "refusal"]))

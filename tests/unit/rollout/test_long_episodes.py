@@ -16,8 +16,8 @@ from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJourna
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.workflows import MultiTurnWorkflow
 from megatron_rl.workflows.environments import Environment, Turn
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TURNS = 4

@@ -14,7 +14,7 @@ import torch
 from megatron_rl.api import RequestRefused
 from megatron_rl.rollout.rollout_rank import ToTrainer
 from megatron_rl.rollout.rpc import RpcClient, RpcSocket, serve
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer
 
 
 class Servant:

@@ -23,8 +23,8 @@ from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.tools.watch.watch import POINTS, Watch, WatchServer
 from megatron_rl.tools.watch.watch_page import PAGE, SCRIPT
 from megatron_rl.types import LLMRequest
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">"
 

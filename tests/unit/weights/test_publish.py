@@ -18,7 +18,7 @@ from megatron_rl.weights import publish
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group
-from tests.servers.in_process import InProcessPublisher, InProcessServers, done, some_tensors, specs_of
+from tests.kit.in_process import InProcessPublisher, InProcessServers, done, some_tensors, specs_of
 
 # -- checksums
 

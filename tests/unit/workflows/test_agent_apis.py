@@ -14,9 +14,9 @@ import pytest
 from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import AgentWorkflow, agent_proxy
 from megatron_rl.workflows.agent_proxy import ProxyAddress
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.agent_relay import here
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
 from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import AgentWorkflow
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_agent_proxy import TEMPLATE
 
 pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")

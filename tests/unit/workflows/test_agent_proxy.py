@@ -20,9 +20,9 @@ from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_workers import AgentFailed
 from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.tool_formats import tool_format
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.agent_relay import here
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
 TEMPLATE = (

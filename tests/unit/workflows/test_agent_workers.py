@@ -15,9 +15,9 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards.worker import MOST_PRINTED_BYTES
 from megatron_rl.workflows import AgentWorkflow, agent_workers
 from megatron_rl.workflows.agent_workers import AgentDied, AgentFailed, AgentTimeout, AgentWorkers
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit import trying_agents
-from tests.unit.recording_engine import RecordingEngine
 from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
 
 

@@ -19,8 +19,8 @@ from megatron_rl.types import LLMRequest, SampledTokens, Trajectory
 from megatron_rl.workflows import MultiTurnWorkflow, RLVRWorkflow
 from megatron_rl.workflows.environments import Environment, Turn
 from megatron_rl.workflows.scoring import RewardCall
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.simulated_time import simulate
+from tests.kit.simulated_time import simulate
+from tests.kit.tokenizers import make_tokenizer
 
 
 class TimedEngine:

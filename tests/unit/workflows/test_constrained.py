@@ -8,8 +8,8 @@ from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest
 from megatron_rl.workflows.attempts import request_name
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_agent_apis import PARAMETERS, claude
 from tests.unit.workflows.test_agent_proxy import TEMPLATE, client_of, openai, run
 

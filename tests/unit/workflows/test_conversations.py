@@ -30,8 +30,8 @@ from megatron_rl.workflows.conversation import ChatTemplate, Conversation, Plain
 from megatron_rl.workflows.environments import MOST_CALLS, Environment, SelfCorrection, ToolUse, Turn
 from megatron_rl.workflows.multi_turn import EnvironmentTimeout
 from megatron_rl.workflows.tools import Calculator, Search, ToolError, calculate, run_call, split_tool_calls
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m-instruct"
 WITH_TOOLS = (

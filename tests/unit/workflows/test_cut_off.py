@@ -8,8 +8,8 @@ from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows import AgentWorkflow, DebateWorkflow, MultiTurnWorkflow, RLVRWorkflow
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_agent_proxy import TEMPLATE, client_of, here, openai
 from tests.unit.workflows.test_conversations import Chatter
 

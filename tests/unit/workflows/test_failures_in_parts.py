@@ -23,8 +23,8 @@ from megatron_rl.workflows import (
 )
 from megatron_rl.workflows.environments import SelfCorrection
 from megatron_rl.workflows.tools import Calculator, Search
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.simulated_time import simulate
+from tests.kit.simulated_time import simulate
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_attempts import Plain, Reward, TimedEngine, at_once, fails_first, run
 
 

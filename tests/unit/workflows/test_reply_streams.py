@@ -14,9 +14,9 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import AgentWorkflow
 from megatron_rl.workflows.streamed_text import HALF, split_thoughts, sure_parts
 from megatron_rl.workflows.tool_formats import FORMATS
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.agent_relay import here
-from tests.unit.recording_engine import RecordingEngine
 from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")

@@ -14,8 +14,8 @@ from megatron_rl.rewards import exact_match
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.workflows import MultiTurnWorkflow
 from megatron_rl.workflows.trail import Trail
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 
 TINY = Path(__file__).parents[3] / "configs" / "models" / "count_tiny"
 

@@ -17,9 +17,9 @@ from megatron_rl.workflows import AgentWorkflow, MultiTurnWorkflow, ToolUseWorkf
 from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import Environment, Turn
 from megatron_rl.workflows.tools import Calculator, Rewarded
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.agent_relay import here
-from tests.unit.recording_engine import RecordingEngine
 
 CHAT = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"

@@ -8,7 +8,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import ReMaxWorkflow, RLVRWorkflow
 from megatron_rl.workflows.scoring import prompt_ids
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer
 
 
 class OneReplyEngine:

@@ -14,8 +14,8 @@ import pytest
 from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import MultiTurnWorkflow
 from megatron_rl.workflows.worlds.mcp_tools import McpTools
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_conversations import WITH_TOOLS, asked
 
 pytest.importorskip("mcp.server.mcpserver", reason="mcp is not installed: pip install 'megatron-rl[worlds]'")

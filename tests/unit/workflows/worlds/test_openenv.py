@@ -14,8 +14,8 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import MultiTurnWorkflow
 from megatron_rl.workflows.worlds.openenv import OpenEnv
 from megatron_rl.workflows.worlds.openenv_session import OpenEnvFailed, Session
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_conversations import WITH_TOOLS
 
 pytest.importorskip("openenv.core", reason="openenv-core is not installed: see requirements/worlds.txt")

@@ -21,8 +21,8 @@ from megatron_rl.workflows.worlds import shell, task_folders
 from megatron_rl.workflows.worlds.dockerfile import read_dockerfile
 from megatron_rl.workflows.worlds.shell import Container, ContainerFailed, Shell
 from megatron_rl.workflows.worlds.task_folders import VERIFY, TaskFolder, task_prompts
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine
+from tests.kit.replies import RecordingEngine
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_conversations import WITH_TOOLS
 
 TASKS = Path(__file__).parents[4] / "examples" / "worlds" / "tasks"

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows.worlds.text_games import GameFailed, TextGames, game_prompts
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_conversations import WITH_TOOLS
 
 pytest.importorskip("textarena", reason="textarena is not installed: pip install 'megatron-rl[worlds]'")

@@ -10,8 +10,8 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.workflows.agent_workers import AgentFailed
 from megatron_rl.workflows.worlds.verifiers import Rollout, VerifiersWorkflow, verifiers_prompts
-from tests.servers.tiny_model import make_tokenizer
-from tests.unit.recording_engine import RecordingEngine, check_trajectory
+from tests.kit.replies import RecordingEngine, check_trajectory
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.workflows.test_agent_proxy import TEMPLATE
 
 pytest.importorskip("verifiers", reason="verifiers is not installed: see requirements/worlds.txt")

@@ -9,7 +9,7 @@ from megatron_rl.workflows.worlds.mcp_tools import McpTools
 from megatron_rl.workflows.worlds.openenv import OpenEnv
 from megatron_rl.workflows.worlds.task_folders import TaskFolder
 from megatron_rl.workflows.worlds.text_games import TextGames
-from tests.servers.tiny_model import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer
 
 WORLDS = "megatron_rl.workflows.worlds"
 

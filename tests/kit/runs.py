@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ranks import run_ranks
-
 from megatron_rl.config import load_config
 from megatron_rl.train import main
 from megatron_rl.train import train as train_config
+from tests.kit.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 COUNT = "configs/count_grpo.yaml"

@@ -11,9 +11,9 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.servers.supervisor import Supervisor
-from tests.servers.run_tokens import TOKEN_FILE
-from tests.servers.scripted_server import ScriptedServer
-from tests.servers.tiny_model import make_tiny_model
+from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.scripted_server import ScriptedServer
+from tests.kit.served_models import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -5,18 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-VOCAB_SIZE = 512
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog. What is 12 + 30? The answer is 42.",
-    "user assistant system: a rollout server samples tokens, and the trainer learns from them.",
-]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
-)
+from tests.kit.tokenizers import VOCAB_SIZE, make_tokenizer
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, tied: bool = False) -> Path:
@@ -59,22 +50,3 @@ def save_tiny_qwen(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a ByteLevel BPE on the corpus. It has fewer ids than the model, which so samples ids without text too."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<think>"]
-    bpe.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer

@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 import pytest
-from ranks import start_up  # which prepares the platform first
+
+from tests.kit.ranks import start_up  # which prepares the platform first
 
 with start_up.importing():
     import matplotlib.backends.backend_agg  # noqa: F401  of the report's picture
@@ -44,7 +45,7 @@ with start_up.importing():
     from megatron_rl.servers import server_process
     from megatron_rl.tools.embedded_server import server as embedded_server
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.cli": cli.main,
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,

@@ -1,0 +1,41 @@
+"""Waiting for a condition. A limit only ends a test that hangs: it is far above what a slow machine needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+
+def _slowness() -> float:
+    """Time a fixed loop, alone or beside whatever else runs."""
+    begun = time.perf_counter()
+    for _ in range(20):
+        sum(i * i for i in range(100_000))
+    return max(1.0, (time.perf_counter() - begun) / 0.15)
+
+
+SLOWNESS = float(os.environ.setdefault("TESTS_SLOWNESS", f"{_slowness():.2f}"))
+"""How much longer this machine takes than a quiet one of 2026. Workers and programs that tests start inherit it."""
+LIMIT_S = 120.0 * SLOWNESS
+"""How long a test waits for what takes seconds at most."""
+LATE_S = 1000.0 * SLOWNESS
+"""For deadlines that a test must never reach: of requests, servers, workers."""
+POLL_S = 0.01
+
+
+def wait_until(holds: Callable[[], object], what: object = "", *, limit_s: float = LIMIT_S) -> None:
+    """Return as soon as `holds()` is true. Raises AssertionError with `what`, which may be a function, at the limit."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"after {limit_s:.0f} s: {what() if callable(what) else what}"
+        time.sleep(POLL_S)
+
+
+async def until(holds: Callable[[], object], what: object = "", *, limit_s: float = LIMIT_S) -> None:
+    """Do the same without blocking the event loop."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"after {limit_s:.0f} s: {what() if callable(what) else what}"
+        await asyncio.sleep(POLL_S)
