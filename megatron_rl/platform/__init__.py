@@ -27,6 +27,7 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
     warnings.filterwarnings("ignore", message="absl.logging is not installed")
     warnings.filterwarnings("ignore", message="full scope is deprecated")  # upstream's own default triggers it
+    warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)  # in its docstrings
     # Its checkpoints are built on torch's ShardedTensor.
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
