@@ -36,7 +36,7 @@ def prepare() -> None:
     fixes = upstream.fixes_of(metadata.version("megatron-core"))
     if has_cuda():
         imports.install(after_import=fixes)
-    elif imports.install(after_import=fixes, rewrite=cpu.rewrite_code, surroundings=cpu.stand_in_for_compilers):
+    elif imports.install(after_import=fixes, rewrite=cpu.rewrite_code, surroundings=cpu.surround):
         cpu.stand_in_for_cuda()
         cpu.keep_freed_memory()
         if cpu.has_slow_matrix_products():

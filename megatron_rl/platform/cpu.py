@@ -79,16 +79,27 @@ def stand_in_for_triton(module_name: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-@contextlib.contextmanager
-def stand_in_for_compilers(module_name: str) -> Iterator[None]:
-    """As `stand_in_for_triton`; and while the router of megatron.core >= 0.19 is executed, torch.compile does nothing.
+LOGGERS = ("wandb", "torch.utils.tensorboard")
+"""megatron.core.timers and its inference engine take these if they are installed, a second at each start of a rank.
+This package never asks those modules to write to them."""
 
-    It decorates a function of inference, and imports inductor for that: a third of what a rank imports.
+
+@contextlib.contextmanager
+def surround(module_name: str) -> Iterator[None]:
+    """Spare a rank imports that it has no use for, while a module of megatron.core is executed; stand in for triton.
+
+    The router of megatron.core >= 0.19 decorates a function of inference with torch.compile, which imports inductor for
+    that: a third of what a rank imports.
     """
     with stand_in_for_triton(module_name), contextlib.ExitStack() as undo:
         if module_name.endswith(".moe.router"):
             undo.callback(setattr, torch, "compile", torch.compile)
             torch.compile = lambda function: function
+        if module_name.endswith((".core.timers", ".dynamic_engine")):
+            for name in LOGGERS:
+                if name not in sys.modules:
+                    undo.callback(sys.modules.pop, name, None)
+                    sys.modules[name] = None  # type: ignore[assignment]  # so that its import fails
         yield
 
 
