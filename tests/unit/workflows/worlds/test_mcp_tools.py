@@ -16,7 +16,7 @@ from tests.kit.http import program_at_a_port
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S
-from tests.unit.workflows.test_conversations import WITH_TOOLS, asked
+from tests.unit.workflows.test_conversations import asked
 
 pytest.importorskip("mcp.server.mcpserver", reason="mcp is not installed: pip install 'megatron-rl[worlds]'")
 
@@ -31,7 +31,6 @@ def call(name, **arguments):
 def play(replies, *servers, samples=1, call_timeout_s=LATE_S):
     """Lead dialogues in which the policy says these, one after the other; return them and what it was told."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = WITH_TOOLS
     engine = RecordingEngine(tokenizer)
     engine.script = lambda req: replies[tokenizer.decode(req.input_ids).count("<|assistant|>") - 1] + "<eos>"
     gconfig = GenerationConfig(n_samples=samples, max_new_tokens=400)

@@ -14,7 +14,6 @@ from tests.kit.http import program_at_a_port
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S
-from tests.unit.workflows.test_conversations import WITH_TOOLS
 
 pytest.importorskip("openenv.core", reason="openenv-core is not installed: see requirements/worlds.txt")
 WORLDS = str(Path(__file__).with_name("openenv_worlds.py"))
@@ -40,7 +39,6 @@ def guesses(server):
 def play(replies, url, *, samples=1, seed=42, **options):
     """Lead dialogues in which the policy says these, one after the other."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = WITH_TOOLS
     engine = RecordingEngine(tokenizer)
     engine.script = lambda req: replies[tokenizer.decode(req.input_ids).count("<|assistant|>") - 1] + "<eos>"
     gconfig = GenerationConfig(n_samples=samples, max_new_tokens=400)
