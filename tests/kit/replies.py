@@ -1,26 +1,37 @@
-"""An engine that answers at random, or by a script, and remembers what it was asked."""
+"""Engines without servers: they answer at random, by a script or in simulated time, and remember what was asked."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import torch
 
-from megatron_rl.types import LLMResponse
+from megatron_rl.types import LLMResponse, SampledTokens
 
 
 class RecordingEngine:
     """Replies of random ids, each token with a log-prob and a version of its own; `script` gives texts instead."""
 
-    def __init__(self, tokenizer, *, seed=0, script=None, ends=("stop", "length")):
+    version = 5
+    """No token has a later one."""
+
+    def __init__(self, tokenizer, *, seed=0, script=None, ends=("stop", "length"), before=None):
         self.tokenizer, self.random, self.ends = tokenizer, random.Random(seed), ends
+        self.before = before
+        """Awaited with each request: its reply waits for it, and what it raises comes in place of the reply."""
         self.vocabulary = len(tokenizer)  # which takes a real tokenizer milliseconds
         self.script = script
         """Called with a request; returns the text of its reply."""
         self.served = []
         """(request, reply) in the order of their ends."""
 
+    def get_version(self):
+        return self.version
+
     async def agenerate(self, req):
+        if self.before is not None:
+            await self.before(req)
         stop_reason = self.random.choice(self.ends)
         if self.script is not None:
             stop_reason = "stop"
@@ -39,6 +50,40 @@ class RecordingEngine:
             stop_reason=stop_reason,
         )
         self.served.append((req, reply))
+        return reply
+
+
+class TimedEngine:
+    """Generates one token a second, `length(request)` of them, and knows which requests are under way.
+
+    As the real one it goes on with what was begun, and leaves there what it had when it is cancelled.
+    """
+
+    def __init__(self, length=lambda req: 10, fault=lambda req: None):
+        self.length, self.fault, self.version = length, fault, 0
+        self.asked, self.continued, self.open, self.most_open, self.tokens = [], [], 0, 0, 0
+
+    def get_version(self):
+        return self.version
+
+    async def agenerate(self, req):
+        self.asked.append(req)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        reply = req.begun
+        if reply.output_len:
+            self.continued.append(req.input_ids[0])
+        try:
+            for _ in range(self.length(req) - reply.output_len):
+                if (error := self.fault(req)) is not None:
+                    raise error
+                version = self.version
+                await asyncio.sleep(1.0)
+                self.tokens += 1
+                reply.sampled = SampledTokens.cat([reply.sampled, SampledTokens.of([5], [-1.0], [version])])
+        finally:
+            self.open -= 1
+        reply.stop_reason = "stop"
         return reply
 
 

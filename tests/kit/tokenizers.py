@@ -1,7 +1,8 @@
-"""Tokenizers that are made in milliseconds."""
+"""A tokenizer that is made in milliseconds, and the fixture of it. Its chat template has tools, calls and thoughts."""
 
 from __future__ import annotations
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -11,12 +12,15 @@ CORPUS = [
     "user assistant system: a rollout server samples tokens, and the trainer learns from them.",
 ]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
+    "<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """Train a ByteLevel BPE on the corpus. It has fewer ids than the model, which so samples ids without text too."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,5 +35,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()

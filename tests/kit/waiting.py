@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def _slowness() -> float:
@@ -39,3 +39,15 @@ async def until(holds: Callable[[], object], what: object = "", *, limit_s: floa
     while not holds():
         assert time.monotonic() < deadline, f"after {limit_s:.0f} s: {what() if callable(what) else what}"
         await asyncio.sleep(POLL_S)
+
+
+def growing_deadlines(first_s: float) -> Iterator[float]:
+    """Give deadlines, each twice the one before, to a test of one that passes after something has begun.
+
+    On a slow machine the first ones may pass too early: the test then tries again.
+    """
+    deadline_s = first_s
+    while deadline_s < LIMIT_S:
+        yield deadline_s
+        deadline_s *= 2
+    raise AssertionError(f"nothing had begun before a deadline of {deadline_s / 2:g} s")

@@ -113,10 +113,13 @@ def tells(base_url, api_key, data):
 
 
 def meets(base_url, api_key, data):
-    """Return how many ran at once, as far as this one saw."""
-    mine = Path(data["folder"], str(os.getpid()))
+    """Return how many ran at once, as far as this one saw. The first one waits for another."""
+    mine, have_met = Path(data["folder"], str(os.getpid())), Path(data["have_met"])
     mine.touch()
-    time.sleep(0.2)
-    met = len(list(Path(data["folder"]).iterdir()))
+    while (met := len(os.listdir(data["folder"]))) < 2 and not have_met.exists():
+        time.sleep(0.01)
+    have_met.touch()
+    time.sleep(0.05)  # in which one too many may come
+    met = max(met, len(os.listdir(data["folder"])))
     mine.unlink()
     return met

@@ -9,21 +9,19 @@ import time
 from pathlib import Path
 
 from megatron_rl.rewards.locked import SandboxFailed, TextFailed, evaluate
+from tests.kit.waiting import wait_until
 
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "omegaconf")
 
 
 def process_id(**_):
-    time.sleep(0.2)
     return os.getpid()
 
 
 def workers_met(folder, **_):
     """How many workers compute this at the same time, of two that wait for each other."""
     Path(folder, str(os.getpid())).touch()
-    deadline = time.monotonic() + 10
-    while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(os.listdir(folder)) >= 2, "the other one does not come")
     return len(os.listdir(folder))
 
 
@@ -31,10 +29,10 @@ def heavy_modules(**_):
     return sum(name in sys.modules for name in HEAVY)
 
 
-def evaluated(completions, **_):
+def evaluated(completions, *, time_s=0.5, **_):
     """1 if the text, as Python, is 1: as some scorers go about it."""
     try:
-        return float(evaluate(evaluated_text, completions, time_s=1.0, memory_bytes=256 << 20) == 1.0)
+        return float(evaluate(evaluated_text, completions, time_s=time_s, memory_bytes=256 << 20) == 1.0)
     except TextFailed:
         return 0.0
 
@@ -65,8 +63,8 @@ def misbehaves(completions, path="", **_):
         return 1.0
     if completions == "start a process and hang":
         with open(path, "w") as file:
-            file.write(str(subprocess.Popen(["sleep", "60"]).pid))
-        time.sleep(60)
+            file.write(str(subprocess.Popen(["sleep", "3600"]).pid))
+        time.sleep(3600)
     return {"nan": float("nan"), "huge": 10**400, "a word": "word", "right": 1.0}[completions]
 
 
@@ -76,7 +74,7 @@ async def awaited(completions, *, factor=1.0, **_):
 
 
 async def awaited_for_long(**_):
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 
 
 async def awaits_a_slow_service(**_):

@@ -4,13 +4,13 @@ import functools
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from megatron_rl.config import GenerationConfig, RolloutConfig, RunConfig, TrainConfig
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards import exact_match
+from tests.kit.waiting import LATE_S
 from tests.unit import trying_rewards
 
 PROGRAM = """
@@ -36,7 +36,7 @@ def run(folder, end, name="my_program.py"):
     file = folder / name
     file.write_text(PROGRAM + end)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=LATE_S)
 
 
 @pytest.mark.slow
@@ -47,12 +47,10 @@ def test_a_function_of_the_program_itself_is_a_reward(tmp_path):
 
 @pytest.mark.slow
 def test_a_program_without_a_guard_ends_at_once_with_the_remedy(tmp_path):
-    begin = time.monotonic()
     done = run(tmp_path, NO_GUARD)
     *_, last = done.stderr.splitlines()
     assert done.returncode == 1 and last.startswith(f"ValueError: {tmp_path}/my_program.py, line ")
     assert last.endswith('put what starts the run under `if __name__ == "__main__":`.')
-    assert time.monotonic() - begin < 100, "it stands still"
 
 
 def test_a_run_does_not_start_while_its_reward_is_looked_for(tmp_path, monkeypatch):

@@ -12,13 +12,17 @@ from megatron_rl.rewards.recipe import ingredients
 from megatron_rl.rewards.remote import RemoteReward
 from megatron_rl.rewards.reward_servers import Circuit, RemoteFailure, RemoteRefusal
 from megatron_rl.rollout.factory import configured_rewards
+from tests.kit.waiting import until
 
 
 class Scorer:
-    """Scores a reply by its length. `answers` overrides what it says, one for each batch."""
+    """Scores a reply by its length. `answers` overrides what it says, one for each batch.
 
-    def __init__(self, *answers, delay_s=0.0):
-        self.answers, self.delay_s = list(answers), delay_s
+    together: so many batches of all servers that have it are answered at the same time, and none before.
+    """
+
+    def __init__(self, *answers, delay_s=0.0, together=None):
+        self.answers, self.delay_s, self.together = list(answers), delay_s, together
         self.batches, self.at_once, self.most_at_once = [], 0, 0
         self.authorizations = set()
 
@@ -38,6 +42,8 @@ class Scorer:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(self.delay_s)
+        if self.together is not None:
+            await self.together.wait()
         self.at_once -= 1
         if self.answers and (answer := self.answers.pop(0)) is not None:
             return await answer(request) if callable(answer) else answer
@@ -50,7 +56,7 @@ def run(scorers, test, **options):
     async def whole():
         reward = RemoteReward([await scorer.start() for scorer in scorers], **options)
         try:
-            return await asyncio.wait_for(test(reward), 20)
+            return await test(reward)
         finally:
             await reward.close()
             for scorer in scorers:
@@ -65,11 +71,12 @@ async def scores_of(reward, count):
 
 
 def test_replies_go_in_batches_to_all_servers_at_the_same_time():
-    scorers = [Scorer(delay_s=0.05), Scorer(delay_s=0.05)]
-    scores = run(scorers, lambda reward: scores_of(reward, 40), most_items=4, concurrent=2)
-    assert scores == list(range(40))
+    together = asyncio.Barrier(4)
+    scorers = [Scorer(together=together), Scorer(together=together)]
+    scores = run(scorers, lambda reward: scores_of(reward, 32), most_items=4, concurrent=2)
+    assert scores == list(range(32))
     sizes = [len(batch) for scorer in scorers for batch in scorer.batches]
-    assert sizes == [4] * 10 and all(len(scorer.batches) == 5 for scorer in scorers)
+    assert sizes == [4] * 8 and all(len(scorer.batches) == 4 for scorer in scorers)
     assert all(scorer.most_at_once == 2 for scorer in scorers)
     assert scorers[0].batches[0][1] == {"prompt": "p", "reply": "x", "answer": "a"}
 
@@ -93,18 +100,25 @@ def test_a_batch_without_scores_is_asked_again(answer):
     assert len(scorer.batches) == 2
 
 
-def test_a_server_that_fails_again_and_again_is_left_alone_for_a_while(monkeypatch):
+@pytest.fixture
+def now(monkeypatch):
+    """The time of the servers' rests, which passes where a test adds to `now[0]`."""
+    now = [100.0]
+    monkeypatch.setattr(reward_servers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(reward_servers, "FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(reward_servers, "FIRST_REST_S", 0.5)
+    return now
+
+
+def test_a_server_that_fails_again_and_again_is_left_alone_for_a_while(now):
     failures = reward_servers.FAILURES_TO_OPEN
     broken, sound = Scorer(*(web.Response(status=500) for _ in range(failures + 1))), Scorer(delay_s=0.02)
 
     async def test(reward):
         asked = []
-        for rest_s in (0.6, 1.1, 0.0):
+        for rests in (1, 2, 0):
             assert await scores_of(reward, 12) == list(range(12))
             asked.append(len(broken.batches))
-            await asyncio.sleep(rest_s)
+            now[0] += rests * reward_servers.FIRST_REST_S
         return asked
 
     first, second, third = run([broken, sound], test, most_items=1, concurrent=1)
@@ -168,23 +182,22 @@ def test_a_reply_that_cannot_be_written_as_json_costs_the_others_of_its_batch_no
     assert (first, last) == (2, 2) and isinstance(wrong, TypeError)
 
 
-def test_what_nobody_waits_for_any_more_is_not_sent_after_an_outage(monkeypatch):
-    monkeypatch.setattr(reward_servers, "FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(reward_servers, "FIRST_REST_S", 0.4)
-    scorer = Scorer(*(web.Response(status=500) for _ in range(reward_servers.FAILURES_TO_OPEN)))
+def test_what_nobody_waits_for_any_more_is_not_sent_after_an_outage(now):
+    failures = reward_servers.FAILURES_TO_OPEN
+    scorer = Scorer(*(web.Response(status=500) for _ in range(failures)))
 
     async def test(reward):
         for _ in range(5):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.06):
-                    await reward("p", "given up", [], [])
-        assert len(scorer.batches) == reward_servers.FAILURES_TO_OPEN
+            asked = asyncio.ensure_future(reward("p", "given up", [], []))
+            await until(lambda: len(scorer.batches) == failures and not scorer.at_once)
+            await asyncio.sleep(0.02)  # the server rests, however long this takes
+            asked.cancel()
+        assert len(scorer.batches) == failures
+        now[0] += reward_servers.FIRST_REST_S
         return await reward("p", "wanted", [], [])
 
     assert run([scorer], test) == 6
-    assert [item["reply"] for batch in scorer.batches[reward_servers.FAILURES_TO_OPEN :] for item in batch] == [
-        "wanted"
-    ]
+    assert [item["reply"] for batch in scorer.batches[failures:] for item in batch] == ["wanted"]
 
 
 def test_a_token_is_read_from_its_file(tmp_path):
@@ -195,9 +208,7 @@ def test_a_token_is_read_from_its_file(tmp_path):
     assert scorer.authorizations == {"Bearer a-token-of-this-server"}
 
 
-def test_requests_that_fail_together_are_one_reason_to_rest(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(reward_servers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_requests_that_fail_together_are_one_reason_to_rest(now):
     circuit = Circuit("http://a")
     for _ in range(reward_servers.FAILURES_TO_OPEN + 20):
         circuit.fail()

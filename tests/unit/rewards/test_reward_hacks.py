@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from megatron_rl.rewards import code, last_number, mathematics, procedural
 from megatron_rl.rewards.locked import run_program, started_program
 from megatron_rl.rewards.sandbox import MOST_THREADS
 from megatron_rl.rewards.trial import names_of_program
+from tests.kit.waiting import LATE_S
 
 
 def score(reward, completion, **data):
@@ -157,15 +157,13 @@ BOMBS = {
 def test_a_program_cannot_take_the_hosts_processes(bomb):
     counting = f"{bomb}\ncount = 0\ntry:\n    while True:\n        start()\n        count += 1\n"
     counting += "except (RuntimeError, OSError):\n    print(count, flush=True)\nimport os\nos._exit(0)"
-    begin = time.monotonic()
-    printed = run_program(counting, "", time_s=10, memory_bytes=1 << 29)
+    printed = run_program(counting, "", time_s=LATE_S, memory_bytes=1 << 29)
     assert printed is not None and int(printed) <= MOST_THREADS <= 64
-    assert time.monotonic() - begin < 8
     assert subprocess.run(["true"]).returncode == 0
 
 
 def test_a_program_that_has_ended_asks_for_no_thread_and_is_not_waited_for():
-    with started_program("pass", time_s=5, memory_bytes=1 << 29) as (process, threads):
+    with started_program("pass", time_s=LATE_S, memory_bytes=1 << 29) as (process, threads):
         process.wait()
         threads.grant()
         assert threads.listener < 0
@@ -174,12 +172,12 @@ def test_a_program_that_has_ended_asks_for_no_thread_and_is_not_waited_for():
 def test_a_program_may_have_some_threads():
     pool = "from concurrent.futures import ThreadPoolExecutor\n"
     pool += "with ThreadPoolExecutor(4) as pool: print(sum(pool.map(abs, range(-200, 0))))"
-    assert run_program(pool, "", time_s=10, memory_bytes=1 << 29) == "20100\n"
+    assert run_program(pool, "", time_s=LATE_S, memory_bytes=1 << 29) == "20100\n"
     deep = "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
     deep += (
         "f = lambda n: n and f(n - 1) + 1\nt = threading.Thread(target=lambda: print(f(20000)))\nt.start()\nt.join()"
     )
-    assert run_program(deep, "", time_s=10, memory_bytes=1 << 29) == "20000\n"
+    assert run_program(deep, "", time_s=LATE_S, memory_bytes=1 << 29) == "20000\n"
 
 
 RUN_SOME = """
@@ -189,7 +187,7 @@ from megatron_rl.rewards.locked import run_program
 
 def run_some():
     for source in ("print(1)", "import threading\\nthreading.Thread(target=print).start()", "1/0"):
-        run_program(source, "", time_s=5, memory_bytes=1 << 29)
+        run_program(source, "", time_s=1000, memory_bytes=1 << 29)
     tests = ["assert f() == 1", "assert f() == 2"]
     assert code.assertions("", "def f(): return 1", [], [], tests=tests, partial=True) == 0.5
     return len(os.listdir("/proc/self/fd"))
@@ -201,7 +199,7 @@ print(run_some() - first)
 
 def test_no_file_of_a_program_is_left():
     # In a process of its own: what other tests have running opens and closes files meanwhile.
-    run = subprocess.run([sys.executable, "-c", RUN_SOME], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run([sys.executable, "-c", RUN_SOME], capture_output=True, text=True, timeout=LATE_S, check=True)
     assert run.stdout.strip() == "0"
 
 

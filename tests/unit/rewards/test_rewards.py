@@ -5,7 +5,6 @@ import json
 import os
 import pkgutil
 import sys
-import time
 from decimal import Decimal
 
 import pytest
@@ -27,6 +26,7 @@ from megatron_rl.rewards import (
     tagged_answer,
 )
 from megatron_rl.rewards.locked import TextFailed, evaluate, run_program
+from tests.kit.waiting import LATE_S
 
 
 def score(reward, completion, answer, **data):
@@ -253,8 +253,9 @@ def test_a_program_is_run_against_its_tests(reply, share):
 
 def test_a_program_has_its_time_for_all_tests_together():
     slow = "import time\ntime.sleep(0.3)\nprint('a')"
-    tests = [{"input": "", "output": "a"}] * 4
-    assert score(code.program_output, slow, "", tests=tests, time_s=1.0, partial=True) in (0.25, 0.5)
+    tests = [{"input": "", "output": "a"}] * 3
+    assert score(code.program_output, slow, "", tests=tests, time_s=0.8, partial=True) < 1.0, "each takes less"
+    assert score(code.program_output, slow, "", tests=tests, time_s=LATE_S) == 1.0
 
 
 def test_assertions_run_after_the_program():
@@ -341,7 +342,6 @@ def test_math_answers_are_compared_as_mathematics(reply, answer, reward):
 def test_hostile_mathematics_ends_in_time_and_does_nothing(tmp_path):
     pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
     texts = ["9^{9^{9^{9}}}", "(x+1)^{100000}", "(" * 3000, f"__import__('os').mkdir('{tmp_path}/new')"]
-    begin = time.monotonic()
     for text in [
         *(f"\\boxed{{{text}}}" for text in texts),
         "$" * 10**6,
@@ -351,7 +351,7 @@ def test_hostile_mathematics_ends_in_time_and_does_nothing(tmp_path):
         "\ud800",
     ]:
         assert score(mathematics.math_answer, text, "4", time_s=0.5) == 0.0
-    assert time.monotonic() - begin < 9 * 1.5 and list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_math_without_its_package_says_what_to_install(monkeypatch):
@@ -362,7 +362,7 @@ def test_math_without_its_package_says_what_to_install(monkeypatch):
 
 
 def test_what_is_evaluated_gives_json_or_fails():
-    assert evaluate(lambda x: [x, "a"], 1, time_s=5, memory_bytes=1 << 28) == [1, "a"]
+    assert evaluate(lambda x: [x, "a"], 1, time_s=LATE_S, memory_bytes=1 << 28) == [1, "a"]
     for function, words in [
         (lambda: 1 / 0, "ZeroDivisionError"),
         (lambda: os._exit(0), "ended without a result"),
@@ -371,7 +371,7 @@ def test_what_is_evaluated_gives_json_or_fails():
         (lambda: os.fork(), "PermissionError|BlockingIOError"),
     ]:
         with pytest.raises(TextFailed, match=words):
-            evaluate(function, time_s=5, memory_bytes=1 << 28)
+            evaluate(function, time_s=LATE_S, memory_bytes=1 << 28)
     with pytest.raises(TextFailed, match="did not end within 0.2 s"):
         evaluate(lambda: [0 for _ in iter(int, 1)], time_s=0.2, memory_bytes=1 << 28)
 
@@ -380,7 +380,7 @@ def test_a_kernel_that_hides_no_files_is_warned_of(monkeypatch):
     monkeypatch.setattr(sandbox, "hides_files", lambda: False)
     sandbox.check_lockable.cache_clear()
     with pytest.warns(RuntimeWarning, match="no Landlock .*can read the files that this user may read"):
-        assert run_program("print(1)", "", time_s=5, memory_bytes=1 << 29) == "1\n"
+        assert run_program("print(1)", "", time_s=LATE_S, memory_bytes=1 << 29) == "1\n"
     sandbox.check_lockable.cache_clear()
 
 
@@ -399,12 +399,12 @@ def test_locked_text_reads_no_file_but_what_is_installed(tmp_path):
             f"/proc/self/fd/{given}",
         ):
             opened = f"import os\nos.open({str(path)!r}, os.O_RDONLY)\nprint('owned')"
-            assert run_program(opened, "", time_s=5, memory_bytes=1 << 29) is None, path
+            assert run_program(opened, "", time_s=LATE_S, memory_bytes=1 << 29) is None, path
         with pytest.raises(TextFailed, match="PermissionError"):
-            evaluate(secret.read_text, time_s=5, memory_bytes=1 << 28)
+            evaluate(secret.read_text, time_s=LATE_S, memory_bytes=1 << 28)
     finally:
         os.close(given)
     usual = (
         "import decimal, json, zoneinfo\nprint(json.dumps(str(decimal.Decimal(1) / 4)), len(open('/dev/null').read()))"
     )
-    assert run_program(usual, "", time_s=5, memory_bytes=1 << 29) == '"0.25" 0\n'
+    assert run_program(usual, "", time_s=LATE_S, memory_bytes=1 << 29) == '"0.25" 0\n'

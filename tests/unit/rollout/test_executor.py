@@ -22,6 +22,7 @@ from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
 from megatron_rl.workflows.scoring import RewardCall
+from tests.kit.waiting import LATE_S, wait_until
 
 
 class VersionOnly:
@@ -34,10 +35,10 @@ class VersionOnly:
 
 
 class Scripted(RolloutWorkflow):
-    """Runs `act(data, attempt)`, and counts what ran at once."""
+    """Runs `act(data, attempt)`, and counts what ran at once. An episode that is `held` ends when it may."""
 
     def __init__(self, act, delay_s=0.0):
-        self.act, self.delay_s = act, delay_s
+        self.act, self.delay_s, self.may_end = act, delay_s, threading.Event()
         self.attempts, self.running, self.most_running = {}, 0, 0
 
     async def arun_episode(self, engine, data):
@@ -48,6 +49,8 @@ class Scripted(RolloutWorkflow):
         self.most_running = max(self.most_running, self.running)
         try:
             await asyncio.sleep(data.get("delay_s", self.delay_s))
+            while data.get("held") and not self.may_end.is_set():
+                await asyncio.sleep(0.001)
             return self.act(data, self.attempts[number])
         finally:
             self.running -= 1
@@ -241,14 +244,15 @@ def test_rewards_of_tokens_that_are_not_trained_make_no_difference():
 
 def test_a_reward_that_never_ends_fails_its_episode_by_name_and_is_counted(make):
     told = threading.Event()
-    rewarded = RewardCall(lambda **data: data["n"] or told.wait(), None, timeout_s=0.1)
+    at_once = RewardCall(lambda **data: data["n"], None, timeout_s=LATE_S)
+    never = RewardCall(lambda **_: told.wait(), None, timeout_s=0.1)
     reply = LLMResponse(
         input_tokens=[1], output_tokens=[2], output_logprobs=[-1.0], output_versions=[0], stop_reason="stop"
     )
 
     class Rewarded(RolloutWorkflow):
         async def arun_episode(self, engine, data):
-            return [trajectory(await rewarded(reply, data))]
+            return [trajectory(await (at_once if data["n"] else never)(reply, data))]
 
     rollout = make(episode_attempts=2)
     try:
@@ -316,26 +320,33 @@ def test_concurrency_is_bounded(make):
 
 
 def test_wait_returns_groups_in_the_order_they_finish(make):
-    executor, workflow = make(), Scripted(one)
-    executor.submit({"n": 0, "delay_s": 0.1}, workflow)
+    book = Book()
+    executor, workflow = make(events=[book]), Scripted(one)
+    executor.submit({"n": 0, "held": True}, workflow)
     executor.submit({"n": 1}, workflow)
+    wait_until(lambda: book.of(1)[-1] == "accepted")
+    workflow.may_end.set()
     assert executor.wait(2)["rewards"].tolist() == [1, 0]
 
 
 def test_queued_episodes_start_as_others_finish(make):
-    executor, workflow = make(max_concurrent_episodes=2), Scripted(one, delay_s=0.05)
+    executor, workflow = make(max_concurrent_episodes=2), Scripted(one)
     for n in range(5):
-        executor.submit({"n": n}, workflow)
-    assert sorted(executor.wait(5, timeout_s=5)["rewards"].tolist()) == [0, 1, 2, 3, 4]
+        executor.submit({"n": n, "held": True}, workflow)
+    workflow.may_end.set()
+    assert sorted(executor.wait(5)["rewards"].tolist()) == [0, 1, 2, 3, 4]
     assert workflow.most_running == 2
 
 
 def test_wait_that_times_out_loses_nothing(make):
-    executor, workflow = make(), Scripted(one)
+    book = Book()
+    executor, workflow = make(events=[book]), Scripted(one)
     executor.submit({"n": 0}, workflow)
-    executor.submit({"n": 1, "delay_s": 0.3}, workflow)
+    executor.submit({"n": 1, "held": True}, workflow)
+    wait_until(lambda: book.of(0)[-1] == "accepted")
     with pytest.raises(TimeoutError, match="1 of 2 groups"):
         executor.wait(2, timeout_s=0.1)
+    workflow.may_end.set()
     assert executor.wait(2)["rewards"].tolist() == [0, 1]
 
 
@@ -360,10 +371,8 @@ def test_asynchronous_batches_run_ahead_by_the_staleness_bound(make):
     executor, workflow = make(max_staleness=1), Scripted(one)
     source = ({"n": n} for n in itertools.count())
     executor.prepare_batch(source, workflow, 4)
-    deadline = time.monotonic() + 5
-    while len(workflow.attempts) < 8 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
+    wait_until(lambda: len(workflow.attempts) >= 8)
+    time.sleep(0.05)  # in which one too many may come
     assert len(workflow.attempts) == 8  # (1 + 0 + 1) * 4, and not one more until the version rises
     executor.engine.version = 1
     batch = executor.prepare_batch(source, workflow, 4)
@@ -392,7 +401,7 @@ def test_broken_reward_ends_the_run_instead_of_burning_the_prompts(make):
 
 @pytest.mark.parametrize("call", ["wait", "rollout_batch"])
 def test_dead_server_wakes_the_trainer(make, call):
-    executor, workflow = make(), Scripted(one, delay_s=60)
+    executor, workflow = make(), Scripted(one, delay_s=LATE_S)
     executor.submit({"n": 0}, workflow)
     threading.Timer(0.1, executor.fail, ["rollout server 0 (pid 7) was killed by SIGKILL"]).start()
     with pytest.raises(RuntimeError, match="killed by SIGKILL"):
@@ -551,7 +560,7 @@ def with_late_group(make):
             assert 0 not in executor.prepare_batch(source, workflow, 2)["rewards"]
         executor.engine.version = 2
         executor.thread.loop.call_soon_threadsafe(workflow.hold.set)
-        time.sleep(0.05)
+        wait_until(lambda: book.of(0)[-1] == "accepted")
         metrics_of([executor.metrics.take()])
         return executor, workflow, book, source
 
@@ -590,7 +599,7 @@ def test_prompt_with_long_replies_is_waited_for_the_second_time(make):
         executor.prepare_batch(source, Long(), 2)
     executor.engine.version = 2
     executor.thread.loop.call_soon_threadsafe(hold[0].set)
-    time.sleep(0.05)
+    wait_until(lambda: book.of(0)[-1] == "accepted")
     executor.prepare_batch(source, Long(), 2)
     assert book.of(0)[-2:] == ["requeued", "started"]  # at version 2
     executor.engine.version = 3
@@ -651,7 +660,7 @@ def test_task_without_any_variance_does_not_spin_for_ever(make):
 def test_full_step_does_not_wait_for_the_slowest_but_the_next_one_does(make):
     book = Book()
     executor, workflow = make(events=[book], oversample=1.5), Scripted(one)
-    delays = {1: 1.0}
+    delays = {1: 0.5}
     source = ({"n": n, "delay_s": delays.get(n, 0.02 if n < 3 else 0)} for n in itertools.count())
     assert executor.prepare_batch(source, workflow, 2)["rewards"].tolist() == [0, 2]
     assert ("requeued", 1, "the step was full") in book.lines
@@ -667,10 +676,11 @@ def test_evaluation_runs_beside_training_without_pausing_it(make):
     for version in range(6):
         executor.engine.version = version
         executor.prepare_batch(source, workflow, 2)
-    batch = evaluation.result(timeout=5)
+    batch = evaluation.result()
     assert batch["rewards"].tolist() == [0, 1, 2, 3, 4]
     assert workflow.most_running >= 2 and scored.most_running >= 1
-    time.sleep(0.1)
+    # (1 + 5 + 1) * 2, as far as the version of the last step allows.
+    wait_until(lambda: len(workflow.attempts) == 14 and workflow.running == 0)
     assert metrics_of([executor.metrics.take()])["rollout/episodes_accepted"] == len(workflow.attempts), (
         "evaluations do not count"
     )

@@ -32,6 +32,7 @@ from megatron_rl.rollout.ledger import PromptLedger, Share
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, Trajectory, TrajectoryBatch
+from tests.kit.waiting import LIMIT_S, wait_until
 
 
 class Engine:
@@ -190,14 +191,16 @@ class Turns(RolloutWorkflow):
         return Trajectory.from_reply(replies[-1], reward)
 
 
-def run_episode(engine, workflow, events=(), seconds=None, index=5):
+def run_episode(engine, workflow, events=(), index=5, dies_when=None):
+    """Return the episode's batch; None where its process dies before, when `dies_when()` is true."""
     thread = EventLoopThread("test")
     executor = RolloutExecutor(engine, RolloutConfig(max_staleness=2), RolloutMetrics(), events)
     batch = thread.submit(executor.rollout_batch([episode(index).data], workflow))
     try:
-        return batch.result(seconds)
-    except TimeoutError:
-        return None
+        if dies_when is not None:
+            wait_until(dies_when)
+            return None
+        return batch.result()
     finally:
         thread.stop()  # nothing else is written: for the journal this is a kill
 
@@ -207,7 +210,9 @@ def unfinished(tmp_path):
     """The journal of a process that was killed when sample 0 had its three replies and sample 1 one."""
     journal = start(tmp_path)
     workflow = Turns(hangs_at=(1, 1))
-    assert run_episode(Replies(), ReplayingWorkflow(workflow, None, journal), [journal], seconds=0.3) is None
+    run_episode(
+        Replies(), ReplayingWorkflow(workflow, None, journal), [journal], dies_when=lambda: len(workflow.said) == 4
+    )
     assert sorted(workflow.said) == [(0, 0), (0, 1), (0, 2), (1, 0)]
     journal.close()
     return journal.path
@@ -561,13 +566,13 @@ def test_a_slow_disk_at_a_checkpoint_does_not_hold_the_event_loop(tmp_path, monk
 
     def slow(file):
         syncs.set()
-        assert go_on.wait(10)
+        assert go_on.wait(LIMIT_S)
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", slow)
     checkpoint = threading.Thread(target=journal.begin_file)
     checkpoint.start()
-    assert syncs.wait(10)
+    assert syncs.wait(LIMIT_S)
     journal.accepted(episode(2), group(2))  # returns, although the disk has not
     assert checkpoint.is_alive(), "which has not returned before the records are on the disk"
     go_on.set()
@@ -582,7 +587,7 @@ def test_a_slow_disk_does_not_hold_the_event_loop_until_the_group_is_trained(tmp
     go_on, writev = threading.Event(), os.writev
 
     def slow(*args):
-        assert go_on.wait(10)
+        assert go_on.wait(LIMIT_S)
         return writev(*args)
 
     monkeypatch.setattr(os, "writev", slow)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
@@ -18,6 +17,7 @@ from megatron_rl.workflows import MultiTurnWorkflow
 from megatron_rl.workflows.environments import Environment, Turn
 from tests.kit.replies import RecordingEngine
 from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 TURNS = 4
@@ -44,7 +44,7 @@ class Counter(Environment):
         self.count += 1
         if self.count == 3 and (self.folder / "hangs").exists():
             self.note("hangs")
-            await asyncio.sleep(600)
+            await asyncio.sleep(3600)
         self.note(f"step {self.count}")
         if self.count == TURNS:
             return Turn(reward=1.0)
@@ -61,18 +61,14 @@ class Counter(Environment):
         self.note(f"close {self.count}")
 
 
-class Seeded(RecordingEngine):
-    def get_version(self):
-        return 0
-
-
 def play(folder, run_attempt, **options):
     """One episode as a rollout process has it with journal_replies; returns its trajectories and how many replies."""
     written = {"run_attempt": run_attempt, "rank": 0, "first_step": 0, "version": 0, "fingerprint": "f"}
     record = RolloutJournal(folder / journal.FOLDER, **written)
     replay = Replay(folder / journal.FOLDER, run_attempt=run_attempt, version=0, max_staleness=4, fingerprint="f")
     tokenizer = make_tokenizer()
-    engine = Seeded(tokenizer, seed=run_attempt, ends=("stop",))
+    engine = RecordingEngine(tokenizer, seed=run_attempt, ends=("stop",))
+    engine.version = 0
     arguments = {"max_tokens": 400, "environment_args": {"folder": str(folder)} | options}
     gconfig = GenerationConfig(n_samples=1, max_new_tokens=8)
     workflow = MultiTurnWorkflow(lambda **_: 0.0, gconfig, tokenizer, Counter, **arguments)
@@ -93,10 +89,12 @@ def kill_in_the_third_step(folder):
     imports = "from pathlib import Path; from tests.unit.rollout.test_long_episodes import play"
     command = [sys.executable, "-c", f"{imports}; play(Path({str(folder)!r}), 1)"]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    deadline = time.monotonic() + 60
-    while not ((folder / "notes").exists() and "hangs" in (folder / "notes").read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+
+    def hangs():
+        assert process.poll() is None
+        return (folder / "notes").exists() and "hangs" in (folder / "notes").read_text()
+
+    wait_until(hangs, "it does not come to the third step")
     process.send_signal(signal.SIGKILL)
     process.wait()
     (folder / "hangs").unlink()

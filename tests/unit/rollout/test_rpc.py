@@ -15,6 +15,7 @@ from megatron_rl.api import RequestRefused
 from megatron_rl.rollout.rollout_rank import ToTrainer
 from megatron_rl.rollout.rpc import RpcClient, RpcSocket, serve
 from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import LATE_S, LIMIT_S
 
 
 class Servant:
@@ -270,11 +271,11 @@ def test_a_forked_process_does_not_keep_the_connection_open(ends):
     wire, other = RpcSocket(ours), RpcSocket(theirs)
     pid = os.fork()
     if pid == 0:
-        time.sleep(30)
+        time.sleep(LATE_S)
         os._exit(0)
     try:
         wire.close()
-        theirs.settimeout(5)
+        theirs.settimeout(LIMIT_S)
         with pytest.raises(EOFError):
             other.receive()
     finally:

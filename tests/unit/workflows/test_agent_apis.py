@@ -15,21 +15,14 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import AgentWorkflow, agent_proxy
 from megatron_rl.workflows.agent_proxy import ProxyAddress
 from tests.kit.replies import RecordingEngine, check_trajectory
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import growing_deadlines, until, wait_until
 from tests.unit.agent_relay import here
-from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
+from tests.unit.workflows.test_agent_proxy import QUESTION
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
 anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed: pip install anthropic")
 CALLS = "".join(f'<tool_call>{{"name": "add", "arguments": {{"x": {x}, "y": 30}}}}</tool_call>' for x in (12, 13))
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def run(agent, engine, *, max_tokens=600, **options):
@@ -223,35 +216,36 @@ def test_what_is_malformed_is_refused_by_the_name_of_its_field(tokenizer, path, 
 # --- Streams, hosts and certificates
 
 
-class Slow(RecordingEngine):
-    async def agenerate(self, req):
-        await asyncio.sleep(0.3)
-        return await super().agenerate(req)
-
-
 def test_a_stream_shows_that_it_lives_until_its_reply_is_there(tokenizer, monkeypatch):
     monkeypatch.setattr(agent_proxy, "SIGN_OF_LIFE_S", 0.05)
+    may_end = threading.Event()
+
+    async def slow(request):
+        await until(may_end.is_set, "no sign of life came")
+        await asyncio.sleep(0.2)  # in which a few more come
 
     def agent(base_url, api_key, data):
         body = json.dumps({"messages": data["messages"], "stream": True}).encode()
         headers = {"Authorization": f"Bearer {api_key}"}
         request = urllib.request.Request(f"{base_url}/chat/completions", data=body, headers=headers)
         with urllib.request.urlopen(request) as answer:
-            lines = answer.read().decode().split("\n\n")
-        assert lines.count(": the reply is being generated") >= 3 and lines[-2] == "data: [DONE]"
+            signs = 0
+            while signs < 3:
+                signs += answer.readline() == b": the reply is being generated\n"
+            may_end.set()
+            assert answer.read().decode().split("\n\n")[-2] == "data: [DONE]"
         client = claude(base_url, api_key)
         with client.messages.stream(model="policy", max_tokens=20, messages=data["messages"]) as stream:
             assert stream.get_final_message().stop_reason == "end_turn"
         return 1.0
 
-    run(agent, Slow(tokenizer, ends=("stop",)))
+    run(agent, RecordingEngine(tokenizer, ends=("stop",), before=slow))
 
 
 def test_an_error_behind_the_first_sign_of_life_is_an_event(tokenizer, monkeypatch):
-    class Broken(RecordingEngine):
-        async def agenerate(self, req):
-            await asyncio.sleep(0.2)
-            raise RuntimeError("no server can answer")
+    async def breaks(request):
+        await asyncio.sleep(0.2)
+        raise RuntimeError("no server can answer")
 
     monkeypatch.setattr(agent_proxy, "SIGN_OF_LIFE_S", 0.05)
 
@@ -263,28 +257,31 @@ def test_an_error_behind_the_first_sign_of_life_is_an_event(tokenizer, monkeypat
         ):
             stream.get_final_message()
 
-    assert run(agent, Broken(tokenizer)) is None
+    assert run(agent, RecordingEngine(tokenizer, before=breaks)) is None
 
 
 def test_what_an_agent_hangs_up_on_is_no_longer_generated(tokenizer):
-    ended = threading.Event()
+    begun, ended = [], []
 
-    class Endless(RecordingEngine):
-        async def agenerate(self, req):
-            try:
-                await asyncio.sleep(60)
-            finally:
-                ended.set()
+    async def endless(request):
+        begun.append(request)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(request)
 
     def agent(base_url, api_key, data):
         for streams in (False, True):
-            ended.clear()
-            client = of_openai(base_url, api_key).with_options(timeout=0.2)
-            with pytest.raises(openai.APITimeoutError):
-                client.chat.completions.create(model="policy", messages=data["messages"], stream=streams)
-            assert ended.wait(5.0), streams
+            before = len(begun)
+            for timeout_s in growing_deadlines(0.2):
+                client = of_openai(base_url, api_key).with_options(timeout=timeout_s)
+                with pytest.raises(openai.APITimeoutError):
+                    client.chat.completions.create(model="policy", messages=data["messages"], stream=streams)
+                if len(begun) > before:
+                    break
+            wait_until(lambda: len(ended) == len(begun), streams)
 
-    run(agent, Endless(tokenizer))
+    run(agent, RecordingEngine(tokenizer, before=endless))
 
 
 @pytest.fixture

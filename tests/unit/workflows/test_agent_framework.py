@@ -8,7 +8,6 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import AgentWorkflow
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
-from tests.unit.workflows.test_agent_proxy import TEMPLATE
 
 pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")
 AGENTS = "tests.unit.smol_agents"
@@ -30,7 +29,6 @@ def call(name, arguments):
 )
 def test_an_agent_of_smolagents_is_trained_on_what_it_was_served(agent, replies):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
     rest = iter(replies)
     engine = RecordingEngine(tokenizer, script=lambda _: next(rest))
     workflow = AgentWorkflow(lambda **_: 0.0, GenerationConfig(max_new_tokens=200), tokenizer, agent, 40_000)

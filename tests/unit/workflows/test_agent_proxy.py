@@ -21,24 +21,11 @@ from megatron_rl.workflows.agent_workers import AgentFailed
 from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.tool_formats import tool_format
 from tests.kit.replies import RecordingEngine, check_trajectory
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer
 from tests.unit.agent_relay import here
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
-TEMPLATE = (
-    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
-    "<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|>{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
-    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def run(agent, engine, *, n_samples=1, reward=lambda **_: 0.0, max_tokens=400, **options):
@@ -313,8 +300,7 @@ def test_tools_that_the_chat_template_cannot_show_are_refused(tokenizer):
             client_of(base_url, api_key).chat.completions.create(model="policy", messages=QUESTION, tools=tools)
 
     tools = [{"type": "function", "function": {"name": "add", "parameters": 5}}]
-    strict = make_tokenizer()
-    strict.chat_template = "{% for key in tools[0]['function']['parameters'] %}{% endfor %}" + TEMPLATE
+    strict = make_tokenizer("{% for key in tools[0]['function']['parameters'] %}{% endfor %}" + CHAT_TEMPLATE)
     run(agent, RecordingEngine(strict))
 
 

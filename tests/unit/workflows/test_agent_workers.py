@@ -17,8 +17,9 @@ from megatron_rl.workflows import AgentWorkflow, agent_workers
 from megatron_rl.workflows.agent_workers import AgentDied, AgentFailed, AgentTimeout, AgentWorkers
 from tests.kit.replies import RecordingEngine
 from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import LATE_S, growing_deadlines, until, wait_until
 from tests.unit import trying_agents
-from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
+from tests.unit.workflows.test_agent_proxy import QUESTION
 
 
 def is_alive(pid):
@@ -30,10 +31,7 @@ def is_alive(pid):
 def wait_until_none_lives(folder, count):
     pids = [int(path.name) for path in folder.iterdir()]
     assert len(pids) == count
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, [psutil.Process(pid) for pid in pids if is_alive(pid)]
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_alive, pids)), lambda: [psutil.Process(pid) for pid in pids if is_alive(pid)])
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def workers(tmp_path):
         one.close()
 
 
-def run(workers, data, *, name="prompt-0", timeout_s=20.0):
+def run(workers, data, *, name="prompt-0", timeout_s=LATE_S):
     return asyncio.run(workers.run("http://127.0.0.1:1/v1", "key", data, name=name, timeout_s=timeout_s))
 
 
@@ -59,33 +57,29 @@ def test_an_agent_is_killed_at_its_deadline_with_all_that_it_started(workers, tm
     pids = tmp_path / "pids"
     pids.mkdir()
     many = workers(trying_agents.never_ends, most=1)
-
-    async def both():
-        late = many.run("", "", {"how": how, "pids": str(pids)}, name="late", timeout_s=1.0)
-        begin = time.monotonic()
-        with pytest.raises(AgentTimeout, match=r"did not end within 1 s, and was killed.*late.log:\nit has begun"):
-            await late
-        return time.monotonic() - begin
-
-    assert asyncio.run(both()) < 10
-    wait_until_none_lives(pids, 3)
+    for number, timeout_s in enumerate(growing_deadlines(0.5)):
+        mine = pids / str(number)
+        mine.mkdir()
+        with pytest.raises(AgentTimeout, match=f"did not end within {timeout_s:g} s, and was killed") as late:
+            run(many, {"how": how, "pids": str(mine)}, name="late", timeout_s=timeout_s)
+        if "late.log:\nit has begun" in str(late.value):
+            break
+    wait_until_none_lives(mine, 3)
 
 
 def test_a_cancelled_agent_is_killed_too_and_its_place_is_free(workers, tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
-    one = workers(trying_agents.never_ends, most=1)
+    one, data = workers(trying_agents.never_ends, most=1), {"how": "sleep", "pids": str(pids)}
 
     async def cancelled():
-        for _ in range(2):
-            call = asyncio.create_task(one.run("", "", {"how": "sleep", "pids": str(pids)}, name="gone", timeout_s=60))
-            before = len(list(pids.iterdir()))
-            while len(list(pids.iterdir())) < before + 3:
-                await asyncio.sleep(0.01)
+        for count in (3, 6):
+            call = asyncio.create_task(one.run("", "", data, name="gone", timeout_s=LATE_S))
+            await until(lambda count=count: len(list(pids.iterdir())) == count, "its processes have not begun")
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(cancelled(), 30))
+    asyncio.run(cancelled())
     wait_until_none_lives(pids, 6)
 
 
@@ -158,22 +152,35 @@ def test_each_run_has_a_process_of_its_own_without_torch_in_the_runs_folder(work
         found.append(json.loads((tmp_path / "told").read_text()))
     assert found[0]["pid"] != found[1]["pid"] and [one["marks"] for one in found] == [1, 1]
     assert {one["cwd"] for one in found} == {os.getcwd()} and not any(one["torch"] for one in found)
-    deadline = time.monotonic() + 5
-    while os.path.exists(found[0]["temporary"]):
-        assert time.monotonic() < deadline, "its temporary files are left"
-        time.sleep(0.01)
+    wait_until(lambda: not os.path.exists(found[0]["temporary"]), "its temporary files are left")
 
 
-def test_agents_are_so_many_at_a_time_and_their_time_begins_with_their_process(workers, tmp_path):
-    folder = tmp_path / "met"
+def test_agents_are_so_many_at_a_time(workers, tmp_path):
+    folder = tmp_path / "running"
     folder.mkdir()
-    many = workers(trying_agents.meets)
+    many, data = workers(trying_agents.meets), {"folder": str(folder), "have_met": str(tmp_path / "have met")}
 
     async def all_of_them():
-        runs = (many.run("", "", {"folder": str(folder)}, name=str(n), timeout_s=1.5) for n in range(12))
-        return await asyncio.gather(*runs)
+        return await asyncio.gather(*(many.run("", "", data, name=str(n), timeout_s=LATE_S) for n in range(12)))
 
     assert max(asyncio.run(all_of_them())) == 2
+
+
+def test_an_agents_time_begins_with_its_process(workers, tmp_path):
+    one, data = workers(trying_agents.never_ends, most=1), {"how": "sleep", "pids": str(tmp_path / "pids")}
+    (tmp_path / "pids").mkdir()
+
+    async def one_after_the_other():
+        first = asyncio.create_task(one.run("", "", data, name="first", timeout_s=LATE_S))
+        await until(lambda: len(list((tmp_path / "pids").iterdir())) == 3, "the first one has not begun")
+        second = asyncio.create_task(one.run("", "", data, name="second", timeout_s=0.1))
+        await asyncio.sleep(0.3)  # and however much longer: no time passes for the second one
+        assert not second.done()
+        first.cancel()
+        with pytest.raises(AgentTimeout, match="did not end within 0.1 s"):
+            await second
+
+    asyncio.run(one_after_the_other())
 
 
 def test_a_function_that_no_other_process_can_import_is_refused():
@@ -181,21 +188,22 @@ def test_a_function_that_no_other_process_can_import_is_refused():
         AgentWorkers(lambda base_url, api_key, data: None, {}, most=1)
 
 
+@pytest.mark.thorough  # it measures, and test_agent_proxy has many requests at once
 def test_many_agents_at_once_leave_the_event_loop_free(tmp_path):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
     gconfig = GenerationConfig(n_samples=24, max_new_tokens=40)
     workflow = AgentWorkflow(lambda **_: 0.0, gconfig, tokenizer, trying_agents.asks, 600)
     engine = RecordingEngine(tokenizer, ends=("stop",))
 
     async def lags():
+        begun = time.monotonic()
         episode, found = asyncio.create_task(workflow.arun_episode(engine, {"messages": QUESTION})), []
         while not episode.done():
             begin = time.monotonic()
             await asyncio.sleep(0.001)
             found.append(time.monotonic() - begin - 0.001)
-        return await episode, found
+        return await episode, found, time.monotonic() - begun
 
-    trajectories, found = asyncio.run(lags())
+    trajectories, found, took = asyncio.run(lags())
     assert len(trajectories) == 24 and len(engine.served) == 72
-    assert sorted(found)[int(0.99 * len(found))] < 0.25
+    assert sorted(found)[int(0.99 * len(found))] < took / 10

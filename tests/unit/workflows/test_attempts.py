@@ -15,46 +15,12 @@ from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import LLMRequest, SampledTokens, Trajectory
+from megatron_rl.types import LLMRequest, Trajectory
 from megatron_rl.workflows import MultiTurnWorkflow, RLVRWorkflow
 from megatron_rl.workflows.environments import Environment, Turn
 from megatron_rl.workflows.scoring import RewardCall
+from tests.kit.replies import TimedEngine
 from tests.kit.simulated_time import simulate
-from tests.kit.tokenizers import make_tokenizer
-
-
-class TimedEngine:
-    """Generates one token a second, `length(request)` of them, and knows which requests are under way.
-
-    As the real one it goes on with what was begun, and leaves there what it had when it is cancelled.
-    """
-
-    def __init__(self, length=lambda req: 10, fault=lambda req: None):
-        self.length, self.fault, self.version = length, fault, 0
-        self.asked, self.continued, self.open, self.most_open, self.tokens = [], [], 0, 0, 0
-
-    def get_version(self):
-        return self.version
-
-    async def agenerate(self, req):
-        self.asked.append(req)
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        reply = req.begun
-        if reply.output_len:
-            self.continued.append(req.input_ids[0])
-        try:
-            for _ in range(self.length(req) - reply.output_len):
-                if (error := self.fault(req)) is not None:
-                    raise error
-                version = self.version
-                await asyncio.sleep(1.0)
-                self.tokens += 1
-                reply.sampled = SampledTokens.cat([reply.sampled, SampledTokens.of([5], [-1.0], [version])])
-        finally:
-            self.open -= 1
-        reply.stop_reason = "stop"
-        return reply
 
 
 class Ends(RolloutEvents):
@@ -93,11 +59,6 @@ def run(workflow, engine, *, prompts=1, events=(), spans=None, **config):
 
 
 WORDS = {"messages": [{"role": "user", "content": "12 + 30"}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 class Reward(RewardCall):

@@ -9,22 +9,15 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest
 from megatron_rl.workflows.attempts import request_name
 from tests.kit.replies import RecordingEngine
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer
 from tests.unit.workflows.test_agent_apis import PARAMETERS, claude
-from tests.unit.workflows.test_agent_proxy import TEMPLATE, client_of, openai, run
+from tests.unit.workflows.test_agent_proxy import client_of, openai, run
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 OTHER = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 12, "y": 30}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def scripted(tokenizer, *replies):
@@ -109,8 +102,7 @@ def test_a_thought_that_the_template_opens_ends_before_the_grammar_begins(tokeni
         )
         return 1.0
 
-    opening = make_tokenizer()
-    opening.chat_template = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+    opening = make_tokenizer(CHAT_TEMPLATE.replace("{% if enable_thinking %}", "{% if true %}"))
     engine = scripted(opening, "hm</think>{}<eos>")
     run(agent, engine, constrained="untrained")
     thought, rule = rule_of(engine.served[0][0])["elements"]
@@ -162,11 +154,9 @@ def test_what_has_no_grammar_is_refused_by_its_field(tokenizer, fields, words, o
 
 
 def test_a_server_that_has_no_grammar_is_named_to_the_agent(tokenizer):
-    class Refusing(RecordingEngine):
-        async def agenerate(self, req):
-            if req.grammar is not None:
-                raise RequestRefused("http://n7:30000/generate: structural_tag is not supported by the embedded server")
-            return await super().agenerate(req)
+    async def refuse_grammars(request):
+        if request.grammar is not None:
+            raise RequestRefused("http://n7:30000/generate: structural_tag is not supported by the embedded server")
 
     def agent(base_url, api_key, data):
         client = client_of(base_url, api_key)
@@ -175,7 +165,8 @@ def test_a_server_that_has_no_grammar_is_named_to_the_agent(tokenizer):
         client.chat.completions.create(model="policy", messages=data["messages"])
         return 1.0
 
-    (trajectory,) = run(agent, Refusing(tokenizer, script=lambda req: "free<eos>"), constrained="untrained")
+    engine = RecordingEngine(tokenizer, script=lambda req: "free<eos>", before=refuse_grammars)
+    (trajectory,) = run(agent, engine, constrained="untrained")
     assert trajectory.loss_mask.any()
 
 

@@ -34,16 +34,6 @@ from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m-instruct"
-WITH_TOOLS = (
-    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
-    "{% for message in messages %}<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|>"
-    "{{ message['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
@@ -264,7 +254,6 @@ def test_prompt_without_room_for_a_reply_is_refused(tokenizer):
 
 def test_tool_output_is_shown_and_never_trained(tokenizer):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = WITH_TOOLS
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "(12 + 30) / 4"}}</tool_call><eos>'
     script = lambda req: "10.5<eos>" if "21/2 = 10.5" in tokenizer.decode(req.input_ids) else call  # noqa: E731
     engine = RecordingEngine(tokenizer, script=script)
@@ -511,18 +500,15 @@ def test_the_environment_of_the_documentation_guesses(tokenizer):
     assert "more<|end|>" in tokenizer.decode(trajectory.input_ids)
 
 
-class ShortContext(RecordingEngine):
-    """A server whose context is shorter than the workflow believes."""
-
-    async def agenerate(self, req):
-        if len(req.input_ids) > 60:
-            raise ContextOutgrown(f"{len(req.input_ids)} tokens of prompt exceed the context")
-        return await super().agenerate(req)
+async def short_context(request):
+    """The server's context is shorter than the workflow believes."""
+    if len(request.input_ids) > 60:
+        raise ContextOutgrown(f"{len(request.input_ids)} tokens of prompt exceed the context")
 
 
 def test_a_dialogue_that_outgrows_the_servers_context_ends_with_what_it_has_earned(tokenizer):
     gconfig = GenerationConfig(n_samples=3, max_new_tokens=8)
-    engine = ShortContext(tokenizer, seed=1, ends=("stop",))
+    engine = RecordingEngine(tokenizer, seed=1, ends=("stop",), before=short_context)
     environment = {"environment": Chatter, "environment_args": {"turns": 40}, "max_turns": 50}
     workflow = MultiTurnWorkflow(lambda **_: 1.0, gconfig, tokenizer, max_tokens=400, **environment)
     for trajectory in run(workflow, engine, **asked("12")):

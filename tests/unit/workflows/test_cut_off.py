@@ -1,6 +1,7 @@
 """Replies and dialogues without room for their end: trained with what they earned, or masked by rollout.cut_off."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -9,31 +10,21 @@ from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows import AgentWorkflow, DebateWorkflow, MultiTurnWorkflow, RLVRWorkflow
 from tests.kit.replies import RecordingEngine
-from tests.kit.tokenizers import make_tokenizer
-from tests.unit.workflows.test_agent_proxy import TEMPLATE, client_of, here, openai
+from tests.unit.workflows.test_agent_proxy import client_of, here, openai
 from tests.unit.workflows.test_conversations import Chatter
 
 QUESTION = {"messages": [{"role": "user", "content": "12 + 30"}]}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+def ends_in_turn(tokenizer, *ends):
+    """Make an engine whose replies end in these ways, one after the other."""
+    turns = itertools.cycle(ends)
 
+    async def take_turns(request):
+        engine.ends = (next(turns),)
 
-class Engine(RecordingEngine):
-    def __init__(self, tokenizer, *stops):
-        super().__init__(tokenizer)
-        self.stops = list(stops)
-
-    def get_version(self):
-        return 5
-
-    async def agenerate(self, req):
-        self.ends = (self.stops[len(self.served) % len(self.stops)],)
-        return await super().agenerate(req)
+    engine = RecordingEngine(tokenizer, before=take_turns)
+    return engine
 
 
 def group_of(workflow, engine, *, call="rollout_batch", **config):
@@ -55,7 +46,7 @@ def trained(batch):
 @pytest.mark.parametrize("cut_off", ["train", "mask"])
 def test_a_reply_that_was_cut_off_is_trained_or_masked_and_its_reward_counts(tokenizer, cut_off):
     workflow = RLVRWorkflow(lambda **_: 0.5, GenerationConfig(n_samples=4, max_new_tokens=8), tokenizer)
-    batch, metrics = group_of(workflow, Engine(tokenizer, "stop", "length"), cut_off=cut_off)
+    batch, metrics = group_of(workflow, ends_in_turn(tokenizer, "stop", "length"), cut_off=cut_off)
     assert sorted(trained(batch)) == ([False] * 2 + [True] * 2 if cut_off == "mask" else [True] * 4)
     assert batch["rewards"].tolist() == [0.5] * 4
     assert metrics["rollout/cut_off_share"] == 0.5
@@ -64,10 +55,10 @@ def test_a_reply_that_was_cut_off_is_trained_or_masked_and_its_reward_counts(tok
 
 def test_held_out_replies_are_not_masked_and_a_group_of_nothing_else_is_left_out(tokenizer):
     workflow = RLVRWorkflow(lambda **_: 0.5, GenerationConfig(n_samples=2, max_new_tokens=8), tokenizer)
-    batch, _ = group_of(workflow, Engine(tokenizer, "length"), call="evaluate", cut_off="mask")
+    batch, _ = group_of(workflow, ends_in_turn(tokenizer, "length"), call="evaluate", cut_off="mask")
     assert trained(batch) == [True, True]
     with pytest.raises(RuntimeError, match="1 were rejected"):
-        group_of(workflow, Engine(tokenizer, "length"), cut_off="mask")
+        group_of(workflow, ends_in_turn(tokenizer, "length"), cut_off="mask")
 
 
 @pytest.mark.parametrize("room", [40, 400])
@@ -75,7 +66,7 @@ def test_a_dialogue_without_room_for_another_reply_is_cut_off(tokenizer, room):
     """Four turns of some tens of tokens have room in 400, and not in 40."""
     gconfig = GenerationConfig(n_samples=3, max_new_tokens=8)
     workflow = MultiTurnWorkflow(lambda **_: 1.0, gconfig, tokenizer, Chatter, max_tokens=room)
-    trajectories = asyncio.run(workflow.arun_episode(Engine(tokenizer, "stop"), QUESTION))
+    trajectories = asyncio.run(workflow.arun_episode(ends_in_turn(tokenizer, "stop"), QUESTION))
     assert [it.is_cut_off for it in trajectories] == [room == 40] * 3
     assert all((it.sequence["turns"] < 4) == (room == 40) for it in trajectories)
 
@@ -84,7 +75,7 @@ def test_a_debate_without_room_for_its_last_round_is_cut_off(tokenizer):
     agents, gconfig = {"a": "Be brief.", "b": "Be careful."}, GenerationConfig(max_new_tokens=8)
     for room, is_cut_off in ((60, True), (400, False)):
         workflow = DebateWorkflow(lambda **_: 1.0, gconfig, tokenizer, agents, max_tokens=room, rounds=4)
-        trajectories = asyncio.run(workflow.arun_episode(Engine(tokenizer, "stop"), QUESTION))
+        trajectories = asyncio.run(workflow.arun_episode(ends_in_turn(tokenizer, "stop"), QUESTION))
         assert [it.is_cut_off for it in trajectories] == [is_cut_off] * 2
 
 
@@ -101,5 +92,5 @@ def test_an_agents_dialogue_that_outgrows_its_context_is_cut_off_and_its_others_
 
     gconfig = GenerationConfig(max_new_tokens=8)
     workflow = AgentWorkflow(lambda **_: 0.0, gconfig, tokenizer, max_tokens=100, **here(agent))
-    trajectories = asyncio.run(workflow.arun_episode(Engine(tokenizer, "stop"), QUESTION))
+    trajectories = asyncio.run(workflow.arun_episode(ends_in_turn(tokenizer, "stop"), QUESTION))
     assert [it.is_cut_off for it in trajectories] == [False, True]

@@ -23,14 +23,10 @@ from megatron_rl.workflows import (
 )
 from megatron_rl.workflows.environments import SelfCorrection
 from megatron_rl.workflows.tools import Calculator, Search
+from tests.kit.replies import TimedEngine
 from tests.kit.simulated_time import simulate
-from tests.kit.tokenizers import make_tokenizer
-from tests.unit.workflows.test_attempts import Plain, Reward, TimedEngine, at_once, fails_first, run
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
+from tests.kit.waiting import LATE_S
+from tests.unit.workflows.test_attempts import Plain, Reward, at_once, fails_first, run
 
 
 class Speaking(TimedEngine):
@@ -110,7 +106,7 @@ def test_failures_of_infrastructure_are_counted_by_kind_and_a_rewards_own_are_no
 
 def test_a_workflows_own_search_that_is_down_is_a_failure_of_infrastructure(tokenizer):
     with pytest.raises(InfrastructureFailure, match="search at http://127.0.0.1:9/") as raised:
-        asyncio.run(Search("http://127.0.0.1:9/", timeout_s=5.0)(query="a"))
+        asyncio.run(Search("http://127.0.0.1:9/", timeout_s=LATE_S)(query="a"))
     assert infrastructure_in(ExceptionGroup("in a task group", [OSError(), raised.value])).kind == "search"
 
 

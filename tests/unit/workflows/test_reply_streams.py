@@ -15,9 +15,9 @@ from megatron_rl.workflows import AgentWorkflow
 from megatron_rl.workflows.streamed_text import HALF, split_thoughts, sure_parts
 from megatron_rl.workflows.tool_formats import FORMATS
 from tests.kit.replies import RecordingEngine
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import until
 from tests.unit.agent_relay import here
-from tests.unit.workflows.test_agent_proxy import QUESTION, TEMPLATE
+from tests.unit.workflows.test_agent_proxy import QUESTION
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
 anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed: pip install anthropic")
@@ -93,15 +93,8 @@ class Streaming(RecordingEngine):
             for length in range(1, reply.output_len):
                 req.on_tokens(reply.output_tokens[:length])
                 await asyncio.sleep(0)
-            assert await asyncio.to_thread(self.may_end.wait, 10), "no piece came before the end"
+            await until(self.may_end.is_set, "no piece came before the end")
         return reply
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"x": 12}}</tool_call>'

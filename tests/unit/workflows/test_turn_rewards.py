@@ -18,7 +18,6 @@ from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import Environment, Turn
 from megatron_rl.workflows.tools import Calculator, Rewarded
 from tests.kit.replies import RecordingEngine
-from tests.kit.tokenizers import make_tokenizer
 from tests.unit.agent_relay import here
 
 CHAT = (
@@ -27,13 +26,6 @@ CHAT = (
     "{{ message['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = CHAT
-    return tokenizer
 
 
 def replies_of(trajectory):

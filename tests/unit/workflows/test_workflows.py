@@ -1,5 +1,5 @@
 import asyncio
-import time
+import threading
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import ReMaxWorkflow, RLVRWorkflow
 from megatron_rl.workflows.scoring import prompt_ids
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import LATE_S
 
 
 class OneReplyEngine:
@@ -28,11 +28,6 @@ class OneReplyEngine:
             output_versions=[3] * len(output),
             stop_reason=self.stop_reason,
         )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 def run(workflow, engine, **data):
@@ -115,7 +110,7 @@ def test_reward_that_exits_is_an_error(tokenizer, ends_by):
     def reward(**_):
         raise ends_by
 
-    workflow = RLVRWorkflow(reward, GenerationConfig(), tokenizer, reward_timeout_s=5.0)
+    workflow = RLVRWorkflow(reward, GenerationConfig(), tokenizer, reward_timeout_s=LATE_S)
     with pytest.raises(RuntimeError, match=f"reward: ended by {type(ends_by).__name__}"):
         run(workflow, OneReplyEngine(tokenizer), prompt="a")
 
@@ -124,18 +119,23 @@ def test_reward_that_raises_a_timeout_of_its_own_is_not_called_late(tokenizer):
     def asks_a_service(**_):
         raise TimeoutError("the service took its time")
 
-    workflow = RLVRWorkflow(asks_a_service, GenerationConfig(), tokenizer, reward_timeout_s=5.0)
+    workflow = RLVRWorkflow(asks_a_service, GenerationConfig(), tokenizer, reward_timeout_s=LATE_S)
     with pytest.raises(TimeoutError, match="the service took its time"):
         run(workflow, OneReplyEngine(tokenizer), prompt="a")
 
 
 def test_reward_that_hangs_is_an_error(tokenizer):
+    told = threading.Event()
+
     def never_ends(**_):
-        time.sleep(0.5)
+        told.wait()
 
     workflow = RLVRWorkflow(never_ends, GenerationConfig(), tokenizer, reward_timeout_s=0.05)
-    with pytest.raises(RuntimeError, match="never_ends: no reward within 0.05 s; 1 of its calls"):
-        run(workflow, OneReplyEngine(tokenizer), prompt="a")
+    try:
+        with pytest.raises(RuntimeError, match="never_ends: no reward within 0.05 s; 1 of its calls"):
+            run(workflow, OneReplyEngine(tokenizer), prompt="a")
+    finally:
+        told.set()
 
 
 def test_aborted_reply_is_not_scored(tokenizer):

@@ -26,14 +26,14 @@ def add(item: str) -> str:
 @server.tool()
 async def nap() -> str:
     """Take a nap, while others are served."""
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
     return "good morning"
 
 
 @server.tool()
 async def hang() -> str:
     """Serve nobody any more."""
-    time.sleep(60)
+    time.sleep(3600)
     return ""
 
 

@@ -1,4 +1,4 @@
-"""A server of real OpenEnv environments: `python openenv_worlds.py PORT`, at /guess and /shop."""
+"""A server of real OpenEnv environments: `python openenv_worlds.py PORT FILE`, at /guess and /shop."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ class Hint(Observation):
 
 
 class Guessing(Environment):
-    """Hides the seed of its reset. Of -1 it crashes, of -2 it dies, and of -3 it hangs."""
+    """Hides the seed of its reset. Of -1 it crashes, of -2 it dies, and of -3 it hangs until FILE is there."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -36,7 +36,8 @@ class Guessing(Environment):
         if action.number == -2:
             os._exit(1)
         if action.number == -3:
-            time.sleep(3)
+            while not os.path.exists(sys.argv[2]):
+                time.sleep(0.01)
         if action.number == self.hidden:
             return Hint(hint="right", reward=1.0 / self.tries, done=True)
         return Hint(hint="more" if action.number < self.hidden else "less", reward=0.0)

@@ -2,10 +2,6 @@
 
 import asyncio
 import json
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,31 +10,25 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import MultiTurnWorkflow
 from megatron_rl.workflows.worlds.openenv import OpenEnv
 from megatron_rl.workflows.worlds.openenv_session import OpenEnvFailed, Session
+from tests.kit.http import program_at_a_port
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
-from tests.unit.workflows.test_conversations import WITH_TOOLS
+from tests.kit.waiting import LATE_S
 
 pytest.importorskip("openenv.core", reason="openenv-core is not installed: see requirements/worlds.txt")
 WORLDS = str(Path(__file__).with_name("openenv_worlds.py"))
 
 
 @pytest.fixture(scope="module")
-def server():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, WORLDS, str(port)], stderr=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 120
-        while time.monotonic() < until and process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
+def goes_on(tmp_path_factory):
+    """The file for which an environment that hangs waits."""
+    return tmp_path_factory.mktemp("openenv") / "goes on"
+
+
+@pytest.fixture(scope="module")
+def server(goes_on):
+    with program_at_a_port(WORLDS, str(goes_on)) as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -49,11 +39,11 @@ def guesses(server):
 def play(replies, url, *, samples=1, seed=42, **options):
     """Lead dialogues in which the policy says these, one after the other."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = WITH_TOOLS
     engine = RecordingEngine(tokenizer)
     engine.script = lambda req: replies[tokenizer.decode(req.input_ids).count("<|assistant|>") - 1] + "<eos>"
     gconfig = GenerationConfig(n_samples=samples, max_new_tokens=400)
-    options = {"environment_args": {"url": url, **options}}
+    deadlines = {"session_timeout_s": LATE_S, "call_timeout_s": LATE_S}
+    options = {"environment_args": {"url": url, **deadlines, **options}}
     workflow = MultiTurnWorkflow(lambda **_: 1 / 0, gconfig, tokenizer, OpenEnv, 20_000, **options)
     data = {"messages": [{"role": "user", "content": "Play."}], "reset": {"seed": seed}}
     trajectories = asyncio.run(workflow.arun_episode(engine, data))
@@ -84,18 +74,27 @@ def test_a_replys_text_is_the_field_that_takes_it(guesses):
     assert play(["42"], guesses, action="number")[0] == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("reply", "fault"),
-    [("-1", "step: EXECUTION_ERROR: its disk is full"), ("-3", "step took longer than 1 s")],
-)
-def test_an_environment_that_crashes_or_hangs_fails_the_sample_and_is_no_reward(guesses, reply, fault):
-    with pytest.raises(OpenEnvFailed, match=f"/ws: {fault}"):
-        play([reply], guesses, action="number", call_timeout_s=1.0)
+def test_an_environment_that_crashes_fails_the_sample_and_is_no_reward(guesses):
+    with pytest.raises(OpenEnvFailed, match="/ws: step: EXECUTION_ERROR: its disk is full"):
+        play(["-1"], guesses, action="number")
+
+
+def test_an_environment_that_hangs_fails_the_sample_and_is_no_reward(guesses, goes_on, monkeypatch):
+    step = Session.step
+
+    async def hurried(self, action):
+        self.call_timeout_s = 0.5
+        return await step(self, action)
+
+    monkeypatch.setattr(Session, "step", hurried)
+    with pytest.raises(OpenEnvFailed, match="/ws: step took longer than 0.5 s"):
+        play(["-3"], guesses, action="number")
+    goes_on.touch()  # for the next test: the server has one session
 
 
 def test_a_server_that_has_no_free_session_is_waited_for_so_long(guesses):
     async def beside_another():
-        other, mine = (Session(guesses, session_timeout_s=s, call_timeout_s=60.0) for s in (60.0, 1.0))
+        other, mine = (Session(guesses, session_timeout_s=s, call_timeout_s=LATE_S) for s in (LATE_S, 0.5))
         try:
             await other.reset({"seed": 1})
             await mine.reset({"seed": 2})
@@ -103,7 +102,7 @@ def test_a_server_that_has_no_free_session_is_waited_for_so_long(guesses):
             await other.close()
             await mine.close()
 
-    with pytest.raises(OpenEnvFailed, match="/ws: gave no session within 1 s"):
+    with pytest.raises(OpenEnvFailed, match="/ws: gave no session within 0.5 s"):
         asyncio.run(beside_another())
 
 

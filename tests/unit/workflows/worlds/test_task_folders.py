@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -23,10 +22,12 @@ from megatron_rl.workflows.worlds.shell import Container, ContainerFailed, Shell
 from megatron_rl.workflows.worlds.task_folders import VERIFY, TaskFolder, task_prompts
 from tests.kit.replies import RecordingEngine
 from tests.kit.tokenizers import make_tokenizer
-from tests.unit.workflows.test_conversations import WITH_TOOLS
+from tests.kit.waiting import LATE_S, wait_until
 
 TASKS = Path(__file__).parents[4] / "examples" / "worlds" / "tasks"
-OPTIONS = {"images": ["debian:*"], "disk_mib": 16, "memory_mib": 256, "command_time_s": 10.0}
+OPTIONS = {"images": ["debian:*"], "disk_mib": 16, "memory_mib": 256, "command_time_s": LATE_S}
+VERIFIER_S = "timeout_sec = 20.0"
+"""The example's limit of its verifier."""
 
 
 def container_works():
@@ -45,19 +46,33 @@ except ContainerFailed as error:
 
 @pytest.fixture
 def task(tmp_path):
-    """A copy of the example whose verifier gives up soon."""
+    """A copy of the example whose verifier has time."""
     folder = shutil.copytree(TASKS / "sum", tmp_path / "sum")
     settings = folder / "task.toml"
-    settings.write_text(settings.read_text().replace("timeout_sec = 20.0", "timeout_sec = 3.0"))
+    settings.write_text(settings.read_text().replace(VERIFIER_S, f"timeout_sec = {LATE_S}"))
     return folder
 
 
-async def work(task, *commands, **options):
+ENDLESS = "sleep 3600"
+
+
+class HurriedVerifier(TaskFolder):
+    """Has little time for the policy's container, in which it may come to no end, and enough for an untouched one."""
+
+    async def _verify(self, container):
+        self.settings["verifier"]["timeout_sec"] = 2.0 if container is self.container else LATE_S
+        return await super()._verify(container)
+
+
+async def work(task, *commands, world=TaskFolder, **options):
     """Return the reward of a policy that runs these commands, and what it saw."""
-    world = TaskFolder({"messages": [], "task": str(task)}, **OPTIONS | options)
+    world = world({"messages": [], "task": str(task)}, **OPTIONS | options)
     try:
         await world.opening()
-        seen = [await world.tools["bash"](command=command) for command in commands]
+        bash, seen = world.tools["bash"], []
+        for command in commands:
+            bash.time_s = 1.0 if command == ENDLESS else world.of_shell[0]
+            seen.append(await bash(command=command))
         return await world.ended(), seen
     finally:
         await world.close()
@@ -71,7 +86,6 @@ def call(command):
 def test_a_dialogue_works_on_a_task_and_the_verifier_gives_its_reward(ends):
     """Whether the policy ends it with an answer, or its turns are over."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = WITH_TOOLS
     engine = RecordingEngine(tokenizer)
     replies = [call("cat /app/numbers.txt"), call("cd /app; echo $((17 + 4 + 21)) > sum.txt; cat sum.txt"), "Done."]
     engine.script = lambda req: replies[tokenizer.decode(req.input_ids).count("<|assistant|>") - 1] + "<eos>"
@@ -100,19 +114,19 @@ def test_its_own_solution_solves_the_example_and_nothing_does_not():
 def test_a_shell_keeps_files_and_processes_and_tells_how_commands_end(task):
     commands = [
         "echo begun > log; (while sleep 0.05; do echo tick >> log; done) &",
-        "sleep 0.3; grep -c tick log > ticks; [ $(cat ticks) -gt 1 ] && echo ticking; false",
+        "until [ $(grep -c tick log) -gt 1 ]; do sleep 0.01; done; echo ticking; false",
         "pwd; id -u; ls /; touch /usr/bin/x /x; echo $HOME",
-        "sleep 60",
+        ENDLESS,
         "seq 1 100000",
         "kill -9 -1; kill -9 1; echo alive",
         ":(){ :|:& };:",
         "echo 42 > sum.txt",
     ]
-    reward, seen = asyncio.run(work(task, *commands, command_time_s=2.0))
+    reward, seen = asyncio.run(work(task, *commands))
     assert reward == 1.0
     assert seen[0] == "(exit status 0)" and seen[1] == "ticking\n(exit status 1)"
     assert seen[2].startswith("/app\n0\napp\n") and seen[2].count("Read-only file system") == 2
-    assert seen[3] == "error: did not end within 2 s"
+    assert seen[3] == "error: did not end within 1 s"
     assert seen[4].startswith("1\n2\n3") and seen[4].endswith("99999\n100000") and len(seen[4]) < 4100
 
 
@@ -140,12 +154,13 @@ def test_a_container_whose_keeper_dies_while_a_phase_begins_leaves_nothing_behin
             await asyncio.wait([beginning])
         return container.keeper_pid
 
-    keeper = asyncio.run(asyncio.wait_for(kill_it(), 10))
-    deadline = time.monotonic() + 5
-    # Each phase's processes are of the keeper's session, whatever their parent is by now.
-    while left := [it for it in psutil.process_iter() if it.pid != keeper and session_of(it) == keeper]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
+    keeper = asyncio.run(kill_it())
+
+    def left():
+        """Each phase's processes are of the keeper's session, whatever their parent is by now."""
+        return [it for it in psutil.process_iter() if it.pid != keeper and session_of(it) == keeper]
+
+    wait_until(lambda: not left(), left)
 
 
 def session_of(process):
@@ -344,9 +359,11 @@ async def side_by_side(jobs, at_once=8):
 
 
 @pytest.mark.slow
-def test_a_hundred_cheating_agents_gain_nothing(task):
-    chosen = agents(100)
-    rewards = asyncio.run(side_by_side([work(task, *map(CHEATS.get, names), command_time_s=3.0) for names in chosen]))
+@pytest.mark.parametrize("count", [len(CHEATS), pytest.param(100, marks=pytest.mark.thorough)])
+def test_cheating_agents_gain_nothing(task, count):
+    """Each cheat alone; and, of a hundred agents, some of them one after the other."""
+    chosen, hurried = agents(count), {"world": HurriedVerifier, "command_time_s": 1.0}
+    rewards = asyncio.run(side_by_side([work(task, *map(CHEATS.get, names), **hurried) for names in chosen]))
     # A failed sample would be a gain too: the policy could have what it did badly left out.
     assert [names for names, (reward, _) in zip(chosen, rewards, strict=True) if reward != 0.0] == []
 
@@ -369,7 +386,7 @@ def test_the_cheats_are_real(task):
             await container.put({"tests": task / "tests"}, "/")
             await container.run(CHEATS[name], "/app", world.recipe.env, time_s=3.0)
             path = {"PATH": f"/app:{world.recipe.env['PATH']}", "PYTHONPATH": "/app"}
-            code, _ = await container.run(VERIFY, "/app", world.recipe.env | path, time_s=3.0)
+            code, _ = await container.run(VERIFY, "/app", world.recipe.env | path, time_s=5.0)
             return name, await container.read("/logs/verifier/reward.txt") == "1\n"
         finally:
             await world.close()

@@ -12,14 +12,12 @@ from megatron_rl.workflows.agent_workers import AgentFailed
 from megatron_rl.workflows.worlds.verifiers import Rollout, VerifiersWorkflow, verifiers_prompts
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
-from tests.unit.workflows.test_agent_proxy import TEMPLATE
 
 pytest.importorskip("verifiers", reason="verifiers is not installed: see requirements/worlds.txt")
 HOME = "tests.unit.workflows.worlds.verifiers_worlds"
 
 
 TOKENIZER = make_tokenizer()
-TOKENIZER.chat_template = TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ class Guessing(verifiers.MultiTurnEnv):
         if guess == 0:
             raise verifiers.InfraError("its server is gone")
         if guess == 1:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         if guess == int(state["answer"]):
             state["final_env_response"] = [{"role": "user", "content": "right"}]
             return state["final_env_response"]
