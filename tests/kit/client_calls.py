@@ -65,7 +65,7 @@ def finish(engine: RemoteSGLangEngine, version: int, *, is_checked: bool = False
 
 
 def publish_checked(engine: RemoteSGLangEngine, version: int) -> None:
-    """The same with a choice of servers before it and the comparison of what they hold: they can catch up afterwards."""
+    """Choose servers first, and compare what they hold: others can be brought to these weights afterwards."""
     engine.select_servers()
     engine.pause()
     engine.begin_weight_update(version)

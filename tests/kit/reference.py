@@ -23,6 +23,9 @@ from megatron_rl.weights.update_group import join_update_group, leave_update_gro
 from tests.kit.run_tokens import AUTHORIZED
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
+BUCKET_BYTES = 40_000
+"""Of a tiny model's publication: it has several."""
+
 
 @torch.no_grad()
 def reference_logprobs(folder: Path, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
@@ -136,9 +139,7 @@ def interrupt(
     wait_until(lambda: not used_tokens(url), "the server is still generating for another test", poll_s=0.0)
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
-        wait_until(
-            lambda: reply.done() or used_tokens(url) >= len(prompt) + 8, "the reply does not begin", poll_s=0.0
-        )
+        wait_until(lambda: reply.done() or used_tokens(url) >= len(prompt) + 8, "the reply does not begin", poll_s=0.0)
         act()
         return reply.result(timeout_s)
 

@@ -19,6 +19,8 @@ from aiohttp import web
 from megatron_rl.servers.event_loop import EventLoopThread
 from tests.kit.waiting import POLL_S, wait_until
 
+EMBEDDED = {"embedded": True, "dtype": "float32"}
+"""What an embedded server says of itself."""
 Answer = Callable[[dict[str, Any]], web.Response | dict[str, Any]]
 
 
