@@ -100,9 +100,14 @@ def greedy(url):
 
 
 # One process in one bucket, and four with every tensor of a layer in a bucket of its own; and with adapters, merged.
+# The four without adapters publish to real SGLang below.
 @pytest.mark.parametrize(
     "layout,bucket_bytes,lora",
-    [("1", 1 << 28, None), ("tp2_pp2", 40_000, None), ("tp2_pp2", 40_000, LoraConfig(rank=4))],
+    [
+        ("1", 1 << 28, None),
+        pytest.param("tp2_pp2", 40_000, None, marks=pytest.mark.thorough),
+        ("tp2_pp2", 40_000, LoraConfig(rank=4)),
+    ],
 )
 def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
     tiny_model, embedded_servers, layout, bucket_bytes, lora, tmp_path
@@ -147,7 +152,8 @@ def test_real_sglang_answers_as_after_loading_the_trainers_weights_from_disk(tin
 ADAPTERS = LoraConfig(rank=4, alpha=64.0)
 
 
-@pytest.fixture(params=["embedded", "sglang"])
+# Of SGLang each test starts one.
+@pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.thorough)])
 def with_adapters(request, tiny_model, tmp_path):
     """A server that was started for adapters, and that no other test uses."""
     arguments = []
@@ -256,7 +262,9 @@ def met_by_new_weights(replies):
     return [reply for reply in replies if len(set(reply[-1])) > 1]
 
 
+# One publication to it is held against the trainer above, and many to embedded servers below.
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
     arguments = asynchronous("run.steps=20", "generation.max_new_tokens=24", "run.save_every_steps=1")
     steps = grpo(tiny_model, [real_sglang], tmp_path, *arguments)
@@ -275,7 +283,15 @@ def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sgl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode,cache_age", [("abort", 0), ("retract", 0), ("in_place", 1)])
+# What each mode does to one reply is in test_interruption.py.
+@pytest.mark.parametrize(
+    "mode,cache_age",
+    [
+        pytest.param("abort", 0, marks=pytest.mark.thorough),
+        ("retract", 0),
+        pytest.param("in_place", 1, marks=pytest.mark.thorough),
+    ],
+)
 def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, tiny_model, embedded_servers, tmp_path):
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
     arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=400")

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megatron_rl.launch.ports import free_port
 from megatron_rl.tools.embedded_server.bodies import MAX_BODY_BYTES
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
-from tests.kit import embedded
+from tests.kit import embedded, programs
 from tests.kit.reference import pack_bucket
 from tests.kit.run_tokens import AUTHORIZED, TOKEN
 from tests.kit.served_models import make_tiny_model
@@ -401,18 +401,27 @@ def test_bad_updates_are_refused_before_anything_is_received(server, group, chan
 
 
 @contextmanager
-def dying_sender(server: Server, script: str) -> Iterator[subprocess.Popen]:
-    """A process that joins a group with the server, runs `script` and ends without a word once its input is closed."""
+def dying_sender(server: Server, send: Callable[[dist.ProcessGroup], object]) -> Iterator[Callable[[], None]]:
+    """A process that joins a group with the server and sends something. Call it: the process ends, without a word."""
     port = free_port("127.0.0.1")
-    join = (
-        "import os, sys, torch; from megatron_rl.weights.update_group import join_update_group as join; "
-        f"group = join(address='127.0.0.1', port={port}, rank=0, world_size=2, name='dying'); "
-    )
-    whole = f"{join}{script}; sys.stdin.read(); os._exit(1)"
-    sender = subprocess.Popen([sys.executable, "-c", whole], stdin=subprocess.PIPE)
+    may_end, ends = os.pipe()
+    sender = os.fork()
+    if sender == 0:
+        try:
+            os.close(ends)
+            send(join_update_group(address="127.0.0.1", port=port, rank=0, world_size=2, name="dying"))
+            os.read(may_end, 1)
+        finally:
+            os._exit(1)
+    os.close(may_end)
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     server.ok("/init_weights_update_group", body | {"group_name": "dying"})
-    yield sender
+
+    def end() -> None:
+        os.close(ends)
+        os.waitpid(sender, 0)
+
+    yield end
     server.ok("/destroy_weights_update_group", {"group_name": "dying"})
 
 
@@ -421,11 +430,11 @@ TWO_TENSORS = {"model.norm.weight": torch.zeros(64), "model.embed_tokens.weight"
 
 def test_a_sender_that_dies_in_an_update_leaves_the_old_weights_and_a_living_server(server, pool):
     before = server.checksums()
-    with dying_sender(server, "pass") as sender:
+    with dying_sender(server, lambda group: None) as end_sender:
         server.ok("/begin_weight_update")
         body = describe(TWO_TENSORS, group_name="dying")
         update = pool.submit(server.post, "/update_weights_from_distributed", body)
-        sender.communicate()
+        end_sender()
         assert update.result().status_code == 400
         assert "Failed to update weights" in update.result().json()["message"]
     server.ok("/end_weight_update")
@@ -435,10 +444,10 @@ def test_a_sender_that_dies_in_an_update_leaves_the_old_weights_and_a_living_ser
 def test_a_paused_server_says_that_its_weights_are_incomplete_until_an_update_is_whole(server, pool, group):
     server.ok("/pause_generation", {"mode": "retract"})
     server.ok("/begin_weight_update")
-    with dying_sender(server, "torch.distributed.broadcast(torch.zeros(64), group=group, group_src=0)") as sender:
+    with dying_sender(server, lambda group: dist.broadcast(torch.zeros(64), group=group, group_src=0)) as end_sender:
         body = describe(TWO_TENSORS, group_name="dying", weight_version="2", flush_cache=False)
         update = pool.submit(server.post, "/update_weights_from_distributed", body)
-        sender.communicate()
+        end_sender()
         assert update.result().status_code == 400
     assert server.get("/model_info").json()["weight_version"] == "incomplete"
     held = server.checksums()["model.norm.weight"]
@@ -604,7 +613,7 @@ def test_a_server_without_a_token_generates_and_lets_nobody_change_it(models):
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "somewhere"])
 def test_a_server_that_others_reach_needs_a_token(host, tmp_path):
     command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(tmp_path), "--host", host]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LATE_S)
+    result = programs.run(command, env=dict(os.environ))
     assert result.returncode == 1 and f"--host {host}: " in result.stderr and "add --token-file FILE" in result.stderr
 
 

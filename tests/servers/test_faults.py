@@ -114,7 +114,7 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
         wait_until(lambda: used_tokens(urls[0]) > 100)
         servers.kill(0)
         assert_same(batch.result(LIMIT_S), calm)
-    assert engine.serving == [urls[1]]
+    assert engine.metrics()["rollout/server_failures"] > 0
 
     # It serves again without a publication, with the other's weights.
     wait_until_serving(engine, 2)
@@ -122,7 +122,7 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
 
     # In the middle of a publication: the other one gets all of it, in a group of its own.
     servers.publish(new, version=1, on_the_way=lambda number: servers.kill(1) if number == 12 else None)
-    assert engine.serving == [urls[0]]
+    assert servers.publisher.last.verified == len(new)
     expected = reference_greedy(other_tiny_model, [1], 16)
     wait_until_serving(engine, 2)
     for rid in ("a", "b"):  # one server each

@@ -230,6 +230,8 @@ def test_real_sglang_reads_shared_memory_and_is_checked(real_sglang, connect, we
     assert reply.output_versions == [4] * 12
 
 
+# Two nodes are served in the test of embedded servers above, and pickles are read in the one before this.
+@pytest.mark.thorough
 def test_real_sglang_reads_pickles_of_a_rank_on_its_own_node(
     real_sglang, embedded_servers, other_tiny_model, weights, put_back
 ):

@@ -100,6 +100,15 @@ def test_sampled_logprobs_are_those_at_the_temperature(engine, tiny_model):
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_streamed_reply_is_the_one_that_is_not_streamed(engine):
+    streamed, whole = request(max_new_tokens=24, greedy=True), request(max_new_tokens=24, greedy=True)
+    told = []
+    streamed.on_tokens = told.append
+    ours, theirs = (asyncio.run(engine.agenerate(one)) for one in (streamed, whole))
+    assert ours.output_tokens == theirs.output_tokens == told[-1] and len(told) > 1
+    assert ours.output_logprobs == pytest.approx(theirs.output_logprobs, abs=1e-4)
+
+
 def test_seeded_workflow_runs_although_the_server_ignores_seeds(engine):
     workflow = ReMaxWorkflow(lambda **_: 1.0, GenerationConfig(n_samples=3, max_new_tokens=8), make_tokenizer())
     data = [{"messages": [{"role": "user", "content": text}]} for text in ("fox", "dog")]
@@ -123,8 +132,14 @@ def test_aborted_reply_is_continued(engine, real_sglang, tiny_model):
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
 
 
+# The default; an abort is above, a cache that is kept below.
 @pytest.mark.parametrize(
-    "policy", [{"interruption": "abort"}, {"interruption": "retract"}, {"interruption": "in_place", "max_cache_age": 9}]
+    "policy",
+    [
+        pytest.param({"interruption": "abort"}, marks=pytest.mark.thorough),
+        {"interruption": "retract"},
+        pytest.param({"interruption": "in_place", "max_cache_age": 9}, marks=pytest.mark.thorough),
+    ],
 )
 def test_update_over_gloo_goes_through_a_running_reply(connect, real_sglang, tiny_model, other_tiny_model, policy):
     mode = policy["interruption"]
