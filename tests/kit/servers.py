@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.ports import free_port
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.servers import membership, server_process
 from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
@@ -18,7 +23,7 @@ from megatron_rl.servers.supervisor import Supervisor
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.scripted_server import ScriptedServer
 from tests.kit.served_models import make_tiny_model
-from tests.kit.waiting import LATE_S
+from tests.kit.waiting import LATE_S, wait_until
 
 NEVER_LATE = {f"{what}_timeout_s": LATE_S for what in ("request", "control", "start")}
 """What a test that is about no deadline gives clients and servers."""
@@ -71,6 +76,33 @@ def real_supervisor(
 @pytest.fixture(scope="session")
 def real_sglang(real_supervisor: Supervisor) -> str:
     return real_supervisor.urls[0]
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[str]:
+    """URL of a real SGLang router without servers, which asks those that it gets by turns."""
+    # Apart from SGLang, which its launcher would import where it could.
+    folder = SGLANG_CPU_PACKAGES.with_name("sglang-router")
+    paths = [path for path in (str(folder), os.environ.get("PYTHONPATH")) if path]
+    if not (folder / "sglang_router").is_dir() and importlib.util.find_spec("sglang_router") is None:
+        pytest.skip("sglang-router is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--policy", "round_robin"]
+    command += ["--port", url.rpartition(":")[2], "--prometheus-port", str(free_port("127.0.0.1"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        try:
+            return urllib.request.urlopen(f"{url}/liveness", timeout=LATE_S).status == 200
+        except OSError:
+            return False
+
+    wait_until(lambda: process.poll() is not None or answers(), "the router does not start")
+    assert process.poll() is None, "the router has ended"
+    yield url
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture

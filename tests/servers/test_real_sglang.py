@@ -11,6 +11,7 @@ import pytest
 import requests
 
 from megatron_rl.config import GenerationConfig
+from megatron_rl.servers import pool
 from megatron_rl.telemetry.trace import RankTrace, Recording, chrome_trace
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights.publish import DiskPublisher
@@ -60,7 +61,7 @@ async def versions_said(url):
 def test_a_trace_shows_its_requests_within_the_clients_calls(engine, real_sglang):
     engine.client.spans.record()
     begun = time.monotonic()
-    ask(engine, PROMPT, max_new_tokens=16)
+    ask(engine, PROMPT, max_new_tokens=64)
     engine.pause()
     engine.resume()
     recording = Recording(
@@ -213,7 +214,10 @@ def test_reply_outlives_a_publication_that_stopped_half_way(engine, real_sglang,
     assert reply.output_logprobs == pytest.approx(old[:before] + new[before:], abs=1e-3)
 
 
-def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(connect, real_sglang, tiny_model):
+def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(
+    connect, real_sglang, tiny_model, monkeypatch
+):
+    monkeypatch.setattr(pool, "FIRST_HEALTH_S", 1.0)  # a paused one says nothing for longer
     killed = connect(real_sglang)
     killed.pause()
     killed.begin_weight_update(1)

@@ -1,53 +1,19 @@
 """The real SGLang router before embedded servers: versions stay right whatever it does with a server's requests."""
 
 import asyncio
-import importlib.util
-import os
-import subprocess
-import sys
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.launch.ports import free_port
 from megatron_rl.servers.reply_check import Asked, check_reply
 from megatron_rl.servers.router import Router
-from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.weights.publish import GroupPublisher
 from tests.kit.client_calls import ask, post, wait_until_serving
 from tests.kit.in_process import specs_of
 from tests.kit.reference import reference_greedy, used_tokens
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 from tests.servers.test_faults import LONG, assert_same, roll_out
-
-
-@pytest.fixture(scope="module")
-def router():
-    # Apart from SGLang, which its launcher would import where it could.
-    folder = SGLANG_CPU_PACKAGES.with_name("sglang-router")
-    paths = [path for path in (str(folder), os.environ.get("PYTHONPATH")) if path]
-    if not (folder / "sglang_router").is_dir() and importlib.util.find_spec("sglang_router") is None:
-        pytest.skip("sglang-router is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-    # By turns, so that every server gets requests.
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--policy", "round_robin"]
-    command += ["--port", url.rpartition(":")[2], "--prometheus-port", str(free_port("127.0.0.1"))]
-    process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.DEVNULL
-    )
-
-    def answers():
-        try:
-            return urllib.request.urlopen(f"{url}/liveness", timeout=LATE_S).status == 200
-        except OSError:
-            return False
-
-    wait_until(answers, "the router does not start")
-    yield url
-    process.kill()
-    process.wait()
 
 
 @pytest.fixture
