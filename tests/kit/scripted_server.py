@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +17,10 @@ import orjson
 from aiohttp import web
 
 from megatron_rl.servers.event_loop import EventLoopThread
+from tests.kit.waiting import POLL_S, wait_until
 
+EMBEDDED = {"embedded": True, "dtype": "float32"}
+"""What an embedded server says of itself."""
 Answer = Callable[[dict[str, Any]], web.Response | dict[str, Any]]
 
 
@@ -38,6 +41,16 @@ def counting(
             "output_token_logprobs": [[-0.25, token, None] for token in range(first, first + count)],
         },
     }
+
+
+def overloaded(_: dict[str, Any]) -> web.Response:
+    return web.json_response({"error": {"message": "out of memory"}}, status=503)
+
+
+async def never(_: dict[str, Any]) -> web.Response:
+    """Answer only by hanging up: when the client does, or the server is stopped."""
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
 
 
 PORTS = itertools.count(20_000 + os.getpid() * 97 % 9_000)
@@ -75,6 +88,10 @@ class ScriptedServer:
         self.api_key = api_key
         self.script: deque[Answer] = deque()
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.asked: Counter[str] = Counter()
+        """How often each endpoint was asked, whether or not it was answered."""
+        self.answered: Counter[str] = Counter()
+        """How often each was answered."""
         self.refusals: dict[str, tuple[int, dict[str, Any]]] = {}
         """Endpoint -> (status, body) in place of success."""
         self.answers: dict[str, Answer] = {}
@@ -103,6 +120,23 @@ class ScriptedServer:
     def body_of(self, endpoint: str) -> dict[str, Any]:
         return next(body for called, body in self.calls if called == endpoint)
 
+    def wait_for_looks(self, count: int = 2) -> None:
+        """Return once a client has asked so many times more what this server is.
+
+        A client that looks for the second time has made up its mind about what it saw the first time.
+        """
+        before = self.asked["/model_info"]
+        wait_until(lambda: self.asked["/model_info"] >= before + count, f"nobody looks at {self.url}")
+
+    def keep_name(self) -> None:
+        """Go by the version that it was given last, also where its other answers to that are scripted."""
+
+        def rename(body: dict[str, Any]) -> dict[str, Any]:
+            self.weight_version = body.get("new_version") or body["weight_version"]
+            return {"success": True}
+
+        self.answers["/update_weight_version"] = self.answers["/update_weights_from_distributed"] = rename
+
     def restart(self, *, weight_version: str = "default") -> None:
         """What a new process on the same port leaves of the old one: no connection, and the weights of the start."""
 
@@ -127,13 +161,20 @@ class ScriptedServer:
         await web.SockSite(self._runner, self._listener).start()
 
     async def _answer(self, http: web.Request) -> web.Response:
-        path, raw = http.path, await http.read()
+        raw = await http.read()
+        self.asked[http.path] += 1
+        answer = await self._answer_to(http, raw)
+        self.answered[http.path] += 1
+        return answer
+
+    async def _answer_to(self, http: web.Request, raw: bytes) -> web.Response:
+        path = http.path
         while self.hangs:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(POLL_S)
         if self.endpoints is not None and path not in self.endpoints:
             return web.json_response({"detail": "Not Found"}, status=404)
         while self.scheduler_hangs and path in ("/generate", "/health_generate"):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(POLL_S)
         if path in ("/health", "/health_generate"):
             return web.Response(status=self.refusals.get(path, (200, {}))[0])
         if self.api_key is not None and http.headers.get("Authorization") != f"Bearer {self.api_key}":

@@ -17,10 +17,13 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.route_form import route_form
 from tests.kit.models import LAYOUTS, YARN, make_model
 from tests.kit.ranks import run_each
+from tests.kit.reference import interrupt
 from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.servers import NEVER_LATE, SGLANG_ARGUMENTS
 from tests.kit.tokenizers import make_tokenizer
-from tests.servers.reference import interrupt
 
+# Each family starts a server. The layouts' replay of a family's routes is in test_routing_replay.py without one.
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 # What SGLang reads of a released model's config.json and transformers leaves out, and what it can on a CPU: Qwen3-MoE
 # with mixtures alone, DeepSeek-V3 with the rotation of the released one.
 OWN = {
@@ -46,9 +49,8 @@ class Served:
         perturbed(self.model, scale=NOISE, bias=0.1).save_pretrained(other)
         self.routed = RoutedModel(self.model, folder)
         form = route_form(read_architecture(folder), "experts_and_weights")
-        arguments = ["--max-total-tokens", "4096", "--random-seed", "1", "--mem-fraction-static", "0.5"]
-        options = {"backend": "sglang", "server_args": arguments, "token_file": TOKEN_FILE, "interruption": "abort"}
-        config = RolloutConfig(start_timeout_s=400, **options)
+        options = {"backend": "sglang", "server_args": SGLANG_ARGUMENTS, "token_file": TOKEN_FILE}
+        config = RolloutConfig(interruption="abort", **options, **NEVER_LATE)
         self.supervisor = Supervisor(config, folder, server_folder, routes=form)
         self.engine = RemoteSGLangEngine(config, seed=1, routes=form)
 

@@ -7,10 +7,11 @@ from megatron_rl.workflows import RLVRWorkflow
 
 
 class Blocking(RLVRWorkflow):
-    """Does not await what takes long, and so keeps the event loop from all else."""
+    """Does not await what takes long, and so keeps the event loop from all else: until a file is there."""
 
     async def arun_episode(self, engine, data):
-        time.sleep(4)
+        while not os.path.exists(os.environ["BLOCKED_UNTIL"]):
+            time.sleep(0.01)
         return await super().arun_episode(engine, data)
 
 
@@ -39,5 +40,5 @@ def undecided(**_):
 
 
 def wait_for_long(**_):
-    time.sleep(60)
+    time.sleep(10_000)
     return 0.0

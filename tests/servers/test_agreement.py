@@ -1,10 +1,7 @@
 """Trainer and server hold the same weights and compute the same log-probabilities: embedded and real SGLang."""
 
-import json
 import os
 import shutil
-import urllib.error
-import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -25,23 +22,17 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.update_group import checksum
 from megatron_rl.workflows import RLVRWorkflow
+from tests.kit.client_calls import post
 from tests.kit.models import LAYOUTS, make_engine
-from tests.kit.programs import fork_programs
 from tests.kit.ranks import run_ranks
-from tests.kit.run_tokens import AUTHORIZED, TOKEN_FILE
+from tests.kit.reference import load_reference, logprobs_of, reference_logprobs, reference_logprobs_on_old_keys
+from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.runs import COUNT, ROOT, mean, steps_of
-from tests.servers.reference import load_reference, logprobs_of, reference_logprobs, reference_logprobs_on_old_keys
+from tests.kit.servers import NEVER_LATE, SGLANG_ARGUMENTS
+from tests.kit.waiting import LATE_S, LIMIT_S
 
 VERSION = 9
 TEMPERATURE = 0.8
-
-
-def post(url, endpoint, body):
-    request = urllib.request.Request(
-        f"{url}{endpoint}", json.dumps(body).encode(), AUTHORIZED | {"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
 
 
 def load_folder(url, folder, version="0"):
@@ -51,10 +42,8 @@ def load_folder(url, folder, version="0"):
     running, its scheduler dies of that.
     """
     body = {"model_path": str(folder), "weight_version": version, "flush_cache": False}
-    assert post(url, "/update_weights_from_disk", body)["success"]
-    request = urllib.request.Request(f"{url}/flush_cache?timeout=30", b"", AUTHORIZED, method="POST")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.status == 200
+    assert post(url, "/update_weights_from_disk", body).json()["success"]
+    assert post(url, f"/flush_cache?timeout={LIMIT_S:g}").status_code == 200
 
 
 def train_publish_and_sample(model, urls, layout, bucket_bytes, lora=None, adapter_folder=None):
@@ -107,13 +96,18 @@ def greedy(url):
     """Tokens and log-probabilities of the most likely replies to some prompts."""
     params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
     bodies = [{"input_ids": [9, 30 * i], "sampling_params": params, "return_logprob": True} for i in range(4)]
-    return [post(url, "/generate", body)["meta_info"]["output_token_logprobs"] for body in bodies]
+    return [post(url, "/generate", body).json()["meta_info"]["output_token_logprobs"] for body in bodies]
 
 
 # One process in one bucket, and four with every tensor of a layer in a bucket of its own; and with adapters, merged.
+# The four without adapters publish to real SGLang below.
 @pytest.mark.parametrize(
     "layout,bucket_bytes,lora",
-    [("1", 1 << 28, None), ("tp2_pp2", 40_000, None), ("tp2_pp2", 40_000, LoraConfig(rank=4))],
+    [
+        ("1", 1 << 28, None),
+        pytest.param("tp2_pp2", 40_000, None, marks=pytest.mark.thorough),
+        ("tp2_pp2", 40_000, LoraConfig(rank=4)),
+    ],
 )
 def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
     tiny_model, embedded_servers, layout, bucket_bytes, lora, tmp_path
@@ -125,7 +119,7 @@ def test_embedded_servers_hold_the_trainers_weights_bit_for_bit(
         batch, ours, weights = result[0]
         assert_same_logprobs(batch, ours)
         for url in embedded_servers:
-            held = post(url, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+            held = post(url, "/weights_checker", {"action": "checksum"}).json()["ranks"][0]["checksums"]
             assert held == {name: checksum(tensor) for name, tensor in weights.items()}
         answers = [greedy(url) for url in embedded_servers]
         write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
@@ -158,14 +152,15 @@ def test_real_sglang_answers_as_after_loading_the_trainers_weights_from_disk(tin
 ADAPTERS = LoraConfig(rank=4, alpha=64.0)
 
 
-@pytest.fixture(params=["embedded", "sglang"])
+# Of SGLang each test starts one.
+@pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.thorough)])
 def with_adapters(request, tiny_model, tmp_path):
     """A server that was started for adapters, and that no other test uses."""
     arguments = []
     if request.param == "sglang":
         request.getfixturevalue("needs_sglang")
-        arguments = ["--max-total-tokens", "8192", "--random-seed", "1", "--mem-fraction-static", "0.5"]
-    config = RolloutConfig(backend=request.param, start_timeout_s=400, server_args=arguments, token_file=TOKEN_FILE)
+        arguments = SGLANG_ARGUMENTS
+    config = RolloutConfig(backend=request.param, server_args=arguments, token_file=TOKEN_FILE, **NEVER_LATE)
     (folder := tmp_path / "servers").mkdir()
     lora = replace(ADAPTERS, targets=last_parts(read_architecture(tiny_model), ADAPTERS))
     with Supervisor(config, tiny_model, folder, lora=lora) as supervisor:
@@ -182,7 +177,7 @@ def test_servers_compute_published_adapters_beside_weights_that_stay(tiny_model,
     (published,) = (tmp_path / "published").iterdir()
     files = {"adapter_config.json", "adapter_model.safetensors", "checksums.json"}
     assert {file.name for file in published.iterdir()} == files
-    assert post(with_adapters, "/unload_lora_adapter", {"lora_name": "policy"})["success"]
+    assert post(with_adapters, "/unload_lora_adapter", {"lora_name": "policy"}).json()["success"]
     refuses_adapters_that_are_not_what_was_written(with_adapters, published, tmp_path / "spoilt")
     load_folder(with_adapters, tiny_model)
     answers = [greedy(with_adapters)]
@@ -198,22 +193,16 @@ def refuses_adapters_that_are_not_what_was_written(url, published, folder):
     name = next(name for name in sorted(tensors) if "k_proj.lora_B" in name)
     tensors[name][-1, -1] += 1e-6
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(urllib.error.HTTPError) as refusal:
-        post(url, "/load_lora_adapter", {"lora_name": "policy", "lora_path": str(folder)})
-    assert f"1 tensors are not what was published, the first is {name}" in refusal.value.read().decode()
-    assert post(url, "/load_lora_adapter", {"lora_name": "policy", "lora_path": str(published)})["success"]
-    assert post(url, "/unload_lora_adapter", {"lora_name": "policy"})["success"]
+    refusal = post(url, "/load_lora_adapter", {"lora_name": "policy", "lora_path": str(folder)})
+    assert not refusal.ok and f"1 tensors are not what was published, the first is {name}" in refusal.text
+    assert post(url, "/load_lora_adapter", {"lora_name": "policy", "lora_path": str(published)}).json()["success"]
+    assert post(url, "/unload_lora_adapter", {"lora_name": "policy"}).json()["success"]
 
 
 GRPO = (
     *("model.init=hf", "warm_start.updates=0", "data.evaluation=", "run.save_at_end=false"),
     *("run.import_from=[own_rewards]", "rollout.reward=own_rewards:prefers_low_ids", "optimizer.lr=3e-3"),
 )
-
-
-@pytest.fixture
-def programs_are_forked(monkeypatch):
-    fork_programs(monkeypatch)
 
 
 def train_with(arguments):
@@ -230,7 +219,7 @@ def grpo(model, servers, folder, *arguments):
         f"rollout.token_file={TOKEN_FILE}",
     )
     try:
-        run_ranks(1, train_with, arguments, timeout_s=200)
+        run_ranks(1, train_with, arguments, timeout_s=LATE_S)
     finally:
         for url in servers:
             load_folder(url, model)
@@ -273,8 +262,9 @@ def met_by_new_weights(replies):
     return [reply for reply in replies if len(set(reply[-1])) > 1]
 
 
+# One publication to it is held against the trainer above, and many to embedded servers below.
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs_are_forked")
+@pytest.mark.thorough
 def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sglang, tmp_path):
     arguments = asynchronous("run.steps=20", "generation.max_new_tokens=24", "run.save_every_steps=1")
     steps = grpo(tiny_model, [real_sglang], tmp_path, *arguments)
@@ -293,8 +283,15 @@ def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sgl
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs_are_forked")
-@pytest.mark.parametrize("mode,cache_age", [("abort", 0), ("retract", 0), ("in_place", 1)])
+# What each mode does to one reply is in test_interruption.py.
+@pytest.mark.parametrize(
+    "mode,cache_age",
+    [
+        pytest.param("abort", 0, marks=pytest.mark.thorough),
+        ("retract", 0),
+        pytest.param("in_place", 1, marks=pytest.mark.thorough),
+    ],
+)
 def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, tiny_model, embedded_servers, tmp_path):
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
     arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=400")
@@ -317,7 +314,6 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs_are_forked")
 def test_every_trained_token_is_of_the_adapters_that_it_names(tiny_model, with_adapters, tmp_path):
     lora = ("lora.rank=4", "lora.alpha=64", "rollout.publication=adapters", "rollout.interruption=abort")
     arguments = asynchronous(*lora, "algo.kl_coefficient=0.01", "run.save_every_steps=1", "batch.updates_per_step=1")

@@ -1,8 +1,8 @@
 """The client against embedded servers, and against scripted ones for everything that goes wrong."""
 
 import asyncio
-import threading
-import time
+from concurrent.futures import wait
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -13,30 +13,25 @@ from megatron_rl.servers import client
 from megatron_rl.servers import sampling_client as client_module
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
+from tests.kit import client_calls
+from tests.kit.client_calls import PROMPT, start, update
+from tests.kit.reference import (
+    interrupt,
+    publish,
+    reference_greedy,
+    reference_logprobs,
+    used_tokens,
+    wait_for,
+    weight_group,
+)
 from tests.kit.run_tokens import TOKEN
-from tests.kit.scripted_server import counting
+from tests.kit.scripted_server import counting, never, overloaded
 from tests.kit.tokenizers import make_tokenizer
-from tests.servers.reference import interrupt, publish, reference_greedy, reference_logprobs, wait_for, weight_group
+from tests.kit.waiting import LIMIT_S, until
 
-PROMPT = [11, 200, 37, 5]
-
-
-def ask(engine, *, rid="r", input_ids=PROMPT, metadata=None, **gconfig):
-    request = LLMRequest(rid=rid, input_ids=input_ids, gconfig=GenerationConfig(**gconfig), metadata=metadata or {})
-    return asyncio.run(engine.agenerate(request))
-
-
-def start_asking(engine, **request):
-    """Ask in a thread; returns a function that waits for the reply."""
-    replies = []
-    thread = threading.Thread(target=lambda: replies.append(ask(engine, **request)), daemon=True)
-    thread.start()
-
-    def reply():
-        thread.join(30)
-        return replies[0]
-
-    return reply
+NOTHING_S = 0.1
+"""For how long a test watches that nothing happens; on a slow machine it watches less."""
+ask = partial(client_calls.ask, input_ids=PROMPT)
 
 
 # Embedded servers
@@ -116,12 +111,16 @@ def test_cancelled_reply_is_ended_at_the_server_and_goes_on_where_it_was(embedde
     request = LLMRequest(rid="r", input_ids=PROMPT, begun=begun, gconfig=options)
 
     async def twice():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.agenerate(request), 0.2)
+        asking = asyncio.ensure_future(engine.agenerate(request))
+        while await asyncio.to_thread(used_tokens, embedded_servers[0]) < len(PROMPT) + 8:
+            assert not asking.done()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         before = begun.output_len
         return before, await engine.agenerate(request)
 
-    before, reply = asyncio.run_coroutine_threadsafe(twice(), engine._running_thread().loop).result(60)
+    before, reply = asyncio.run_coroutine_threadsafe(twice(), engine._running_thread().loop).result(LIMIT_S)
     assert 0 < before < 400 and reply is begun and (reply.output_len, reply.stop_reason) == (400, "length")
     assert reply.output_logprobs == pytest.approx(reference_logprobs(tiny_model, PROMPT, reply.output_tokens), abs=1e-3)
 
@@ -130,24 +129,23 @@ def test_requests_wait_while_paused(embedded_servers, connect):
     engine = connect(embedded_servers)
     engine.pause()
     engine.pause()  # twice is fine
-    reply_of = start_asking(engine, max_new_tokens=4, ignore_eos=True)
-    time.sleep(0.2)
+    reply = start(engine, max_new_tokens=4, ignore_eos=True)
+    wait([reply], NOTHING_S)
+    assert not reply.done()
     engine.resume()
-    reply = reply_of()
-    assert reply.output_len == 4
-    assert reply.latency_s > 0.15
+    assert reply.result(LIMIT_S).output_len == 4
 
 
 def test_request_made_during_a_pause_counts_for_the_version_after_it(scripted, connect):
     server = scripted()
     engine = connect(server.url)
     engine.pause()
-    reply_of = start_asking(engine, max_new_tokens=2)
-    time.sleep(0.1)
+    reply = start(engine)
+    wait([reply], NOTHING_S)
     assert server.generations() == []
     engine.set_version(9)
     engine.resume()
-    assert reply_of().output_versions == [9, 9]
+    assert reply.result(LIMIT_S).output_versions == [9, 9]
 
 
 def test_impossible_requests_name_the_numbers(embedded_servers, connect):
@@ -165,10 +163,6 @@ def test_impossible_requests_name_the_numbers(embedded_servers, connect):
 
 def garbage(body):
     return web.Response(body=b"<html>busy</html>")
-
-
-def overloaded(body):
-    return web.json_response({"error": {"message": "out of memory"}}, status=503)
 
 
 def nan(body):
@@ -263,9 +257,6 @@ def test_router_is_refused_because_it_forwards_no_control_calls(scripted, connec
 
 
 def test_hanging_server_meets_the_deadline(scripted, connect):
-    async def never(body):
-        await asyncio.sleep(60)
-
     server = scripted()
     server.script.append(never)
     with pytest.raises(RuntimeError, match="no complete reply within rollout.request_timeout_s = 0.3 s"):
@@ -322,15 +313,14 @@ def test_tokens_of_a_cancelled_reply_are_asked_for_and_kept(scripted, connect):
 
     async def twice():
         asking = asyncio.ensure_future(engine.agenerate(request))
-        while not server.generations():
-            await asyncio.sleep(0.01)
+        await until(server.generations)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert begun.output_tokens == [6, 7, 8] and server.body_of("/abort_request")["rid"].startswith("r-")
         return await engine.agenerate(request)
 
-    reply = asyncio.run_coroutine_threadsafe(twice(), engine._running_thread().loop).result(30)
+    reply = asyncio.run_coroutine_threadsafe(twice(), engine._running_thread().loop).result(LIMIT_S)
     assert reply.output_tokens == list(range(6, 14)) and len(reply.output_versions) == 8
     _, again = server.generations()
     assert again["input_ids"] == [*PROMPT, 6, 7, 8] and again["sampling_params"]["max_new_tokens"] == 5
@@ -456,15 +446,6 @@ def test_token_is_not_carried_to_where_a_server_points(scripted, connect):
 # Control
 
 
-def update(engine, version=2):
-    engine.pause()
-    engine.begin_weight_update(version)
-    wait_for(engine.load_bucket(names=["w"], dtypes=["float32"], shapes=[[2]], group="g", version=version))
-    engine.end_weight_update(version)
-    engine.finish_update(version)
-    engine.resume()
-
-
 def test_update_is_a_session_since_0_5_21(scripted, connect):
     server = scripted(version="0.5.21")
     engine = connect(server.url)
@@ -535,9 +516,16 @@ def test_cache_is_flushed_until_the_server_agrees(scripted, connect):
     server.refusals["/flush_cache"] = (400, {"message": "requests are running"})
     with pytest.raises(RuntimeError, match="requests are running.*could not be flushed within 0.3 s"):
         engine.pause()
-    threading.Timer(0.1, server.refusals.clear).start()
-    engine.pause()
-    assert server.controls().count("/flush_cache") > 2
+
+    def agree(endpoint):
+        if server.controls().count("/flush_cache") == 3:
+            server.refusals.clear()
+
+    patient = connect(server.url)
+    server.calls.clear()
+    server.on_call = agree
+    patient.pause()
+    assert server.controls().count("/flush_cache") == 3
 
 
 def test_destroyed_engine_says_so(scripted, connect):

@@ -1,24 +1,22 @@
 """Servers that register while a run lasts, and those that leave: the fleet follows, and so do other rollout ranks."""
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 
 import pytest
 from kills import has_ended, run_until_killed
 
-from megatron_rl.config import GenerationConfig
 from megatron_rl.launch.server_registry import Lease, Registration, registered_urls
-from megatron_rl.types import LLMRequest
+from tests.kit.client_calls import ask, publish_checked, start
 from tests.kit.runs import ROOT, environment, steps_of
-from tests.servers.test_catch_up import EMBEDDED, keep_name, publish
-from tests.servers.test_membership import ask, eventually
+from tests.kit.scripted_server import EMBEDDED, never
+from tests.kit.waiting import LIMIT_S, wait_until
 
+pytestmark = pytest.mark.usefixtures("quick_looks")
 RUN = "r"
 
 
@@ -35,6 +33,25 @@ def registry(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def wait_for_reads(monkeypatch):
+    """Call it to return once a client has acted on what the registry holds now."""
+    reads = []
+
+    def counted(*where):
+        reads.append(found := registered_urls(*where))
+        return found
+
+    monkeypatch.setattr("megatron_rl.servers.pool.registered_urls", counted)
+
+    def wait():
+        before = len(reads)
+        # The first of them may have begun before, and the client acts on one before it begins the next.
+        wait_until(lambda: len(reads) >= before + 3, "nobody reads the registry")
+
+    return wait
+
+
+@pytest.fixture
 def honest(scripted):
     """Make scripted servers that hold what was last published."""
 
@@ -42,8 +59,7 @@ def honest(scripted):
         server = scripted(info=EMBEDDED)
         server.weight_version = "none"
         server.answers["/weights_checker"] = lambda _: {"ranks": [{"checksums": {"w": "current"}}]}
-
-        keep_name(server)
+        server.keep_name()
         return server
 
     return make
@@ -54,11 +70,11 @@ def test_new_server_serves_without_a_publication_and_takes_part_in_the_next(hone
     first, second, foreign = honest(), honest(), honest()
     enter(first), enter(foreign, "another run")
     engine = connect(first.url, run_name=RUN, registry=str(folder))
-    publish(engine, 1)
+    publish_checked(engine, 1)
     enter(second)
-    assert eventually(lambda: sorted(engine.serving) == sorted([first.url, second.url]))
+    wait_until(lambda: sorted(engine.serving) == sorted([first.url, second.url]))
     assert second.body_of("/update_weights_from_peer")["peer_url"] == first.url
-    publish(engine, 2)
+    publish_checked(engine, 2)
     assert sorted(engine.server_ranks) == sorted([first.url, second.url])
     assert "/update_weights_from_distributed" in second.controls()
     assert foreign.calls == []
@@ -68,58 +84,49 @@ def test_server_that_left_is_asked_nothing_more_and_its_replies_move(honest, con
     folder, enter = registry
     leaving, staying = honest(), honest()
     lease, _ = enter(leaving), enter(staying)
-
-    async def never(body):
-        await asyncio.sleep(60)
-
     leaving.script.append(never)
     engine = connect([leaving.url, staying.url], run_name=RUN, registry=str(folder))
-    publish(engine, 1)
-    gconfig = GenerationConfig(max_new_tokens=2)
-    replies = [
-        engine._thread.submit(engine.agenerate(LLMRequest(rid=rid, input_ids=[1], gconfig=gconfig))) for rid in "ab"
-    ]
-    assert eventually(lambda: leaving.generations())
+    publish_checked(engine, 1)
+    replies = [start(engine, rid) for rid in "ab"]
+    wait_until(lambda: leaving.generations())
     membership = engine.membership
     lease.path.unlink()
-    assert [reply.result(10).output_tokens for reply in replies] == [[2, 3], [2, 3]]
+    assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3], [2, 3]]
     assert engine.serving == list(engine.server_ranks) == [staying.url]
     # The weight group that it is in no longer fits.
     assert engine.membership > membership
 
 
-def test_nobody_leaves_in_the_middle_of_a_publication(honest, connect, registry):
+def test_nobody_leaves_in_the_middle_of_a_publication(honest, connect, registry, wait_for_reads):
     folder, enter = registry
     leaving, staying = honest(), honest()
     lease, _ = enter(leaving), enter(staying)
     engine = connect([leaving.url, staying.url], run_name=RUN, registry=str(folder))
     engine.select_servers()
     lease.path.unlink()
-    time.sleep(0.3)
+    wait_for_reads()
     assert len(engine.server_ranks) == 2
-    publish(engine, 1)
-    assert eventually(lambda: list(engine.server_ranks) == [staying.url])
+    publish_checked(engine, 1)
+    wait_until(lambda: list(engine.server_ranks) == [staying.url])
 
 
-def test_run_whose_servers_are_all_gone_goes_on_with_those_that_come(honest, connect, registry):
+def test_run_whose_servers_are_all_gone_goes_on_with_those_that_come(honest, connect, registry, wait_for_reads):
     folder, enter = registry
     gone, come = honest(), honest()
     lease = enter(gone)
     engine = connect(gone.url, run_name=RUN, registry=str(folder))
-    publish(engine, 1)
+    publish_checked(engine, 1)
     gone.hang_up_on.add("/generate")
     gone.endpoints = {"/generate"}
-    waiting = engine._thread.submit(
-        engine.agenerate(LLMRequest(rid="r", input_ids=[1], gconfig=GenerationConfig(max_new_tokens=2)))
-    )
-    assert eventually(lambda: not engine.serving)
+    waiting = start(engine)
+    wait_until(lambda: not engine.serving)
     lease.path.unlink()
-    time.sleep(0.2)
+    wait_for_reads()
     assert not engine.needs_weights  # there is nobody to publish to
     enter(come)
-    assert eventually(lambda: engine.needs_weights)
-    publish(engine, 1)
-    assert waiting.result(10).output_tokens == [2, 3] and engine.serving == [come.url]
+    wait_until(lambda: engine.needs_weights)
+    publish_checked(engine, 1)
+    assert waiting.result(LIMIT_S).output_tokens == [2, 3] and engine.serving == [come.url]
 
 
 def test_other_data_heads_learn_of_servers_from_the_one_that_publishes(honest, connect, registry):
@@ -153,10 +160,8 @@ def test_run_takes_the_server_that_comes_and_outlives_the_one_that_is_killed(tmp
             return start(sys.executable, "-m", "megatron_rl.cli", "serve", model, *options, *more)
 
         def wait_for(holds):
-            deadline = time.monotonic() + 180
-            while not holds():
-                assert not has_ended(run) and time.monotonic() < deadline, output.read_text()
-                time.sleep(0.1)
+            wait_until(lambda: has_ended(run) or holds(), output.read_text)
+            assert not has_ended(run), output.read_text()
 
         def steps():
             metrics = folder / "metrics.jsonl"
@@ -175,7 +180,7 @@ def test_run_takes_the_server_that_comes_and_outlives_the_one_that_is_killed(tmp
             reached = len(steps())
             wait_for(lambda: len(steps()) > reached + 2)
         second.terminate()
-        assert second.wait(30) == 0
+        assert second.wait(LIMIT_S) == 0
         # It has left, and its lease was the first one's only company.
         (left,) = registry.glob("*.json")
         assert json.loads(left.read_text())["url"] not in (tmp_path / "logs" / "server-0.url").read_text()

@@ -9,29 +9,22 @@ from megatron_rl.servers.client import CommandRefused
 from megatron_rl.weights import delta
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.delta_code import NOTHING, Change, Run, bits_of, encode, pack
+from tests.kit.client_calls import PROMPT, greedy, wait_until_selected
 from tests.kit.in_process import specs_of
-from tests.servers.reference import reference_greedy
-from tests.servers.test_membership import selects
-from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy
+from tests.kit.reference import BUCKET_BYTES, reference_greedy
+from tests.kit.waiting import LATE_S, LIMIT_S
 
 
 @pytest.fixture
-def weights(other_tiny_model):
-    return load_file(other_tiny_model / "model.safetensors")
-
-
-@pytest.fixture
-def servers(embedded_servers, connect, tiny_model):
-    yield embedded_servers
-    restored = connect(embedded_servers)
-    restored.resume()
-    restored.update_weights(tiny_model, 0)
+def servers(embedded_servers, put_back):
+    put_back(embedded_servers)
+    return embedded_servers
 
 
 def test_changes_alone_are_sent_to_those_who_hold_the_rest(servers, connect, weights, tiny_model, monkeypatch):
     monkeypatch.setattr(delta, "RUN_NUMBERS", 5000)  # tensors of several runs
     engine = connect(servers)
-    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
 
     def publish(version):
@@ -55,7 +48,7 @@ def test_changes_alone_are_sent_to_those_who_hold_the_rest(servers, connect, wei
 
 def test_servers_have_what_a_folder_would_have_given_them(servers, connect, weights, tiny_model, other_tiny_model):
     engine = connect(servers)
-    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     first = load_file(tiny_model / "model.safetensors")
     publisher.publish(specs_of(first), first.items(), 1)
     publisher.publish(specs_of(weights), weights.items(), 2)
@@ -65,7 +58,7 @@ def test_servers_have_what_a_folder_would_have_given_them(servers, connect, weig
 
 def test_servers_of_another_dtype_are_sent_whole_tensors(servers, connect, weights):
     engine = connect(servers)  # they hold float32
-    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
     for version in (1, 2):
         publisher.publish(specs_of(weights), weights.items(), version)
@@ -76,7 +69,7 @@ def test_servers_of_another_dtype_are_sent_whole_tensors(servers, connect, weigh
 def test_a_base_is_kept_of_what_no_server_took(servers, connect, weights, monkeypatch):
     """Or the next changes would be those since other weights."""
     engine = connect(servers)
-    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = DeltaPublisher(engine, parcel_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     publisher.publish(specs_of(weights), weights.items(), 1)
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     with monkeypatch.context() as patch:
@@ -85,7 +78,7 @@ def test_a_base_is_kept_of_what_no_server_took(servers, connect, weights, monkey
         patch.setattr(engine, "change_forms", lambda: dict.fromkeys(servers))  # as of one without the loader
         with pytest.raises(NoServerLeft, match="started with --custom-weight-loader .*set rollout.publication=group"):
             publisher.publish(specs_of(changed), changed.items(), 2)
-    assert selects(engine, 2)
+    wait_until_selected(engine, 2)
     publisher.publish(specs_of(changed), changed.items(), 3)
     assert publisher.last.verified == 2 * len(weights) and publisher.last.sent_bytes > 2 * publisher.last.nbytes
 
@@ -98,7 +91,7 @@ def test_changes_that_do_not_fit_change_nothing(servers, connect, weights):
 
     def refusal(body):
         with pytest.raises(CommandRefused) as refused:
-            engine.load_changes({url: body}, 1)[url].result(10)
+            engine.load_changes({url: body}, 1)[url].result(LIMIT_S)
         return str(refused.value)
 
     assert "must run between begin_weight_update" in refusal(pack([good], 1))
@@ -119,4 +112,4 @@ def test_changes_that_do_not_fit_change_nothing(servers, connect, weights):
     assert "not a packed body" in refusal(b"rubbish")
     engine.end_weight_update(1)
     (still,) = engine.held_weights().values()
-    assert still.result(10) == held.result(10)
+    assert still.result(LIMIT_S) == held.result(LIMIT_S)

@@ -3,6 +3,7 @@ that is itself late, or out of files. No wrong token counts, no sound server is 
 """
 
 import asyncio
+import itertools
 import os
 import resource
 import threading
@@ -12,22 +13,26 @@ from concurrent.futures import wait
 import pytest
 from aiohttp import web
 
-from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.config import RolloutConfig
 from megatron_rl.launch import open_files
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
-from megatron_rl.servers import client
+from megatron_rl.servers import client, membership
 from megatron_rl.servers.client import ServerError, seconds_of
 from megatron_rl.servers.membership import BAD_REPLIES
-from megatron_rl.types import LLMRequest
+from tests.kit.client_calls import ask, request_of, start, update, wait_until_serving
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.scripted_server import counting
-from tests.servers.test_membership import ask, eventually, update
+from tests.kit.waiting import LATE_S, LIMIT_S, SLOWNESS, until, wait_until
+
+pytestmark = pytest.mark.usefixtures("quick_looks")
+NOTHING_S = 0.1
+"""For how long a test watches that nothing happens; on a slow machine it watches less."""
 
 
-def start(engine, rid, *, max_new_tokens=2):
-    """Ask, and give the reply's future."""
-    request = LLMRequest(rid=rid, input_ids=[1], gconfig=GenerationConfig(max_new_tokens=max_new_tokens))
-    return engine._thread.submit(engine.agenerate(request))
+@pytest.fixture
+def quick_patrol(monkeypatch):
+    """Servers are visited all the time, whatever patience there is with them."""
+    monkeypatch.setattr(membership, "PATROL_EVERY_S", 0.02)
 
 
 # -- restarted
@@ -45,7 +50,7 @@ def test_server_restarted_while_idle_gives_no_token_of_the_weights_it_started_wi
     assert [reply.output_versions for reply in replies] == [[3, 3]] * 4
     # Every reply that counts is the other's: this one has the weights of its start, whatever it calls them.
     assert len(steady.generations()) == 4 and engine.serving == [steady.url]
-    time.sleep(0.3)
+    restarted.wait_for_looks()
     assert engine.serving == [steady.url], "it says that it is well"
     engine.select_servers()
     update(engine, version=4)
@@ -61,12 +66,12 @@ def test_server_restarted_before_any_publication_has_the_weights_of_its_first_st
     assert ask(engine).output_versions == [0, 0] and engine.serving == [server.url]
 
 
-def test_restart_that_nobody_asks_about_is_found_by_the_patrol(scripted, connect):
+def test_restart_that_nobody_asks_about_is_found_by_the_patrol(scripted, connect, quick_patrol):
     restarted, steady = scripted(), scripted()
-    engine = connect([restarted.url, steady.url], health_timeout_s=0.2)
+    engine = connect([restarted.url, steady.url], health_timeout_s=LATE_S)
     update(engine, version=3)
     restarted.restart()
-    assert eventually(lambda: engine.serving == [steady.url])
+    wait_until(lambda: engine.serving == [steady.url])
 
 
 def test_weight_group_is_formed_anew_only_where_a_server_in_it_was_started_anew(scripted, connect):
@@ -76,16 +81,16 @@ def test_weight_group_is_formed_anew_only_where_a_server_in_it_was_started_anew(
     before = engine.membership
     failing.hang_up_on.add("/generate")
     for reply in [start(engine, rid) for rid in "ab"]:
-        reply.result(10)
+        reply.result(LIMIT_S)
     failing.hang_up_on.clear()
-    assert eventually(lambda: len(engine.serving) == 2)
+    wait_until_serving(engine, 2)
     engine.select_servers()
     update(engine, version=4)
     assert engine.membership == before
     restarted.restart()
     for reply in [start(engine, rid) for rid in "cd"]:
-        reply.result(10)
-    assert eventually(lambda: engine.membership > before)
+        reply.result(LIMIT_S)
+    wait_until(lambda: engine.membership > before)
 
 
 def test_head_that_does_not_publish_waits_to_hear_of_a_version_before_it_takes_its_tokens(scripted, connect):
@@ -95,11 +100,12 @@ def test_head_that_does_not_publish_waits_to_hear_of_a_version_before_it_takes_i
     head.mark_published([server.url], 3)
     server.script.append(lambda body: named(body, [("3", 0, 1), ("4", 1, 2)]))
     early = start(head, "a")
-    time.sleep(0.2)
+    wait_until(lambda: server.answered["/generate"])
+    wait([early], NOTHING_S)
     assert not early.done()
     server.weight_version = "4"
     head.mark_published([server.url], 4)
-    assert early.result(10).output_versions == [3, 4]
+    assert early.result(LIMIT_S).output_versions == [3, 4]
 
 
 # -- wrong
@@ -146,24 +152,24 @@ def test_server_with_wrong_replies_trains_nobody_and_the_others_go_on(scripted, 
 
 
 def test_server_whose_replies_are_wrong_again_and_again_is_dropped_with_the_reason(scripted, connect):
-    dropped = []
+    dropped, rounds = [], itertools.count()
     bad, good = scripted(), scripted()
     engine = connect([bad.url, good.url], on_drop=lambda url, reason: dropped.append((url, reason)))
     update(engine, version=3)
     bad.script.extend([spoilt(completion_tokens=7)] * 100)
 
     def is_dropped():
-        replies = [start(engine, f"{time.monotonic()}-{number}") for number in range(2)]
-        assert [reply.result(10).output_tokens for reply in replies] == [[2, 3]] * 2
+        replies = [start(engine, f"{next(rounds)}-{number}") for number in range(2)]
+        assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3]] * 2
         return bool(dropped)
 
-    assert eventually(is_dropped)
+    wait_until(is_dropped)
     ((url, reason),) = dropped
     assert url == bad.url and f"{BAD_REPLIES} of its replies could not be used" in reason
     assert "completion_tokens = 7: 2 tokens came" in reason
     assert engine.metrics()["rollout/bad_replies"] == BAD_REPLIES
     sent = len(bad.generations())
-    time.sleep(0.3)
+    bad.wait_for_looks()
     ask(engine, rid="x"), ask(engine, rid="y")
     assert len(bad.generations()) == sent and engine.serving == [good.url]
     # Started anew, or published to, it has another chance.
@@ -177,7 +183,7 @@ def test_request_is_refused_by_two_servers_or_the_one_that_did_is_to_blame(scrip
     engine = connect([refusing.url, good.url])
     refusing.refusals["/generate"] = (400, {"error": {"message": "top_p must be in (0, 1]"}})
     replies = [start(engine, rid) for rid in "abcd"]
-    assert [reply.result(10).output_tokens for reply in replies] == [[2, 3]] * 4
+    assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3]] * 4
     assert engine.metrics()["rollout/bad_replies"] >= 1
     good.refusals["/generate"] = refusing.refusals["/generate"]
     with pytest.raises(ValueError, match="HTTP 400: top_p must be in"):
@@ -217,11 +223,12 @@ def test_server_that_says_nonsense_of_itself_is_lost_until_it_talks_sense(script
     odd.hang_up_on.add("/generate")
     ask(engine, rid="a"), ask(engine, rid="b")
     odd.hang_up_on.clear()
-    time.sleep(0.3)
+    looks = odd.answered["/model_info"]
+    wait_until(lambda: odd.answered["/model_info"] >= looks + 2, "nobody looks at it")
     assert engine.serving == [steady.url]
     odd.info.update(before)
     odd.weight_version = "default"
-    assert eventually(lambda: len(engine.serving) == 2)
+    wait_until_serving(engine, 2)
 
 
 # -- hung
@@ -229,17 +236,17 @@ def test_server_that_says_nonsense_of_itself_is_lost_until_it_talks_sense(script
 
 def test_server_whose_scheduler_hangs_is_lost_at_the_first_deadline_and_gets_no_more(scripted, connect):
     hung, steady = scripted(), scripted()
-    engine = connect([hung.url, steady.url], request_timeout_s=0.5, health_timeout_s=60.0)
+    engine = connect([hung.url, steady.url], request_timeout_s=SLOWNESS, health_timeout_s=LATE_S)
     hung.scheduler_hangs = True
     replies = [start(engine, rid) for rid in "ab"]
-    ends = [reply.exception(10) for reply in replies]
+    ends = [reply.exception(LIMIT_S) for reply in replies]
     assert sorted(str(type(end)) for end in ends) == sorted([str(type(None)), str(ServerError)])
-    assert eventually(lambda: engine.serving == [steady.url])
+    wait_until(lambda: engine.serving == [steady.url])
     for rid in "cdefgh":
         assert ask(engine, rid=rid).output_tokens == [2, 3]
     assert engine.serving == [steady.url] and "/generate" not in hung.controls()
     hung.scheduler_hangs = False
-    assert eventually(lambda: len(engine.serving) == 2)
+    wait_until_serving(engine, 2)
 
 
 def test_requests_of_a_server_that_generates_nothing_move_before_their_deadline(scripted, connect):
@@ -247,36 +254,39 @@ def test_requests_of_a_server_that_generates_nothing_move_before_their_deadline(
     engine = connect([hung.url, steady.url], health_timeout_s=0.3)
     hung.scheduler_hangs = True
     replies = [start(engine, rid) for rid in "abcd"]
-    assert [reply.result(20).output_tokens for reply in replies] == [[2, 3]] * 4
-    assert engine.serving == [steady.url]
+    assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3]] * 4
+    wait_until(lambda: engine.serving == [steady.url])  # which may have been slow to answer for a moment
 
 
-def test_server_that_is_only_slow_keeps_its_requests(scripted, connect):
+def test_server_that_is_only_slow_keeps_its_requests(scripted, connect, quick_patrol):
     async def slow(body):
-        await asyncio.sleep(1.0)
+        # It seems to have been asked for longer than the client is patient, and is looked at for it.
+        engine._service.client.fleet.members.serving[0].busy_since -= 2 * LATE_S
+        await until(lambda: server.answered["/health_generate"] >= 3, "nobody asks whether it generates")
         return counting(body)
 
     server = scripted()
     server.script.append(slow)
-    engine = connect(server.url, health_timeout_s=0.2)
+    engine = connect(server.url, health_timeout_s=LATE_S)
+    engine._service.client.fleet.members.serving[0].last_reply_s -= 2 * LATE_S
     assert ask(engine).output_tokens == [2, 3] and len(server.generations()) == 1
     assert engine.metrics()["rollout/server_failures"] == 0
 
 
 def test_server_that_hangs_in_a_pause_delays_a_publication_by_the_deadline_of_commands_alone(scripted, connect):
     hung, steady = scripted(), scripted()
-    engine = connect([hung.url, steady.url], request_timeout_s=600.0, control_timeout_s=0.3)
-    hung.hangs, begun = True, time.monotonic()
+    # Any other deadline would end the test.
+    engine = connect([hung.url, steady.url], control_timeout_s=SLOWNESS, health_timeout_s=LATE_S)
+    hung.hangs = True
     update(engine, version=3)
-    assert engine.serving == [steady.url] and time.monotonic() - begun < 5.0
+    assert engine.serving == [steady.url]
 
 
 def test_long_reply_has_time_in_proportion_to_its_length():
     engine = RemoteSGLangEngine(RolloutConfig())
 
     def deadline_s(tokens):
-        request = LLMRequest(rid="r", input_ids=[1], gconfig=GenerationConfig(max_new_tokens=tokens))
-        return engine._service.client._deadline_s(request)
+        return engine._service.client._deadline_s(request_of(max_new_tokens=tokens))
 
     assert deadline_s(128) == 600.0 and 32_768 / deadline_s(32_768) == 10.0
 
@@ -286,19 +296,21 @@ def test_long_reply_has_time_in_proportion_to_its_length():
 
 def test_patrol_outlives_a_server_that_is_forgotten_while_it_is_visited(scripted, connect):
     forgotten, hanging, steady = (scripted() for _ in range(3))
-    engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.5)
+    engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.5 * SLOWNESS)
     members = engine._service.client.fleet.members
     forgotten.hangs = True
-    time.sleep(0.6)  # its visit is under way
+    visits = forgotten.asked["/model_info"]
+    wait_until(lambda: forgotten.asked["/model_info"] > visits, "it is not visited")
     (gone,) = [server for server in members.serving if server.url == forgotten.url]
 
     async def act(what):
         what(gone)
 
     engine._thread.run(act(members.forget))
-    time.sleep(0.6)
+    rounds = steady.asked["/model_info"]
+    wait_until(lambda: steady.asked["/model_info"] >= rounds + 2, "the patrol has ended")
     hanging.hangs = True
-    assert eventually(lambda: engine.serving == [steady.url])
+    wait_until(lambda: engine.serving == [steady.url])
     for late in (
         members.forget,
         members.record_success,
@@ -320,9 +332,7 @@ def test_patrol_that_ended_fails_the_run_instead_of_leaving_it_without_one(scrip
         engine._service.client.fleet.members.lasting(fault(), "the patrol of rollout servers")
 
     engine._thread.run(begin())
-    assert eventually(
-        lambda: "the patrol of rollout servers has ended: KeyError" in str(engine._service.executor._fatal)
-    )
+    wait_until(lambda: "the patrol of rollout servers has ended: KeyError" in str(engine._service.executor._fatal))
 
 
 def test_watch_over_a_lost_server_begins_again_where_it_fails_by_a_bug_of_ours(scripted, connect, monkeypatch):
@@ -338,25 +348,27 @@ def test_watch_over_a_lost_server_begins_again_where_it_fails_by_a_bug_of_ours(s
 
     monkeypatch.setattr(client.ServerClient, "probe", odd_probe)
     failing.hang_up_on.add("/generate")
-    assert [reply.result(10).output_len for reply in [start(engine, rid) for rid in "ab"]] == [2, 2]
+    assert [reply.result(LIMIT_S).output_len for reply in [start(engine, rid) for rid in "ab"]] == [2, 2]
     failing.hang_up_on.clear()
-    assert eventually(lambda: len(engine.serving) == 2) and not faults
+    wait_until_serving(engine, 2) and not faults
 
 
 def test_event_loop_that_stands_still_blames_no_server(scripted, connect):
     async def slow(body):
-        await asyncio.sleep(2.2)
+        await until(may_answer.is_set)
         return counting(body)
 
-    servers = [scripted() for _ in range(2)]
+    servers, may_answer = [scripted() for _ in range(2)], threading.Event()
     for server in servers:
         server.script.append(slow)
-    engine = connect([server.url for server in servers], health_timeout_s=0.2)
+    patience_s = 0.2 * SLOWNESS
+    engine = connect([server.url for server in servers], health_timeout_s=patience_s)
     replies = [start(engine, rid) for rid in "ab"]
     for _ in range(3):
-        time.sleep(0.25)
-        engine._thread.loop.call_soon_threadsafe(time.sleep, 0.5)
-    assert [reply.result(20).output_tokens for reply in replies] == [[2, 3]] * 2
+        time.sleep(1.2 * patience_s)
+        engine._thread.loop.call_soon_threadsafe(time.sleep, 2.5 * patience_s)
+    may_answer.set()
+    assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3]] * 2
     assert engine.metrics()["rollout/server_failures"] == 0
     assert [len(server.generations()) for server in servers] == [1, 1], "nothing was asked again"
 
@@ -368,7 +380,7 @@ def test_event_loop_that_stands_still_blames_no_server(scripted, connect):
 def test_server_that_is_busy_is_asked_again_and_neither_blamed_nor_refused(scripted, connect, status):
     server = scripted()
     server.script.extend([lambda _: web.Response(status=status, headers={"Retry-After": "0"})] * 8)
-    engine = connect(server.url, request_timeout_s=5.0)
+    engine = connect(server.url)
     monkey = pytest.MonkeyPatch()
     monkey.setattr(client, "LONGEST_BUSY_S", 0.05)
     monkey.setattr(client, "FIRST_BUSY_S", 0.01)
@@ -385,7 +397,12 @@ def test_command_is_sent_again_where_the_server_is_busy(scripted, connect):
     server = scripted()
     engine = connect(server.url)
     server.refusals["/pause_generation"] = (429, {"error": "too many"})
-    threading.Timer(0.3, server.refusals.clear).start()
+
+    def recover(endpoint):
+        if server.controls().count("/pause_generation") == 3:
+            server.refusals.clear()
+
+    server.on_call = recover
     update(engine, version=3)
     assert engine.serving == [server.url] and engine.get_version() == 3
 
@@ -412,10 +429,10 @@ def test_process_that_is_out_of_files_waits_and_blames_no_server(scripted, conne
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
     try:
         replies = [start(engine, str(number)) for number in range(8)]
-        wait(replies, 0.5)
+        wait_until(lambda: "wait until files are closed" in caplog.text)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert [reply.result(20).output_tokens for reply in replies] == [[2, 3]] * 8
+    assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3]] * 8
     assert "wait until files are closed. Raise the limit" in caplog.text
     assert len(engine.serving) == 2 and engine.metrics()["rollout/server_failures"] == 0
 
@@ -426,7 +443,7 @@ def test_requests_wait_for_one_another_where_there_are_fewer_files_than_requests
     async def count(body):
         nonlocal running, most
         running, most = running + 1, max(most, running + 1)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # others come meanwhile
         running -= 1
         return counting(body)
 
@@ -434,7 +451,7 @@ def test_requests_wait_for_one_another_where_there_are_fewer_files_than_requests
     server.script.extend([count] * 12)
     monkeypatch.setattr("megatron_rl.servers.pool.most_requests", lambda: 3)
     engine = connect(server.url)
-    assert [reply.result(20).output_len for reply in [start(engine, str(n)) for n in range(12)]] == [2] * 12
+    assert [reply.result(LIMIT_S).output_len for reply in [start(engine, str(n)) for n in range(12)]] == [2] * 12
     assert most == 3
 
 

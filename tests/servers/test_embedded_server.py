@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +19,14 @@ from safetensors.torch import load_file
 from megatron_rl.launch.ports import free_port
 from megatron_rl.tools.embedded_server.bodies import MAX_BODY_BYTES
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group, unpack_bucket
-from tests.kit.run_tokens import AUTHORIZED, TOKEN, TOKEN_FILE
+from tests.kit import embedded, programs
+from tests.kit.reference import pack_bucket
+from tests.kit.run_tokens import AUTHORIZED, TOKEN
 from tests.kit.served_models import make_tiny_model
 from tests.kit.tokenizers import VOCAB_SIZE
-from tests.servers.reference import pack_bucket
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
-TIMEOUT_S, CONTEXT = 60, 512
+CONTEXT = 512
 PROMPT = list(range(100, 120))
 LONG = {"max_new_tokens": 450, "ignore_eos": True, "sampling_seed": 1}
 
@@ -33,15 +34,15 @@ LONG = {"max_new_tokens": 450, "ignore_eos": True, "sampling_seed": 1}
 class Server:
     """A client of one server process. The weights are restored by whoever changes them."""
 
-    def __init__(self, process: subprocess.Popen, url: str):
-        self.process, self.url = process, url
+    def __init__(self, running: embedded.Process):
+        self.process, self.url, self.said = running.process, running.url, running.said
 
     def post(self, path: str, body: Any = None, **options) -> requests.Response:
         options = {"json": {} if body is None else body, "headers": AUTHORIZED} | options
-        return requests.post(f"{self.url}{path}", timeout=TIMEOUT_S, **options)
+        return requests.post(f"{self.url}{path}", timeout=LATE_S, **options)
 
     def get(self, path: str, **options) -> requests.Response:
-        return requests.get(f"{self.url}{path}", timeout=TIMEOUT_S, **{"headers": AUTHORIZED} | options)
+        return requests.get(f"{self.url}{path}", timeout=LATE_S, **{"headers": AUTHORIZED} | options)
 
     def ok(self, path: str, body: Any = None) -> Any:
         response = self.post(path, body)
@@ -58,8 +59,7 @@ class Server:
     def wait_for_tokens(self, count: int = 1) -> None:
         """Until running requests have generated something."""
         start = self.counter("generation_tokens_total")
-        while self.counter("generation_tokens_total") < start + count:
-            time.sleep(0.005)
+        wait_until(lambda: self.counter("generation_tokens_total") >= start + count, "nothing is generated", poll_s=0.0)
 
     def counter(self, name: str) -> float:
         lines = self.get("/metrics").text.splitlines()
@@ -67,18 +67,9 @@ class Server:
 
 
 @contextmanager
-def start_server(model: Path, *options: str, token_file: str | None = TOKEN_FILE) -> Iterator[Server]:
-    command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(model), "--port", "0", *options]
-    command += ["--token-file", token_file] if token_file else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("rollout server ready at http://127.0.0.1:"), line
-        yield Server(process, line.split()[4])
-    finally:
-        process.terminate()
-        process.wait(TIMEOUT_S)
+def start_server(model: Path, *options: str, **how: Any) -> Iterator[Server]:
+    with embedded.in_a_process(model, *options, **how) as running:
+        yield Server(running)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +80,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shared(models) -> Iterator[Server]:
-    with start_server(models["first"], "--parent-pid", str(os.getpid()), "--max-running-requests", "8") as server:
+    options = ("--parent-pid", str(os.getpid()), "--max-running-requests", "8")
+    with start_server(models["first"], *options, is_forked=False) as server:
         yield server
 
 
@@ -103,7 +95,7 @@ def server(shared, models) -> Iterator[Server]:
     if shared.get("/model_info").json()["model_path"] != str(models["first"]) or "touched" in vars(shared):
         shared.ok("/update_weights_from_disk", {"model_path": str(models["first"]), "weight_version": "default"})
         vars(shared).pop("touched", None)
-    assert shared.get("/flush_cache?timeout=10").status_code == 200
+    assert shared.get(f"/flush_cache?timeout={LIMIT_S:g}").status_code == 200
 
 
 @pytest.fixture
@@ -333,18 +325,14 @@ def test_a_client_that_hangs_up_aborts_its_request(server):
     with pytest.raises(requests.Timeout):
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 490, "ignore_eos": True, "n": 8}}
         requests.post(f"{server.url}/generate", json=body, headers=AUTHORIZED, timeout=0.05)
-    deadline = time.monotonic() + 5
-    while server.counter("num_running_reqs") + server.counter("num_queue_reqs") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.counter("num_running_reqs") == 0
+    wait_until(lambda: not server.counter("num_running_reqs") + server.counter("num_queue_reqs"), "it goes on")
     assert server.counter("num_requests_total") > 0
 
 
 def test_new_requests_wait_at_the_door_while_paused(server, pool):
     server.ok("/pause_generation", {"mode": "retract"})
     held = pool.submit(server.generate)
-    while server.counter("num_queue_reqs") == 0:
-        time.sleep(0.01)
+    wait_until(lambda: server.counter("num_queue_reqs"), "it does not come")
     assert not held.done() and server.get("/flush_cache").status_code == 200
     server.ok("/continue_generation")
     assert len(held.result()["output_ids"]) == 8
@@ -413,18 +401,27 @@ def test_bad_updates_are_refused_before_anything_is_received(server, group, chan
 
 
 @contextmanager
-def dying_sender(server: Server, script: str) -> Iterator[subprocess.Popen]:
-    """A process that joins a group with the server, runs `script` and ends without a word once its input is closed."""
+def dying_sender(server: Server, send: Callable[[dist.ProcessGroup], object]) -> Iterator[Callable[[], None]]:
+    """A process that joins a group with the server and sends something. Call it: the process ends, without a word."""
     port = free_port("127.0.0.1")
-    join = (
-        "import os, sys, torch; from megatron_rl.weights.update_group import join_update_group as join; "
-        f"group = join(address='127.0.0.1', port={port}, rank=0, world_size=2, name='dying'); "
-    )
-    whole = f"{join}{script}; sys.stdin.read(); os._exit(1)"
-    sender = subprocess.Popen([sys.executable, "-c", whole], stdin=subprocess.PIPE)
+    may_end, ends = os.pipe()
+    sender = os.fork()
+    if sender == 0:
+        try:
+            os.close(ends)
+            send(join_update_group(address="127.0.0.1", port=port, rank=0, world_size=2, name="dying"))
+            os.read(may_end, 1)
+        finally:
+            os._exit(1)
+    os.close(may_end)
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     server.ok("/init_weights_update_group", body | {"group_name": "dying"})
-    yield sender
+
+    def end() -> None:
+        os.close(ends)
+        os.waitpid(sender, 0)
+
+    yield end
     server.ok("/destroy_weights_update_group", {"group_name": "dying"})
 
 
@@ -433,11 +430,11 @@ TWO_TENSORS = {"model.norm.weight": torch.zeros(64), "model.embed_tokens.weight"
 
 def test_a_sender_that_dies_in_an_update_leaves_the_old_weights_and_a_living_server(server, pool):
     before = server.checksums()
-    with dying_sender(server, "pass") as sender:
+    with dying_sender(server, lambda group: None) as end_sender:
         server.ok("/begin_weight_update")
         body = describe(TWO_TENSORS, group_name="dying")
         update = pool.submit(server.post, "/update_weights_from_distributed", body)
-        sender.communicate()
+        end_sender()
         assert update.result().status_code == 400
         assert "Failed to update weights" in update.result().json()["message"]
     server.ok("/end_weight_update")
@@ -447,10 +444,10 @@ def test_a_sender_that_dies_in_an_update_leaves_the_old_weights_and_a_living_ser
 def test_a_paused_server_says_that_its_weights_are_incomplete_until_an_update_is_whole(server, pool, group):
     server.ok("/pause_generation", {"mode": "retract"})
     server.ok("/begin_weight_update")
-    with dying_sender(server, "torch.distributed.broadcast(torch.zeros(64), group=group, group_src=0)") as sender:
+    with dying_sender(server, lambda group: dist.broadcast(torch.zeros(64), group=group, group_src=0)) as end_sender:
         body = describe(TWO_TENSORS, group_name="dying", weight_version="2", flush_cache=False)
         update = pool.submit(server.post, "/update_weights_from_distributed", body)
-        sender.communicate()
+        end_sender()
         assert update.result().status_code == 400
     assert server.get("/model_info").json()["weight_version"] == "incomplete"
     held = server.checksums()["model.norm.weight"]
@@ -554,8 +551,7 @@ def test_an_update_without_a_pause_waits_for_running_requests(server, pool, mode
     reply = pool.submit(server.generate, sampling=LONG)
     server.wait_for_tokens()
     server.ok("/update_weights_from_disk", {"model_path": str(models["second"]), "weight_version": "9"})
-    assert reply.done() or reply.result(1)
-    assert reply.result()["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 450}]
+    assert reply.result(LIMIT_S)["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 450}]
 
 
 def test_update_weight_version_aborts_unless_told_not_to(server, pool):
@@ -617,7 +613,7 @@ def test_a_server_without_a_token_generates_and_lets_nobody_change_it(models):
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "somewhere"])
 def test_a_server_that_others_reach_needs_a_token(host, tmp_path):
     command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(tmp_path), "--host", host]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    result = programs.run(command, env=dict(os.environ))
     assert result.returncode == 1 and f"--host {host}: " in result.stderr and "add --token-file FILE" in result.stderr
 
 
@@ -639,7 +635,7 @@ def test_a_server_without_a_tokenizer(models, tmp_path):
             response = server.post("/generate", bad)
             assert response.status_code == 400 and "tokenizer" in response.json()["error"]["message"]
         server.process.terminate()
-        assert server.process.wait(TIMEOUT_S) == 0
+        assert server.process.wait(LIMIT_S) == 0
 
 
 def test_a_server_ends_with_its_parent(models):
@@ -647,13 +643,13 @@ def test_a_server_ends_with_its_parent(models):
     with start_server(models["first"], "--parent-pid", str(parent.pid)) as server:
         parent.kill()
         parent.wait()
-        assert server.process.wait(3) == 1
-        assert server.process.stdout.read() == f"rollout server: its parent (pid {parent.pid}) died; exiting\n"
+        assert server.process.wait(LIMIT_S) == 1
+        assert server.said().splitlines()[1:] == [f"rollout server: its parent (pid {parent.pid}) died; exiting"]
 
 
 def test_a_folder_that_cannot_be_served_says_why(tmp_path):
     command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LATE_S)
     assert result.returncode == 1 and "no config.json" in result.stderr and "Traceback" not in result.stderr
 
 

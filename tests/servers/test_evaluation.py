@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -14,9 +13,10 @@ from megatron_rl import platform
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
 from megatron_rl.workflows import AgentWorkflow
+from tests.kit.reference import reference_logprobs, used_tokens
 from tests.kit.served_models import make_tiny_model
 from tests.kit.tokenizers import make_tokenizer
-from tests.servers.reference import reference_logprobs, used_tokens
+from tests.kit.waiting import LIMIT_S, wait_until
 from tests.unit.agent_relay import here
 
 platform.prepare()
@@ -142,10 +142,8 @@ def test_agents_generation_goes_on_after_an_interruption_token_by_token(
         return 1.0
 
     def interrupt():
-        began.wait(10)
-        deadline = time.monotonic() + 20
-        while used_tokens(embedded_servers[0]) < 60 and time.monotonic() < deadline:
-            pass
+        began.wait(LIMIT_S)
+        wait_until(lambda: used_tokens(embedded_servers[0]) >= 60, "no reply begins", poll_s=0.0)
         engine.update_weights(other_tiny_model, 21)
 
     gconfig = GenerationConfig(max_new_tokens=200, ignore_eos=True)

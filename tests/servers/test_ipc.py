@@ -8,7 +8,6 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import RolloutConfig
@@ -20,30 +19,16 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.servers.weight_receiver import is_on_this_host
 from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
 from megatron_rl.weights.shared_bucket import SHARED_FILES, SharedBucket, open_bucket
+from tests.kit.client_calls import PROMPT, greedy, pid_of
 from tests.kit.in_process import specs_of
 from tests.kit.models import LAYOUTS, make_engine
 from tests.kit.ranks import run_ranks
+from tests.kit.reference import BUCKET_BYTES, reference_greedy
 from tests.kit.run_tokens import TOKEN_FILE
-from tests.servers.reference import reference_greedy
-from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
+from tests.kit.servers import NEVER_LATE
+from tests.kit.waiting import LATE_S, LIMIT_S
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def weights(other_tiny_model):
-    return load_file(other_tiny_model / "model.safetensors")
-
-
-@pytest.fixture
-def put_back(connect, tiny_model):
-    """Call it with the URLs of servers that other tests use too."""
-    used = []
-    yield used.append
-    for url in used:
-        restored = connect(url)
-        restored.resume()
-        restored.update_weights(tiny_model, 0)
 
 
 def shared_files():
@@ -55,7 +40,7 @@ def test_embedded_servers_read_what_was_put_into_shared_memory(
 ):
     put_back(embedded_servers)
     engine = connect(embedded_servers)
-    publisher, seen = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30), []
+    publisher, seen = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S), []
 
     def stream():
         for item in weights.items():
@@ -84,7 +69,7 @@ def test_server_that_reads_late_finds_the_bytes_that_were_sent(scripted, connect
 
     server.answers["/update_weights_from_tensor"] = hold
     weights = {f"w{number}": torch.full((5000,), float(number)) for number in range(8)}
-    publisher = IPCPublisher(connect(server.url), bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = IPCPublisher(connect(server.url), bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     publisher.publish(specs_of(weights), weights.items(), 1)
     found = {}
     for bucket in held:
@@ -99,10 +84,10 @@ def test_server_that_reads_late_finds_the_bytes_that_were_sent(scripted, connect
 
 
 def test_server_killed_in_the_middle_is_dropped_and_leaves_no_memory_behind(connect, weights, tiny_model, tmp_path):
-    config = RolloutConfig(backend="embedded", server_count=2, server_restarts=0, token_file=TOKEN_FILE)
+    config = RolloutConfig(backend="embedded", server_count=2, server_restarts=0, token_file=TOKEN_FILE, **NEVER_LATE)
     with Supervisor(config, tiny_model, tmp_path) as supervisor:
         engine = connect(supervisor.urls)
-        publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+        publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
         victim, other = supervisor.urls
 
         def stream():
@@ -122,7 +107,7 @@ def test_servers_elsewhere_are_refused(embedded_servers, connect, weights, monke
     assert not is_on_this_host("http://192.0.2.7:30000") and not is_on_this_host("http://no-such-host.invalid:1")
     put_back(embedded_servers)
     engine = connect(embedded_servers)
-    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     monkeypatch.setattr(weight_receiver, "is_on_this_host", lambda url: url != embedded_servers[0])
     publisher.publish(specs_of(weights), weights.items(), 5)
     assert engine.serving == embedded_servers[1:]
@@ -143,7 +128,7 @@ def publish_from_two_nodes(folder, urls, layout):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     engine, receiver, verified, told = make_engine(folder, LAYOUTS[layout][1]), None, [], {url: set() for url in urls}
     engine.config.publication = "ipc"  # as a run says it on all ranks, of which some have no part below
-    first_ranks = first_ranks_of_nodes(engine.groups, timeout_s=60)
+    first_ranks = first_ranks_of_nodes(engine.groups, timeout_s=LATE_S)
     if engine.groups.is_main:
         receiver = RemoteSGLangEngine(RolloutConfig(token_file=TOKEN_FILE))
         receiver.initialize(urls)
@@ -160,7 +145,7 @@ def publish_from_two_nodes(folder, urls, layout):
         receiver.load_shared = load
     if first_ranks is not None:
         nodes = NodesOfServers(first_ranks, [[url] for url in urls], CPU)
-        engine.publisher = IPCPublisher(receiver, bucket_bytes=BUCKET_BYTES, timeout_s=30, nodes=nodes)
+        engine.publisher = IPCPublisher(receiver, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S, nodes=nodes)
     for version in (3, 4, 5):
         engine.update_weights(receiver, version)
         verified.append(engine.publisher.last.verified if receiver is not None else 0)
@@ -196,7 +181,7 @@ def test_embedded_server_takes_handles_of_buckets_and_nothing_else(embedded_serv
     def refusal(handle, names=names):
         answer = engine.load_shared(**names, buckets={url: handle}, version=1)[url]
         with pytest.raises(CommandRefused) as refused:
-            answer.result(10)
+            answer.result(LIMIT_S)
         return str(refused.value)
 
     good = bucket.handle()
@@ -211,7 +196,7 @@ def test_embedded_server_takes_handles_of_buckets_and_nothing_else(embedded_serv
     assert f"{good['offset'] + 1} + {tensor.nbytes} are announced" in refusal(good | {"offset": good["offset"] + 1})
     assert "shape [7] must be [64]" in refusal(good, names | {"shapes": [[7]]})
     bucket.flat.copy_(tensor.view(torch.uint8))
-    engine.load_shared(**names, buckets={url: good}, version=1)[url].result(10)
+    engine.load_shared(**names, buckets={url: good}, version=1)[url].result(LIMIT_S)
     engine.end_weight_update(1)
     bucket.close().unlink()  # SGLang would have let go of the pickled one
 
@@ -235,7 +220,7 @@ def test_more_than_there_is_is_refused_before_it_kills_the_process(monkeypatch):
 def test_real_sglang_reads_shared_memory_and_is_checked(real_sglang, connect, weights, other_tiny_model, put_back):
     put_back(real_sglang)
     engine = connect(real_sglang)
-    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     for version in (3, 4):
         publisher.publish(specs_of(weights), weights.items(), version)
         assert publisher.last.verified == len(weights) - 2 * 3  # q, k and v are one there, and gate and up
@@ -245,6 +230,8 @@ def test_real_sglang_reads_shared_memory_and_is_checked(real_sglang, connect, we
     assert reply.output_versions == [4] * 12
 
 
+# Two nodes are served in the test of embedded servers above, and pickles are read in the one before this.
+@pytest.mark.thorough
 def test_real_sglang_reads_pickles_of_a_rank_on_its_own_node(
     real_sglang, embedded_servers, other_tiny_model, weights, put_back
 ):

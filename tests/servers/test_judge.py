@@ -21,6 +21,7 @@ from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
 from megatron_rl.workflows.scoring import RewardCall
 from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.waiting import LATE_S, SLOWNESS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 JUDGE = "megatron_rl.rewards.judge:Judge"
@@ -144,12 +145,12 @@ def test_a_judge_that_hangs_is_known_for_it_before_the_rewards_deadline(scripted
     monkeypatch.setattr(reward_servers, "FIRST_RETRY_S", 0.01)
     hung, sound = scripted(), scripted()
     hung.hangs, sound.answers[ENDPOINT] = True, says("<score>5</score>")
-    args = {"urls": [hung.url, sound.url], "timeout_s": 0.3}
+    args = {"urls": [hung.url, sound.url], "timeout_s": SLOWNESS}
 
     async def score():
         (judge,) = ingredients("rollout.recipe", [{"reward": JUDGE, "args": args}], None)
         recipe = Recipe([judge], RewardService([], workers=1))
-        call = RewardCall(recipe, None, timeout_s=10.0)
+        call = RewardCall(recipe, None, timeout_s=LATE_S)
         try:
             found = await call(EMPTY, {})
             return found, [circuit.failures for circuit in judge.function._servers._circuits]
@@ -215,7 +216,7 @@ def test_a_judge_without_a_verdict_is_a_failed_reward(scripted):
     async def score():
         recipe = Recipe([judge], RewardService([], workers=1))
         try:
-            await recipe.score({"prompt": "p", "completions": "r", "prompt_ids": [], "completion_ids": []}, 10.0)
+            await recipe.score({"prompt": "p", "completions": "r", "prompt_ids": [], "completion_ids": []}, LATE_S)
         finally:
             await recipe.close()
 

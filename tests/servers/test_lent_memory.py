@@ -1,6 +1,5 @@
 """Servers whose memory the trainer has for a while: it is really free, nothing reads it, and all of it comes back."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -11,56 +10,40 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import requests
-from safetensors.torch import load_file
 
-from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.config import RolloutConfig
+from megatron_rl.servers import supervisor as supervisor_module
 from megatron_rl.servers.client import CommandRefused
 from megatron_rl.servers.server_memory import ALL_MEMORY
 from megatron_rl.servers.supervisor import Supervisor
-from megatron_rl.types import LLMRequest
 from megatron_rl.weights.ipc import IPCPublisher
+from tests.kit.client_calls import PROMPT, get, greedy, pid_of, post
 from tests.kit.in_process import specs_of
-from tests.kit.run_tokens import AUTHORIZED, TOKEN_FILE
-from tests.servers.reference import reference_greedy
-from tests.servers.test_publication import BUCKET_BYTES, PROMPT, greedy, pid_of
+from tests.kit.reference import BUCKET_BYTES, reference_greedy, used_tokens
+from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.servers import NEVER_LATE
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 NOTHING, WEIGHTS = frozenset(), frozenset({"weights"})
 MIB = 2**20
 
 
-@pytest.fixture
-def weights(other_tiny_model):
-    return load_file(other_tiny_model / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def own_servers(tiny_model, tmp_path_factory):
     """Two servers of this module alone, which come back from every test with all their memory."""
-    config = RolloutConfig(backend="embedded", server_count=2, start_timeout_s=60, token_file=TOKEN_FILE)
+    config = RolloutConfig(backend="embedded", server_count=2, token_file=TOKEN_FILE, **NEVER_LATE)
     with Supervisor(config, tiny_model, tmp_path_factory.mktemp("servers")) as supervisor:
         yield supervisor
 
 
-def post(url, path, body=None):
-    return requests.post(f"{url}{path}", json=body or {}, headers=AUTHORIZED, timeout=30)
-
-
-def get(url, path):
-    return requests.get(f"{url}{path}", headers=AUTHORIZED, timeout=30).json()
-
-
-def long_reply(engine, tokens):
-    gconfig = GenerationConfig(max_new_tokens=tokens, greedy=True, ignore_eos=True)
-    return asyncio.run(engine.agenerate(LLMRequest(rid="long", input_ids=PROMPT, gconfig=gconfig)))
-
-
 def wait_for_a_reply(servers):
     """Until one is being generated, of which most is still to come."""
-    while not any(load["num_used_tokens"] for url in servers.urls for load in get(url, "/v1/loads")["loads"]):
-        pass
+    wait_until(lambda: any(used_tokens(url) for url in servers.urls), "no reply begins", poll_s=0.0)
 
 
-def test_released_memory_goes_back_to_the_system(tiny_model, tmp_path):
+@pytest.mark.slow
+def test_released_memory_goes_back_to_the_system(tiny_model, tmp_path, from_command_lines):
+    """In a process with the environment that a launcher gives it, by which it hands freed memory back."""
     folder = tmp_path / "wide"
     shutil.copytree(tiny_model, folder)
     (folder / "model.safetensors").unlink()
@@ -101,8 +84,8 @@ def test_a_server_without_memory_refuses_what_needs_it_by_name(own_servers, tiny
         answer = post(url, path, body)
         assert answer.status_code == 400
         assert f"{parts}: released by /release_memory_occupation; call /resume_memory_occupation first" in answer.text
-    assert requests.get(f"{url}/health_generate", timeout=30).ok, "it is well, and only has no memory"
-    assert requests.get(f"{url}/model_info", headers=AUTHORIZED, timeout=30).json()["weight_version"] == "released"
+    assert requests.get(f"{url}/health_generate", timeout=LATE_S).ok, "it is well, and only has no memory"
+    assert get(url, "/model_info")["weight_version"] == "released"
     assert post(url, "/resume_memory_occupation", {"tags": ["weights"]}).ok
     assert "kv_cache: released" in post(url, "/generate", generate).text
     assert post(url, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}).ok
@@ -116,47 +99,49 @@ def test_requests_that_hold_keys_keep_the_memory(own_servers, connect):
     url = own_servers.urls[0]
     engine = connect(url, interruption="in_place", max_cache_age=1)
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(long_reply, engine, 450)
+        reply = pool.submit(greedy, engine, 450)
         wait_for_a_reply(own_servers)
         engine.pause()
         answer = post(url, "/release_memory_occupation")
         assert answer.status_code == 400 and "1 running and 0 queued requests; pause with mode abort" in answer.text
         engine.resume()
-        assert reply.result(30).output_len == 450
+        assert reply.result(LIMIT_S).output_len == 450
 
 
 def test_a_reply_under_way_waits_for_the_servers_turn_and_ends_with_the_new_weights(
     own_servers, connect, weights, other_tiny_model
 ):
     engine, starts = connect(own_servers.urls), own_servers.starts
-    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     with ThreadPoolExecutor(2) as pool:
-        under_way = pool.submit(long_reply, engine, 450)
+        under_way = pool.submit(greedy, engine, 450)
         wait_for_a_reply(own_servers)
         engine.set_memory(NOTHING, starts)
         on_its_way = pool.submit(post, own_servers.urls[0], "/generate", {"input_ids": PROMPT})
-        time.sleep(0.3)
+        wait_until(lambda: get(own_servers.urls[0], "/v1/loads")["loads"][0]["num_waiting_reqs"], "it did not come")
         engine.set_memory(WEIGHTS, starts)
         publisher.publish(specs_of(weights), weights.items(), 1)
         assert publisher.last.verified == 2 * len(weights) and not under_way.done()
         assert all("kv_cache: released" in post(url, "/continue_generation").text for url in own_servers.urls)
         assert not on_its_way.done(), "the publication does not let them go on"
         engine.set_memory(ALL_MEMORY, starts)
-        reply = under_way.result(30)
-        assert on_its_way.result(30).ok
+        reply = under_way.result(LIMIT_S)
+        assert on_its_way.result(LIMIT_S).ok
     assert reply.output_len == 450 and reply.interruptions == 1 and reply.output_versions[-1] == 1
     assert greedy(engine).output_tokens == reference_greedy(other_tiny_model, PROMPT, 12)
 
 
 def test_a_server_that_dies_while_its_device_is_lent_is_started_again_before_the_publication(
-    own_servers, connect, weights
+    own_servers, connect, weights, monkeypatch, caplog
 ):
+    monkeypatch.setattr(supervisor_module, "FIRST_RESTART_S", 0.05)
     own_servers.lend_devices()
     engine = connect(own_servers.urls, on_drop=own_servers.replace)
     engine.set_memory(NOTHING, own_servers.starts)
     victim, first = own_servers.urls[1], own_servers.starts
     os.kill(pid_of(own_servers, victim), signal.SIGKILL)
-    time.sleep(1.5)  # longer than before the first restart
+    wait_until(lambda: "restart 1 of" in caplog.text, "its death is not seen")
+    time.sleep(0.3)  # longer than before the first restart; on a slow machine it would come later
     assert own_servers.lacks_servers and own_servers.starts == first
     own_servers.start_missing([victim])
     again = own_servers.starts
@@ -164,14 +149,11 @@ def test_a_server_that_dies_while_its_device_is_lent_is_started_again_before_the
     engine.set_memory(WEIGHTS, again)  # which the new one releases its cache for, and the old one gets
     assert all(post(url, "/continue_generation").text.count("kv_cache: released") for url in own_servers.urls)
     engine.select_servers()
-    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=30)
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     publisher.publish(specs_of(weights), weights.items(), 1)
     engine.set_memory(ALL_MEMORY, again)
     own_servers.take_devices_back()
-    deadline = time.monotonic() + 20
-    while sorted(engine.serving) != sorted(own_servers.urls) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert sorted(engine.serving) == sorted(own_servers.urls)
+    wait_until(lambda: sorted(engine.serving) == sorted(own_servers.urls), lambda: str(engine.serving))
     sums = [post(url, "/weights_checker").json()["per_engine_checksum"] for url in own_servers.urls]
     assert sums[0] == sums[1] and greedy(engine).output_versions == [1] * 12
 
@@ -179,7 +161,7 @@ def test_a_server_that_dies_while_its_device_is_lent_is_started_again_before_the
 def test_real_sglang_lends_its_memory_in_the_same_order(real_supervisor, connect, tiny_model, weights):
     """Without CUDA it frees nothing, but takes every call, and dies of one that asks for what it has."""
     engine, starts = connect(real_supervisor.urls), real_supervisor.starts
-    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     for version in (3, 4):
         for parts in (NOTHING, WEIGHTS):
             engine.set_memory(parts, starts)

@@ -9,18 +9,17 @@ import aiohttp
 import psutil
 import pytest
 import requests
-from safetensors.torch import load_file
 
 from megatron_rl.config import GenerationConfig
+from megatron_rl.servers import pool
 from megatron_rl.telemetry.trace import RankTrace, Recording, chrome_trace
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights.publish import DiskPublisher
-from megatron_rl.weights.update_group import TensorSpec
 from megatron_rl.workflows import ReMaxWorkflow
 from tests.chrome_trace import parse_trace
-from tests.kit.run_tokens import AUTHORIZED, TOKEN
-from tests.kit.tokenizers import make_tokenizer
-from tests.servers.reference import (
+from tests.kit.client_calls import PROMPT, lose, pid_of, wait_until_serving
+from tests.kit.in_process import specs_of
+from tests.kit.reference import (
     interrupt,
     publish,
     reference_greedy,
@@ -28,9 +27,11 @@ from tests.servers.reference import (
     reference_logprobs_on_old_keys,
     weight_group,
 )
+from tests.kit.run_tokens import AUTHORIZED, TOKEN
+from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import LATE_S, wait_until
 from tests.servers.test_supervisor import shown_to_others
 
-PROMPT = [11, 200, 37, 5]
 LONG = 450
 """Tokens of a reply that lasts a second or more."""
 
@@ -60,7 +61,7 @@ async def versions_said(url):
 def test_a_trace_shows_its_requests_within_the_clients_calls(engine, real_sglang):
     engine.client.spans.record()
     begun = time.monotonic()
-    ask(engine, PROMPT, max_new_tokens=16)
+    ask(engine, PROMPT, max_new_tokens=64)
     engine.pause()
     engine.resume()
     recording = Recording(
@@ -78,8 +79,8 @@ def test_a_trace_shows_its_requests_within_the_clients_calls(engine, real_sglang
 def test_token_is_asked_for_and_shown_to_nobody(real_supervisor, real_sglang):
     (server,) = real_supervisor._servers
     for endpoint in ("/generate", "/pause_generation", "/update_weights_from_disk", "/abort_request"):
-        assert requests.post(real_sglang + endpoint, json={}, timeout=10).status_code == 401
-    assert requests.get(f"{real_sglang}/server_info", timeout=10).status_code == 401
+        assert requests.post(real_sglang + endpoint, json={}, timeout=LATE_S).status_code == 401
+    assert requests.get(f"{real_sglang}/server_info", timeout=LATE_S).status_code == 401
     assert TOKEN not in shown_to_others(server.process.pid)
     said = server.log.read_text()  # SGLang logs all its arguments
     assert "'api_key': '***'" in said and TOKEN not in said
@@ -98,6 +99,15 @@ def test_sampled_logprobs_are_those_at_the_temperature(engine, tiny_model):
     reply = asyncio.run(engine.agenerate(request(max_new_tokens=16, temperature=0.7, top_p=0.9)))
     expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens, temperature=0.7)
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_streamed_reply_is_the_one_that_is_not_streamed(engine):
+    streamed, whole = request(max_new_tokens=24, greedy=True), request(max_new_tokens=24, greedy=True)
+    told = []
+    streamed.on_tokens = told.append
+    ours, theirs = (asyncio.run(engine.agenerate(one)) for one in (streamed, whole))
+    assert ours.output_tokens == theirs.output_tokens == told[-1] and len(told) > 1
+    assert ours.output_logprobs == pytest.approx(theirs.output_logprobs, abs=1e-4)
 
 
 def test_seeded_workflow_runs_although_the_server_ignores_seeds(engine):
@@ -123,8 +133,14 @@ def test_aborted_reply_is_continued(engine, real_sglang, tiny_model):
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)
 
 
+# The default; an abort is above, a cache that is kept below.
 @pytest.mark.parametrize(
-    "policy", [{"interruption": "abort"}, {"interruption": "retract"}, {"interruption": "in_place", "max_cache_age": 9}]
+    "policy",
+    [
+        pytest.param({"interruption": "abort"}, marks=pytest.mark.thorough),
+        {"interruption": "retract"},
+        pytest.param({"interruption": "in_place", "max_cache_age": 9}, marks=pytest.mark.thorough),
+    ],
 )
 def test_update_over_gloo_goes_through_a_running_reply(connect, real_sglang, tiny_model, other_tiny_model, policy):
     mode = policy["interruption"]
@@ -198,7 +214,10 @@ def test_reply_outlives_a_publication_that_stopped_half_way(engine, real_sglang,
     assert reply.output_logprobs == pytest.approx(old[:before] + new[before:], abs=1e-3)
 
 
-def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(connect, real_sglang, tiny_model):
+def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(
+    connect, real_sglang, tiny_model, monkeypatch
+):
+    monkeypatch.setattr(pool, "FIRST_HEALTH_S", 1.0)  # a paused one says nothing for longer
     killed = connect(real_sglang)
     killed.pause()
     killed.begin_weight_update(1)
@@ -209,25 +228,18 @@ def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(conne
 
 
 def test_server_that_came_late_takes_the_current_weights_from_their_folder_and_serves_at_once(
-    connect, real_sglang, tiny_model, other_tiny_model, tmp_path
+    connect, real_sglang, tiny_model, other_tiny_model, weights, tmp_path
 ):
     engine = connect(real_sglang)
-    weights = load_file(other_tiny_model / "model.safetensors")
-    publisher = DiskPublisher(engine, folder=tmp_path, model_folder=str(other_tiny_model), timeout_s=60)
+    publisher = DiskPublisher(engine, folder=tmp_path, model_folder=str(other_tiny_model), timeout_s=LATE_S)
     engine.select_servers()
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
-    publisher.publish(specs, iter(weights.items()), 5)
+    publisher.publish(specs_of(weights), iter(weights.items()), 5)
     assert publisher.last.verified > 0
     # What a restart leaves: other weights under another name.
     other_client = connect(real_sglang)
     other_client.update_weights(tiny_model, 0)
-    members = engine._service.client.fleet.members
-    engine._thread.loop.call_soon_threadsafe(members.lose, members.serving[0], "restarted")
-    deadline = time.monotonic() + 60
-    while members.serving:
-        time.sleep(0.01)
-    while not members.serving and time.monotonic() < deadline:
-        time.sleep(0.1)
+    lose(engine, real_sglang)
+    wait_until_serving(engine, 1)
     assert asyncio.run(versions_said(real_sglang))["/model_info"] == "5"
     reply = ask(engine, PROMPT, max_new_tokens=16, greedy=True)
     assert (reply.output_tokens, reply.output_versions) == (reference_greedy(other_tiny_model, PROMPT, 16), [5] * 16)
@@ -236,22 +248,20 @@ def test_server_that_came_late_takes_the_current_weights_from_their_folder_and_s
 def test_killed_server_is_restarted_and_serves_only_once_it_was_published_to(
     connect, real_supervisor, real_sglang, tiny_model, other_tiny_model
 ):
-    engine = connect(real_sglang, start_timeout_s=400)
+    engine = connect(real_sglang)
     engine.update_weights(other_tiny_model, 9)
-    pid = real_supervisor._servers[0].process.pid
+    pid = pid_of(real_supervisor, real_sglang)
 
     def kill_and_publish_again():
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 400
-        while not engine.needs_weights and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_until(lambda: engine.needs_weights, "it does not come back", limit_s=LATE_S)
         # It has the weights of its model folder, which are not those of version 9.
         assert asyncio.run(versions_said(real_sglang))["/model_info"] == "0"
         engine.select_servers()
         with weight_group(engine) as group:
             publish(engine, group, other_tiny_model, version=9)
 
-    reply = interrupt(engine, real_sglang, PROMPT, LONG, kill_and_publish_again, timeout_s=450)
+    reply = interrupt(engine, real_sglang, PROMPT, LONG, kill_and_publish_again, timeout_s=LATE_S)
     assert reply.output_versions == [9] * LONG
     expected = reference_logprobs(other_tiny_model, PROMPT, reply.output_tokens)
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)

@@ -2,7 +2,6 @@
 other's death.
 """
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -28,13 +27,14 @@ from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.telemetry.rollout_metrics import metrics_of
 from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.scripted_server import never
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [{"prompt": f"What is {number} + 30?", "answer": "42"} for number in range(12)]
 PLACE = ResumePoint(rank=0, ranks=1, run_attempt=1, fingerprint="", resumed=None)
-GONE_WITHIN_S = 10.0
 
 
 class Run:
@@ -48,7 +48,11 @@ class Run:
 
     def config(self, *overrides):
         settings = (f"model.path={self.model}", f"run.folder={self.folder}", "generation.max_new_tokens=6")
-        settings += ("generation.n_samples=2", "rollout.request_timeout_s=30", f"rollout.token_file={TOKEN_FILE}")
+        settings += (
+            "generation.n_samples=2",
+            f"rollout.request_timeout_s={LATE_S}",
+            f"rollout.token_file={TOKEN_FILE}",
+        )
         settings += ("run.import_from=[own_rewards]",)
         return load_config(ROOT / "configs/count_grpo.yaml", [*settings, *overrides])
 
@@ -72,13 +76,6 @@ def run(tmp_path, tiny_model):
         process.close()
 
 
-def wait_for(holds, what):
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_servers):
     config = run.config()
     engine = RemoteSGLangEngine(config.rollout, seed=config.run.seed)
@@ -91,11 +88,11 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
         engine.rollout_batch(prompts.next_batch(5), workflow),
         engine.rollout_batch(prompts.next_batch(5), workflow),  # over the end of an epoch of 12
         engine.rollout_batch(prompts.next_batch(5), workflow),
-        engine.evaluate(PROMPTS[:3], make_workflow(config, tokenizer, greedy)).result(30),
+        engine.evaluate(PROMPTS[:3], make_workflow(config, tokenizer, greedy)).result(LIMIT_S),
     ]
     engine.destroy()
     process = run.start(embedded_servers)
-    given = [process.prepare_batch(5).result(30) for _ in range(3)] + [process.evaluate(greedy).result(30)]
+    given = [process.prepare_batch(5).result(LIMIT_S) for _ in range(3)] + [process.evaluate(greedy).result(LIMIT_S)]
     for ours, theirs in zip(given, expected, strict=True):
         assert ours.tokens.keys() == theirs.tokens.keys() and ours.sequences.keys() == theirs.sequences.keys()
         for key in ("input_ids", "loss_mask", "versions", "rewards", "group"):
@@ -125,14 +122,14 @@ def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scrip
 def test_errors_and_warnings_reach_the_trainer(run, scripted, caplog):
     process = run.start([scripted().url], "rollout.reward=own_rewards:undecided", "rollout.episode_attempts=1")
     with pytest.raises(RuntimeError, match="1 episodes failed .* NoVerdict: no verdict at line 3") as raised:
-        process.prepare_batch(1).result(30)
+        process.prepare_batch(1).result(LIMIT_S)
     assert "own_rewards.py" in str(raised.value.__cause__), "it says where"
     assert "episode 0 is given up: RewardFailed: NoVerdict" in caplog.text
     assert "episode 0 is given up: RewardFailed: NoVerdict" in process.log.read_text()
     assert "no verdict" in (run.folder / "dead_letters.jsonl").read_text()
     process.fail("the world ends")
     with pytest.raises(RuntimeError, match="the world ends"):
-        process.prepare_batch(1).result(30)
+        process.prepare_batch(1).result(LIMIT_S)
 
 
 def test_it_is_the_weight_receiver_of_its_servers(run, scripted):
@@ -147,13 +144,13 @@ def test_it_is_the_weight_receiver_of_its_servers(run, scripted):
     process.begin_weight_update(7)
     bucket = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]], "group": "g", "version": 7}
     loads = process.load_bucket(**bucket)
-    assert [load.result(10) for load in loads.values()] == [None, None] and list(loads) == urls
+    assert [load.result(LIMIT_S) for load in loads.values()] == [None, None] and list(loads) == urls
     assert servers[1].body_of("/update_weights_from_distributed")["names"] == ["w"]
     servers[0].refusals["/update_weights_from_distributed"] = (500, {"error": {"message": "no memory"}})
     loads = process.load_bucket(**bucket)
     with pytest.raises(RuntimeError, match="no memory") as raised:
-        loads[urls[0]].result(10)
-    assert type(raised.value).__name__ == "ServerError" and loads[urls[1]].result(10) is None
+        loads[urls[0]].result(LIMIT_S)
+    assert type(raised.value).__name__ == "ServerError" and loads[urls[1]].result(LIMIT_S) is None
     process.drop(urls[0], "no memory")
     assert run.dropped == [(urls[0], "no memory")] and list(process.server_ranks) == urls[1:]
     assert process.membership > before
@@ -174,7 +171,7 @@ def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
     assert process.serving and not run.died
     process.process.kill()
     with pytest.raises(RolloutDied, match=rf"\(pid {process.process.pid}\) was killed by SIGKILL; its log is .*\.log"):
-        pending.result(GONE_WITHIN_S)
+        pending.result(LIMIT_S)
     assert len(run.died) == 1
     with pytest.raises(RolloutDied, match="was killed by SIGKILL"):
         process.counts()
@@ -183,10 +180,10 @@ def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
 def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
     process.prepare_batch(1)
-    wait_for(lambda: "rewards: 2" in process.hang_report(), "the rewards did not begin")
+    wait_until(lambda: "rewards: 2" in process.hang_report(), "the rewards did not begin")
     assert "; the oldest: reward own_rewards:wait_for_long (of " in process.hang_report()
     stacks = run.folder / "hang" / "rollout-0.txt"
-    wait_for(
+    wait_until(
         lambda: process.hang_report() and "in wait_for_long" in stacks.read_text(), "the worker's stacks are missing"
     )
 
@@ -194,11 +191,7 @@ def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
 def test_a_command_that_a_publication_waits_for_is_named_while_it_is_under_way(run, scripted):
     server = scripted()
     process = run.start([server.url])
-
-    async def much_later(_):
-        await asyncio.sleep(60)
-
-    server.answers["/pause_generation"] = much_later
+    server.answers["/pause_generation"] = never
 
     def pause():
         with contextlib.suppress(RuntimeError):  # the process is closed meanwhile
@@ -206,11 +199,11 @@ def test_a_command_that_a_publication_waits_for_is_named_while_it_is_under_way(r
 
     thread = threading.Thread(target=pause)
     thread.start()
-    wait_for(lambda: "/pause_generation" in server.controls(), "the pause did not begin")
+    wait_until(lambda: "/pause_generation" in server.controls(), "the pause did not begin")
     assert f"control: 1; the oldest: /pause_generation to {server.url} for" in process.hang_report()
     assert thread.is_alive()
     process.process.kill()
-    thread.join(10)
+    thread.join(LIMIT_S)
 
 
 def test_one_that_does_not_answer_is_said_to_and_leaves_its_stacks_once_it_runs(run, scripted, monkeypatch):
@@ -218,13 +211,13 @@ def test_one_that_does_not_answer_is_said_to_and_leaves_its_stacks_once_it_runs(
     process = run.start([scripted().url])
     stacks = run.folder / "hang" / "rollout-0.txt"
     process.process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(process.process.pid).status() == psutil.STATUS_STOPPED, "it did not stop")
+    wait_until(lambda: psutil.Process(process.process.pid).status() == psutil.STATUS_STOPPED, "it did not stop")
     try:
         assert process.hang_report() == f"the rollout process (pid {process.process.pid}), which does not answer"
         assert stacks.read_text() == ""
     finally:
         process.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: "in serve_trainer" in stacks.read_text(), "no stacks")
+    wait_until(lambda: "in serve_trainer" in stacks.read_text(), "no stacks")
     run.processes.remove(process)
     process.close()
     assert stacks.exists(), "what was found stays"
@@ -258,7 +251,7 @@ process = RolloutProcess(folder / "log", on_death=print, lock=journal.take_lock(
 writer = os.fork()  # as a checkpoint's
 if writer:
     print(process.process.pid, writer, flush=True)
-time.sleep(100)
+time.sleep(10_000)
 """
 
 
@@ -270,28 +263,33 @@ def test_it_dies_with_its_trainer_and_gives_the_journal_free(tmp_path):
             journal.wait_for_owners(tmp_path, patience_s=0.1)
         trainer.kill()
         trainer.wait()
-        wait_for(lambda: not psutil.pid_exists(pid), "the rollout process outlived its trainer")
+        wait_until(lambda: not psutil.pid_exists(pid), "the rollout process outlived its trainer")
         assert psutil.pid_exists(writer), "which still has what it inherited"
-        journal.wait_for_owners(tmp_path, patience_s=0.1)
-        os.close(journal.take_lock(tmp_path, 0, patience_s=0.1))
+        journal.wait_for_owners(tmp_path, patience_s=LATE_S)
+        os.close(journal.take_lock(tmp_path, 0, patience_s=LATE_S))
     finally:
         for left in (trainer.pid, writer):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
 
 
-def test_one_that_is_stopped_or_whose_event_loop_stands_still_is_known_to_the_trainer(run, scripted, monkeypatch):
+def test_one_that_is_stopped_or_whose_event_loop_stands_still_is_known_to_the_trainer(
+    run, scripted, monkeypatch, tmp_path
+):
     monkeypatch.setattr(process_module, "PULSE_S", 0.1)
+    monkeypatch.setenv("BLOCKED_UNTIL", str(tmp_path / "go on"))
     process = run.start([scripted().url], "rollout.workflow=own_rewards:Blocking")
-    assert max(seconds for seconds, _ in process.silent().values()) < 5
 
     def is_silent(who):
         return lambda: [name for name, (seconds, _) in process.silent().items() if seconds > 0.5 and name.endswith(who)]
 
     pending = process.prepare_batch(1)
-    wait_for(is_silent("its event loop,"), "a workflow blocks it")
+    wait_until(is_silent("its event loop,"), "a workflow blocks it")
     process.process.send_signal(signal.SIGSTOP)
-    wait_for(is_silent(f"(pid {process.process.pid})"), "nothing of it answers")
+    wait_until(is_silent(f"(pid {process.process.pid})"), "nothing of it answers")
     process.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: not is_silent(f"(pid {process.process.pid})")(), "it answers again")
+    wait_until(lambda: not is_silent(f"(pid {process.process.pid})")(), "it answers again")
+    assert is_silent("its event loop,")()
+    (tmp_path / "go on").touch()
+    wait_until(lambda: not is_silent("its event loop,")(), "the workflow blocks it no more")
     pending.cancel()

@@ -1,59 +1,26 @@
 """The real SGLang router before embedded servers: versions stay right whatever it does with a server's requests."""
 
 import asyncio
-import importlib.util
-import os
-import subprocess
-import sys
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.launch.ports import free_port
 from megatron_rl.servers.reply_check import Asked, check_reply
 from megatron_rl.servers.router import Router
-from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.weights.publish import GroupPublisher
-from tests.servers.reference import reference_greedy, used_tokens
-from tests.servers.test_catch_up import post, specs_of
+from tests.kit.client_calls import ask, post, wait_until_serving
+from tests.kit.in_process import specs_of
+from tests.kit.reference import reference_greedy, used_tokens
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 from tests.servers.test_faults import LONG, assert_same, roll_out
-from tests.servers.test_membership import ask, eventually
-
-
-@pytest.fixture(scope="module")
-def router():
-    # Apart from SGLang, which its launcher would import where it could.
-    folder = SGLANG_CPU_PACKAGES.with_name("sglang-router")
-    paths = [path for path in (str(folder), os.environ.get("PYTHONPATH")) if path]
-    if not (folder / "sglang_router").is_dir() and importlib.util.find_spec("sglang_router") is None:
-        pytest.skip("sglang-router is not installed; run scripts/install_sglang_cpu.sh with this interpreter")
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-    # By turns, so that every server gets requests.
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--policy", "round_robin"]
-    command += ["--port", url.rpartition(":")[2], "--prometheus-port", str(free_port("127.0.0.1"))]
-    process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.DEVNULL
-    )
-
-    def answers():
-        try:
-            return urllib.request.urlopen(f"{url}/liveness", timeout=2).status == 200
-        except OSError:
-            return False
-
-    assert eventually(answers, seconds=30)
-    yield url
-    process.kill()
-    process.wait()
 
 
 @pytest.fixture
 def engine(embedded_servers, router, connect, tiny_model):
     """A client behind the router whose servers have version 1, which is that of the tiny model."""
     engine = connect(embedded_servers, seed=7, router=router)
-    publisher = GroupPublisher(engine, bucket_bytes=100_000, backend="gloo", timeout_s=30)
+    publisher = GroupPublisher(engine, bucket_bytes=100_000, backend="gloo", timeout_s=LATE_S)
     engine.select_servers()
     weights = load_file(tiny_model / "model.safetensors")
     publisher.publish(specs_of(weights), iter(weights.items()), 1)
@@ -71,9 +38,9 @@ def test_replies_through_the_router_are_those_of_the_servers(engine, embedded_se
 def test_update_goes_through_replies_under_way(engine, other_tiny_model, embedded_servers):
     with ThreadPoolExecutor(1) as pool:
         batch = pool.submit(roll_out, engine, LONG)
-        assert eventually(lambda: max(used_tokens(url) for url in embedded_servers) > 100)
+        wait_until(lambda: max(used_tokens(url) for url in embedded_servers) > 100)
         engine.update_weights(other_tiny_model, 2)
-        versions = batch.result(60)["versions"]
+        versions = batch.result(LIMIT_S)["versions"]
     assert set(versions[versions >= 0].tolist()) == {1, 2}
     expected = reference_greedy(other_tiny_model, [1], 16)
     for rid in "ab":
@@ -92,8 +59,9 @@ def test_server_that_was_restarted_behind_the_routers_back_gives_no_reply_before
         reply = ask(engine, rid=rid, max_new_tokens=8, greedy=True, ignore_eos=True)
         assert (reply.output_tokens, reply.output_versions) == (expected, [1] * 8)
     assert engine.metrics()["rollout/server_failures"] > 0
-    assert eventually(lambda: len(engine.serving) == 2)
-    again = post(restarted, "/generate", {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 8}})
+    wait_until_serving(engine, 2)
+    sampling = {"temperature": 0, "max_new_tokens": 8}
+    again = post(restarted, "/generate", {"input_ids": [1], "sampling_params": sampling}).json()
     assert (again["output_ids"], again["meta_info"]["weight_version"]) == (expected, "1")
 
 
@@ -104,7 +72,7 @@ def test_server_that_is_dropped_leaves_the_router_and_its_replies_are_asked_agai
 
     async def call_late(self, method, endpoint, body, timeout_s):
         if method == "DELETE":  # the server could catch up meanwhile, and abort what it was asked
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # on a slow machine it may not have come so far
         await call(self, method, endpoint, body, timeout_s)
 
     monkeypatch.setattr(Router, "_call", call_late)
@@ -112,13 +80,13 @@ def test_server_that_is_dropped_leaves_the_router_and_its_replies_are_asked_agai
     calm = roll_out(engine, max_new_tokens=LONG)
     with ThreadPoolExecutor(1) as pool:
         batch = pool.submit(roll_out, engine, LONG)
-        assert eventually(lambda: used_tokens(dropped) > 100)
+        wait_until(lambda: used_tokens(dropped) > 100)
         engine.select_servers()
         engine.pause()
         engine.drop(dropped, "its weights are wrong")  # it stays paused, and with it what it was asked
         engine.resume()
-        assert_same(batch.result(60), calm)
-    assert eventually(lambda: len(engine.serving) == 2)  # from its peer
+        assert_same(batch.result(LIMIT_S), calm)
+    wait_until_serving(engine, 2)  # from its peer
     reply = ask(engine, max_new_tokens=8, greedy=True, ignore_eos=True)
     assert reply.output_tokens == reference_greedy(tiny_model, [1], 8)
 

@@ -4,8 +4,8 @@ import pytest
 
 from megatron_rl.api import RequestRefused
 from megatron_rl.launch.server_registry import Lease, Registration
-from tests.servers.test_client import ask, update
-from tests.servers.test_membership import eventually
+from tests.kit.client_calls import ask, update
+from tests.kit.waiting import LIMIT_S, wait_until
 
 
 @pytest.mark.parametrize("info", [{"quantization": "fp8"}, {"torchao_config": "fp8wo"}])
@@ -34,7 +34,7 @@ def test_quantized_server_that_comes_late_is_left_out_and_named(scripted, connec
     registered = [Registration(url=server.url, run="r") for server in (first, late)]
     with Lease(tmp_path, registered[0], is_well=lambda: True), Lease(tmp_path, registered[1], is_well=lambda: True):
         engine = connect(first.url, run_name="r", registry=str(tmp_path))
-        assert eventually(lambda: f"left out: {late.url}: quantization = 'fp8'" in caplog.text)
+        wait_until(lambda: f"left out: {late.url}: quantization = 'fp8'" in caplog.text)
         update(engine)
         assert list(engine.server_ranks) == [first.url] and late.controls() == []
 
@@ -45,7 +45,7 @@ def test_dp_attention_divides_the_ranks_of_a_group_and_adds_none(scripted, conne
     engine = connect([server.url for server in servers])
     assert list(engine.server_ranks.values()) == [8, 2]
     for joined in engine.join_weight_group(address="10.0.0.1", port=5, name="g", backend="nccl").values():
-        joined.result(10)
+        joined.result(LIMIT_S)
     bodies = [server.body_of("/init_weights_update_group") for server in servers]
     assert [(body["rank_offset"], body["world_size"]) for body in bodies] == [(1, 11), (9, 11)]
     assert engine.checksum_forms()[servers[0].url] is None, "what its ranks keep is not that of tensor parallelism"

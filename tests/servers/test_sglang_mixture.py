@@ -1,6 +1,6 @@
 """Real SGLang with a mixture of experts in bfloat16: experts are compared, several send to it, and changes alone."""
 
-import asyncio
+from functools import partial
 
 import pytest
 import torch
@@ -9,19 +9,24 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rl.api import NoServerLeft
-from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.supervisor import Supervisor
-from megatron_rl.types import LLMRequest
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.ipc import IPCPublisher
 from megatron_rl.weights.sglang_loaders import pickled_round
 from megatron_rl.weights.update_group import unpack_bucket
+from tests.kit import client_calls
 from tests.kit.in_process import specs_of
+from tests.kit.reference import pack_bucket, wait_for, weight_group
 from tests.kit.run_tokens import TOKEN_FILE
+from tests.kit.servers import NEVER_LATE, SGLANG_ARGUMENTS
 from tests.kit.tokenizers import VOCAB_SIZE, make_tokenizer
-from tests.servers.reference import pack_bucket, wait_for, weight_group
+from tests.kit.waiting import LATE_S, LIMIT_S
 
+# Beside the one that a session has: publication, checksums and agreement are in test_publication.py and
+# test_agreement.py with that one, and the comparison of experts by name in tests/unit/weights.
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 EXPERTS, LAYERS = 8, 2
 
 
@@ -58,10 +63,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(needs_sglang, folders, tmp_path_factory):
-    # What others take of the host's memory while it starts counts as taken by its weights.
-    arguments = ["--max-total-tokens", "4096", "--random-seed", "1", "--mem-fraction-static", "0.5"]
     config = RolloutConfig(
-        backend="sglang", publication="delta", start_timeout_s=400, server_args=arguments, token_file=TOKEN_FILE
+        backend="sglang", publication="delta", server_args=SGLANG_ARGUMENTS, token_file=TOKEN_FILE, **NEVER_LATE
     )
     with Supervisor(config, folders[0], tmp_path_factory.mktemp("server"), dtype="bfloat16") as supervisor:
         yield supervisor.urls[0]
@@ -73,9 +76,7 @@ def weights(folders):
     return load_file(folders[1] / "model.safetensors")
 
 
-def greedy(engine):
-    gconfig = GenerationConfig(max_new_tokens=8, greedy=True, ignore_eos=True)
-    return asyncio.run(engine.agenerate(LLMRequest(rid="r", input_ids=[11, 200, 37, 5], gconfig=gconfig)))
+greedy = partial(client_calls.greedy, count=8)
 
 
 ALL = 3 + LAYERS * 9
@@ -84,7 +85,7 @@ ALL = 3 + LAYERS * 9
 
 def test_experts_are_compared_under_the_servers_own_names(server, connect, weights):
     engine = connect(server)
-    publisher = IPCPublisher(engine, bucket_bytes=100_000, timeout_s=60)
+    publisher = IPCPublisher(engine, bucket_bytes=100_000, timeout_s=LATE_S)
     publisher.publish(specs_of(weights), weights.items(), 3)
     assert publisher.last.verified == ALL
     assert greedy(engine).output_versions == [3] * 8
@@ -102,7 +103,7 @@ def test_one_wrong_number_of_an_expert_is_found(server, connect, weights, part, 
 
     wrong = f"holds other weights than were sent: model.layers.1.mlp.experts.{whole}$"
     with pytest.raises(NoServerLeft, match=wrong):
-        Careless(connect(server), bucket_bytes=100_000, timeout_s=60).publish(specs_of(weights), weights.items(), 4)
+        Careless(connect(server), bucket_bytes=100_000, timeout_s=LATE_S).publish(specs_of(weights), weights.items(), 4)
 
 
 def test_buckets_of_several_senders_are_received_together(server, connect, weights):
@@ -133,7 +134,7 @@ def test_buckets_of_several_senders_are_received_together(server, connect, weigh
     expected = ExpectedChecksums([form])
     expected.add(list(weights.items()))
     (held,) = engine.held_weights().values()
-    held = held.result(10)
+    held = held.result(LIMIT_S)
     assert (held.version, differences(expected.of(form), held.checksums, complete=False)) == ("8", [])
     assert len(expected.of(form).keys() & held.checksums.keys()) == ALL
     engine.finish_update(8)
@@ -142,7 +143,7 @@ def test_buckets_of_several_senders_are_received_together(server, connect, weigh
 
 def test_changes_alone_are_sent_and_the_weights_are_those_of_a_whole_publication(server, connect, weights):
     engine = connect(server)
-    publisher = DeltaPublisher(engine, parcel_bytes=100_000, timeout_s=60)
+    publisher = DeltaPublisher(engine, parcel_bytes=100_000, timeout_s=LATE_S)
     publisher.publish(specs_of(weights), weights.items(), 5)
     assert publisher.last.sent_bytes > publisher.last.nbytes, "it held something else"
     # What AdamW does at a rate of 1e-6: numbers of bfloat16 change where that is half of their last place or more.
@@ -155,7 +156,7 @@ def test_changes_alone_are_sent_and_the_weights_are_those_of_a_whole_publication
     assert 0 < publisher.last.sent_bytes < 0.03 * publisher.last.nbytes + 200 * len(weights), "the names of runs apart"
     by_changes = greedy(engine)
     assert by_changes.output_versions == [6] * 8
-    whole = IPCPublisher(engine, bucket_bytes=100_000, timeout_s=60)
+    whole = IPCPublisher(engine, bucket_bytes=100_000, timeout_s=LATE_S)
     whole.publish(specs_of(changed), changed.items(), 7)
     again = greedy(engine)
     assert (again.output_tokens, again.output_logprobs) == (by_changes.output_tokens, by_changes.output_logprobs)

@@ -7,6 +7,7 @@ from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.servers.sampling_client import SamplingClient
 from megatron_rl.types import LLMRequest
 from tests.kit.scripted_server import counting
+from tests.kit.waiting import LATE_S, until
 
 RANKS, GROUPS, SAMPLES = 4, 2, 3
 
@@ -16,15 +17,8 @@ def groups_by_server(servers):
     return [Counter(body["rid"].split("-")[0] for body in server.generations()) for server in servers]
 
 
-async def until(holds, seconds=10.0):
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not holds():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.02)
-
-
 async def spread(servers):
-    clients = [SamplingClient(RolloutConfig(), rank=rank, ranks=RANKS) for rank in range(RANKS)]
+    clients = [SamplingClient(RolloutConfig(request_timeout_s=LATE_S), rank=rank, ranks=RANKS) for rank in range(RANKS)]
     # Each knows them in an order of its own, as they come and go.
     for rank, client in enumerate(clients):
         await client.connect([server.url for server in servers[rank:] + servers[:rank]])

@@ -18,6 +18,8 @@ from megatron_rl.launch.run_token import token_in
 from megatron_rl.servers import supervisor as supervisor_module
 from megatron_rl.servers.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES, WATCHDOG
 from megatron_rl.servers.supervisor import Supervisor, is_healthy
+from tests.kit.ranks import fork
+from tests.kit.waiting import LATE_S, LIMIT_S, SLOWNESS, wait_until
 
 
 def is_alive(pid):
@@ -28,18 +30,15 @@ def is_alive(pid):
         return False
 
 
-def is_gone_within(pid, seconds):
-    deadline = time.monotonic() + seconds
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_alive(pid)
+def wait_for_end(pid):
+    wait_until(lambda: not is_alive(pid), f"process {pid} is left")
 
 
 def config(**fields):
-    return RolloutConfig(**{"backend": "embedded", "start_timeout_s": 60.0} | fields)
+    return RolloutConfig(**{"backend": "embedded", "start_timeout_s": LATE_S} | fields)
 
 
-def test_server_that_cannot_start_shows_its_log(tmp_path):
+def test_server_that_cannot_start_shows_its_log(tmp_path, from_command_lines):
     with pytest.raises(
         RuntimeError, match=r"(?s)rollout server 0 \(pid \d+\) exited with status 1 .*no config.json"
     ) as raised:
@@ -47,7 +46,7 @@ def test_server_that_cannot_start_shows_its_log(tmp_path):
     assert str(tmp_path / "logs" / "server-0.log") in str(raised.value)
 
 
-def test_server_that_takes_too_long_is_stopped(tiny_model, tmp_path):
+def test_server_that_takes_too_long_is_stopped(tiny_model, tmp_path, from_command_lines):
     supervisor = Supervisor(config(start_timeout_s=0.05), tiny_model, tmp_path)
     with pytest.raises(RuntimeError, match="did not answer within rollout.start_timeout_s = 0.05 s"):
         supervisor.start()
@@ -65,7 +64,7 @@ def test_server_that_dies_once_too_often_is_given_up_in_one_line(tiny_model, tmp
     supervisor.start()
     pid = supervisor._servers[0].process.pid
     os.kill(pid, signal.SIGKILL)
-    assert told.wait(5)
+    assert told.wait(LIMIT_S)
     supervisor.stop()
     (message,) = messages
     assert message.startswith(f"rollout server 0 (pid {pid}) was killed by SIGKILL and is given up after 0 restarts")
@@ -84,25 +83,22 @@ def test_last_server_to_be_given_up_ends_the_run_and_not_the_first(tiny_model, t
     with Supervisor(config(server_count=2, server_restarts=0), tiny_model, tmp_path, on_death=on_death) as supervisor:
         first, second = (server.process.pid for server in supervisor._servers)
         os.kill(first, signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while "is given up" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: "is given up" in caplog.text)
         assert f"(pid {first}) was killed by SIGKILL and is given up" in caplog.text
         assert messages == [] and is_alive(second)
         os.kill(second, signal.SIGKILL)
-        assert told.wait(5)
+        assert told.wait(LIMIT_S)
     assert f"(pid {second})" in messages[0]
 
 
 def healthy_pid(supervisor, url, other_than):
     """Wait for a new process that answers at the URL."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        server = supervisor._servers[0]
-        if server.process.pid != other_than and is_healthy(url, "/health", timeout_s=5):
-            return server.process.pid
-        time.sleep(0.05)
-    raise AssertionError(f"{url} did not come back")
+    process = lambda: supervisor._servers[0].process  # noqa: E731
+    wait_until(
+        lambda: process().pid != other_than and is_healthy(url, "/health", timeout_s=LIMIT_S),
+        f"{url} did not come back",
+    )
+    return process().pid
 
 
 def test_dead_server_comes_back_at_its_url_without_weights(tiny_model, tmp_path, monkeypatch):
@@ -112,7 +108,9 @@ def test_dead_server_comes_back_at_its_url_without_weights(tiny_model, tmp_path,
         os.kill(pid, signal.SIGKILL)
         healthy_pid(supervisor, url, other_than=pid)
         token = {"Authorization": f"Bearer {token_in(supervisor.token_file)}"}  # the same one
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/model_info", headers=token), timeout=5) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/model_info", headers=token), timeout=LATE_S
+        ) as answer:
             assert json.load(answer)["weight_version"] == "none"
         # Both lives are in one log, so the first death can still be read.
         log = (tmp_path / "server-0.log").read_text()
@@ -121,14 +119,18 @@ def test_dead_server_comes_back_at_its_url_without_weights(tiny_model, tmp_path,
 
 def test_server_that_hangs_is_killed_and_restarted(tiny_model, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(supervisor_module, "FIRST_RESTART_S", 0.1)
-    with Supervisor(config(health_timeout_s=1.0), tiny_model, tmp_path) as supervisor:
-        (url,), pid = supervisor.urls, supervisor._servers[0].process.pid
+    patience_s = round(SLOWNESS, 1)
+    with Supervisor(config(health_timeout_s=patience_s), tiny_model, tmp_path) as supervisor:
+        (url,), (server,) = supervisor.urls, supervisor._servers
+        pid = server.process.pid
         with supervisor.publication():  # in which generating nothing is nothing unusual
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(2.5)
+            stopped_at = time.monotonic()
+            wait_until(lambda: server.looked_at > stopped_at + 2 * patience_s, "nobody looks after it")
             assert is_alive(pid)
         healthy_pid(supervisor, url, other_than=pid)
-    assert "was killed: it hung: no good answer to /health_generate for 1 s; restart 1 of 3" in caplog.text
+    said = f"was killed: it hung: no good answer to /health_generate for {patience_s:g} s; restart 1 of 3"
+    assert said in caplog.text
 
 
 def test_server_that_failed_is_replaced_and_one_that_is_dead_already_is_not_killed_twice(tiny_model, tmp_path, caplog):
@@ -137,9 +139,7 @@ def test_server_that_failed_is_replaced_and_one_that_is_dead_already_is_not_kill
         supervisor.replace(url, "its weights are wrong")
         supervisor.replace(url, "too late")
         supervisor.replace("http://elsewhere:1", "not ours")
-        deadline = time.monotonic() + 5
-        while "is given up" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: "is given up" in caplog.text)
     assert "was killed: its weights are wrong and is given up" in caplog.text
 
 
@@ -149,7 +149,9 @@ def shown_to_others(pid):
     return " ".join(f"{process.cmdline()} {process.environ()}" for process in processes)
 
 
-def test_started_server_listens_for_this_host_alone_and_shows_its_token_to_nobody(tiny_model, tmp_path):
+def test_started_server_listens_for_this_host_alone_and_shows_its_token_to_nobody(
+    tiny_model, tmp_path, from_command_lines
+):
     with Supervisor(config(), tiny_model, tmp_path) as supervisor:
         (server,), token = supervisor._servers, token_in(supervisor.token_file)
         listening = [c.laddr for c in psutil.Process(server.process.pid).net_connections() if c.status == "LISTEN"]
@@ -175,24 +177,31 @@ def test_stopped_servers_are_gone_and_nobody_is_alarmed(tiny_model, tmp_path):
     assert messages == []
 
 
+def start_a_server(where):
+    model, folder = where
+    with Supervisor(config(), model, folder) as supervisor:
+        print(supervisor._servers[0].process.pid)
+        signal.pause()
+
+
 def test_servers_die_with_a_trainer_that_is_killed(tiny_model, tmp_path):
-    script = (
-        "import sys, time\n"
-        "from megatron_rl.config import RolloutConfig\n"
-        "from megatron_rl.servers.supervisor import Supervisor\n"
-        "supervisor = Supervisor(RolloutConfig(backend='embedded'), sys.argv[1], sys.argv[2])\n"
-        "supervisor.start()\n"
-        "print(supervisor._servers[0].process.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    command = [sys.executable, "-c", script, str(tiny_model), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        server = int(trainer.stdout.readline())
-        trainer.kill()
-    assert is_gone_within(server, 5)
+    output = tmp_path / "output.txt"
+    trainer = fork(start_a_server, (tiny_model, tmp_path / "servers"), output)
+    wait_until(lambda: output.exists() and output.read_text().endswith("\n"), "no server was started")
+    server = int(output.read_text())
+    assert is_alive(server)
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    wait_for_end(server)
 
 
-@pytest.mark.parametrize("worker", ["sleep 60", "(trap '' TERM; sleep 60; true)"])
+def has_watchdog(pid):
+    """Whether a watchdog knows by now whose child it is: it sleeps for the first time."""
+    children = psutil.Process(pid).children()
+    return any("-S" in child.cmdline() and child.status() == psutil.STATUS_SLEEPING for child in children)
+
+
+@pytest.mark.parametrize("worker", ["sleep 10000", "(trap '' TERM; sleep 10000; true)"])
 def test_watchdog_ends_a_server_and_its_workers(worker):
     # This server is a shell with a worker of its own in the same group, which may ignore SIGTERM.
     script = (
@@ -201,15 +210,15 @@ def test_watchdog_ends_a_server_and_its_workers(worker):
         "server = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)\n"
         "print(server.pid, int(server.stdout.readline()), flush=True)\n"
         "subprocess.Popen([sys.executable, '-S', '-E', sys.argv[1], str(server.pid)], start_new_session=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(10_000)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(WATCHDOG)], stdout=subprocess.PIPE, text=True) as trainer:
         server, worker = map(int, trainer.stdout.readline().split())
-        time.sleep(0.3)
+        wait_until(lambda: has_watchdog(trainer.pid), "no watchdog watches")
         assert is_alive(server) and is_alive(worker)
         trainer.kill()
-    assert is_gone_within(server, 5)
-    assert is_gone_within(worker, 5)
+    wait_for_end(server)
+    wait_for_end(worker)
 
 
 def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):

@@ -11,9 +11,10 @@ from megatron_rl.rewards.reward_servers import RemoteFailure
 from megatron_rl.types import Trajectory
 from megatron_rl.workflows.attempts import RunBroken
 from megatron_rl.workflows.taught import TaughtWorkflow
+from tests.kit.reference import reference_logprobs
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.tokenizers import make_tokenizer
-from tests.servers.reference import reference_logprobs
+from tests.kit.waiting import LATE_S
 
 TOKENIZER = make_tokenizer()
 PROMPT, REPLY = TOKENIZER("12 + 30 =")["input_ids"], TOKENIZER("42 or so")["input_ids"]
@@ -43,7 +44,7 @@ def made(ids, mask, written):
 
 def taught(teachers, workflow=None, **options):
     async def episode():
-        taught = TaughtWorkflow(workflow or Given(), teachers, TOKENIZER, timeout_s=10, **options)
+        taught = TaughtWorkflow(workflow or Given(), teachers, TOKENIZER, timeout_s=LATE_S, **options)
         try:
             return await taught.arun_episode(None, EVENT)
         finally:

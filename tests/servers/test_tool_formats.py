@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.servers.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES
 from megatron_rl.workflows.tool_formats import FORMATS, text_arguments, tool_format
 from tests.kit.tokenizers import make_tokenizer
+from tests.kit.waiting import LATE_S, SLOWNESS
 
 PEER = """
 import json, sys
@@ -95,24 +96,37 @@ def some_calls(draw):
     ]
 
 
-def test_calls_are_read_as_sglang_reads_them(needs_sglang):
-    draw, cases = random.Random(7), []
+def some_replies():
+    """(our format, SGLang's name of it, words before the calls, the whole text, its calls)."""
+    draw = random.Random(7)
     for ours, theirs, write in WAYS.values():
         for _ in range(25):
             calls = some_calls(draw)
             said = "" if ours == "llama" else draw.choice(["", "I look. "])
-            cases.append((ours, theirs, said + write(calls), calls))
-    asked = json.dumps([(theirs, TOOLS, text) for _, theirs, text, _ in cases])
+            yield ours, theirs, said, said + write(calls), calls
+
+
+def test_calls_are_read_as_they_were_written():
+    for ours, _, said, text, calls in some_replies():
+        kept, found = FORMATS[ours].split(text, text_arguments(TOOLS))
+        assert [(call.name, call.arguments) for call in found] == calls, text
+        assert kept.strip() == said.strip(), text
+
+
+@pytest.mark.slow
+@pytest.mark.thorough  # the test before this one reads the same texts; this one imports SGLang for ten seconds
+def test_calls_are_read_as_sglang_reads_them(needs_sglang):
+    cases = list(some_replies())
+    asked = json.dumps([(theirs, TOOLS, text) for _, theirs, _, text, _ in cases])
     path = os.pathsep.join([str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)])
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", PEER], input=asked, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PEER], input=asked, env=env, capture_output=True, text=True, timeout=LATE_S
     )
     assert done.returncode == 0, done.stderr[-3000:]
     read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    for (ours, _, text, calls), (said, theirs) in zip(cases, read, strict=True):
-        kept, found = FORMATS[ours].split(text, text_arguments(TOOLS))
-        assert [(call.name, call.arguments) for call in found] == calls, text
+    for (ours, _, _, text, calls), (said, theirs) in zip(cases, read, strict=True):
+        kept, _ = FORMATS[ours].split(text, text_arguments(TOOLS))
         assert kept.strip() == said.strip() and [tuple(call) for call in theirs] == calls, text
 
 
@@ -143,7 +157,8 @@ def test_an_answer_without_a_call_is_left_as_it_is(form, text):
 UNITS = ["<tool_call>", "<tool_call></tool_call>", "<function=", "<parameter=", "<function=f>", "<parameter=a>", ">"]
 UNITS += ["<arg_key>", "</arg_key><arg_value>", "[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]f[ARGS]", "<|python_tag|>"]
 UNITS += ["1 ", "{", "[", ";", " ", '{"a":', '{"name": "f"};', "</function>", "</parameter>"]
-LENGTH, MOST_S = 100_000, 1.0
+LENGTH, MOST_S = 100_000, 1.0 * SLOWNESS
+"""Seconds that it computes: what grows faster than the text would take minutes."""
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from megatron_rl.servers.event_loop import EventLoopThread
+from tests.kit.waiting import LIMIT_S
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
@@ -18,7 +19,7 @@ def test_as_many_blocking_steps_run_at_once_as_there_may_be_episodes_whatever_th
     thread, all_are_here = EventLoopThread("test", blocking_steps=100), threading.Barrier(100)
 
     async def steps():
-        await asyncio.gather(*(asyncio.to_thread(all_are_here.wait, 10) for _ in range(100)))
+        await asyncio.gather(*(asyncio.to_thread(all_are_here.wait, LIMIT_S) for _ in range(100)))
 
     thread.run(steps())  # else BrokenBarrierError
     thread.stop()
@@ -39,8 +40,8 @@ def test_a_thread_that_dies_is_named_and_ends_its_process(how):
         from megatron_rl.launch.process_exit import start_thread
         from megatron_rl.servers.event_loop import EventLoopThread
         {dies}
-        time.sleep(30)
+        time.sleep(10_000)
     """
     command = [sys.executable, "-c", textwrap.dedent(script.format(dies=DIES[how]))]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=25)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 1 and "megatron_rl: thread 'writer' of process" in ended.stderr, ended.stderr

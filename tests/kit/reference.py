@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,10 @@ from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.weights.update_group import join_update_group, leave_update_group
 from tests.kit.run_tokens import AUTHORIZED
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
+
+BUCKET_BYTES = 40_000
+"""Of a tiny model's publication: it has several."""
 
 
 @torch.no_grad()
@@ -83,7 +86,7 @@ def weight_group(engine: RemoteSGLangEngine) -> Iterator[tuple[str, dist.Process
         rank=0,
         world_size=1 + sum(engine.server_ranks.values()),
         name=name,
-        timeout_s=30,
+        timeout_s=LATE_S,
     )
     wait_for(joined)
     yield name, group
@@ -93,7 +96,7 @@ def weight_group(engine: RemoteSGLangEngine) -> Iterator[tuple[str, dist.Process
 
 def wait_for(answers: dict[str, Future]) -> None:
     for answer in answers.values():
-        answer.result(30)
+        answer.result(LIMIT_S)
 
 
 def pack_bucket(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -128,17 +131,15 @@ def interrupt(
     prompt: list[int],
     count: int,
     act: Callable[[], None],
-    timeout_s: float = 30.0,
+    timeout_s: float = LIMIT_S,
 ) -> LLMResponse:
     """Return a greedy reply of `count` tokens; `act` is called once the server is generating it."""
     gconfig = GenerationConfig(max_new_tokens=count, greedy=True, ignore_eos=True)
-    deadline = time.monotonic() + 20
-    while used_tokens(url) and time.monotonic() < deadline:  # SGLang renews that number now and then
-        pass
+    # SGLang renews that number now and then.
+    wait_until(lambda: not used_tokens(url), "the server is still generating for another test", poll_s=0.0)
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
-        while used_tokens(url) < len(prompt) + 8 and time.monotonic() < deadline:
-            pass
+        wait_until(lambda: reply.done() or used_tokens(url) >= len(prompt) + 8, "the reply does not begin", poll_s=0.0)
         act()
         return reply.result(timeout_s)
 
@@ -146,6 +147,6 @@ def interrupt(
 def used_tokens(url: str) -> int:
     """Tokens of running requests, prompt and reply."""
     request = urllib.request.Request(f"{url}/v1/loads?include=core", headers=AUTHORIZED)
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=LATE_S) as answer:
         load = json.load(answer)["loads"][0]
     return load["num_used_tokens"] if load["num_running_reqs"] else 0
