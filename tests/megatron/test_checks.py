@@ -19,6 +19,7 @@ from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from tests.kit.models import make_model
 from tests.kit.ranks import fork
+from tests.kit.waiting import LATE_S
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "count_tiny"
@@ -173,7 +174,7 @@ def test_command_line_errors_are_one_line(module, arguments, words, tmp_path, mo
 @pytest.mark.slow  # in a process that imports all for itself
 def test_dry_run_prints_the_whole_config_and_starts_nothing():
     command = [sys.executable, "-m", "megatron_rl.train", "configs/count_grpo.yaml", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LATE_S)
     assert done.returncode == 0 and "clip_high: 0.28" in done.stdout and "server" not in done.stderr
     said = done.stdout.strip().splitlines()[-1]
     assert said.startswith("ok: ") and "the reward of the first one's own answer is 1." in said and "were run" in said

@@ -96,7 +96,7 @@ def cases(tmp_path_factory):
                 found[case] = str(error)
             else:
                 folders[case] = folder
-    ours = run_ranks(1, logits_of, folders, batch, timeout_s=240)[0]
+    ours = run_ranks(1, logits_of, folders, batch)[0]
     return changes, found, {case: (ours[case], hf_logprobs(models[case], batch)) for case in folders}
 
 

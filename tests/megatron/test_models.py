@@ -70,7 +70,7 @@ def run(tmp_path_factory):
         families = [family for family in FAMILIES if layout in layouts_of(family)]
         folders = {family: tmp_path_factory.mktemp(f"{family}-{layout}") for family in families}
         models = {family: make_model(family, folder / "in") for family, folder in folders.items()}
-        ranks = run_ranks(LAYOUTS[layout][0], forward_and_export, folders, layout, make_batch(), timeout_s=240)
+        ranks = run_ranks(LAYOUTS[layout][0], forward_and_export, folders, layout, make_batch())
         return {family: (models[family], folders[family], [rank[family] for rank in ranks]) for family in families}
 
     return lambda family, layout: run_all(layout)[family]

@@ -10,7 +10,6 @@ OLDEST = "0.16"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_layouts_do_not_change_results_with_the_oldest_versions():
     if sys.version_info[:2] == (3, 11):
         pytest.skip("these are the oldest versions")

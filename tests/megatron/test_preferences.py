@@ -23,6 +23,7 @@ from megatron_rl.telemetry.run_log import read_run
 from megatron_rl.train import train
 from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model, make_value_model
 from tests.kit.ranks import run_ranks
+from tests.kit.waiting import LATE_S
 
 TOLERANCE = 1e-5
 CASES = {
@@ -281,7 +282,7 @@ def told_before_it_begins(folder):
     config = load_config(ROOT / "configs" / "count_dpo.yaml", [*random, *SMALL, f"run.folder={folder}"])
     with PreferenceRun(config) as run:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert run.stop_signal.came(within_s=10)
+        assert run.stop_signal.came(within_s=LATE_S)
         return run.begin(), run.timers.snapshot()
 
 

@@ -15,6 +15,7 @@ from megatron_rl.engine.rope import Rope
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.families import FAMILIES
 from tests.kit.models import LAYOUTS, MIXTURES, make_model
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ def seen(folders, tmp_path_factory):
 def run_cases(by_size, folder):
     (folder / "input").write_bytes(pickle.dumps(by_size))
     program = [sys.executable, "-W", "ignore", "-c", PROGRAM, folder / "input", folder / "output"]
-    subprocess.run(program, check=True, timeout=240, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(program, check=True, timeout=LATE_S, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     return pickle.loads((folder / "output").read_bytes())
 
 
