@@ -18,7 +18,7 @@ from megatron_rl.weights.adapter_rules import adapter_shapes, write_peft_folder
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import adapters_of_stage
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_each, run_ranks
 
 PeftModel = pytest.importorskip("peft", reason="needs the package peft; make installs it").PeftModel
 SFT = LogprobLoss(supervised)
@@ -102,12 +102,28 @@ def assert_trained_alike(found, expected):
         torch.testing.assert_close(tensor, expected["merged"][name].float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "llama", "gemma3", "olmo", "phi3", "qwen3_5"])
-def test_losses_and_updates_are_those_of_peft(tmp_path, family):
-    model = make_model(family, tmp_path)
-    write_adapters(tmp_path)
-    (found,) = run_ranks(1, train, tmp_path)
-    assert_trained_alike(found, train_by_peft(model, tmp_path))
+def trained_by_one(models, families):
+    """Make models and adapters of these families, and train them in one process, one after the other."""
+    made = {family: make_model(family, models / family) for family in families}
+    for family in families:
+        write_adapters(models / family)
+    return made, run_each(1, train, {family: (models / family,) for family in families})
+
+
+PEFT = ("qwen2_tied", "llama", "gemma3", "olmo", "phi3", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def beside_peft(tmp_path_factory):
+    """The folder of the models of PEFT, the models, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("peft")
+    return folder, *trained_by_one(folder, PEFT)
+
+
+@pytest.mark.parametrize("family", PEFT)
+def test_losses_and_updates_are_those_of_peft(family, beside_peft):
+    folder, models, found = beside_peft
+    assert_trained_alike(found[family][0], train_by_peft(models[family], folder / family))
 
 
 DISTRIBUTED = {"distributed": True}
@@ -140,14 +156,6 @@ GRID = {
 }
 
 
-@cache
-def trained_by_one(family, folder):
-    make_model(family, folder)
-    write_adapters(folder)
-    (found,) = run_ranks(1, train, folder)
-    return found
-
-
 def save_trained(folder, layout, lora):
     engine = make_adapted(folder, layout, lora, lr=LR)
     engine.load(folder / "adapter")
@@ -160,7 +168,8 @@ def save_trained(folder, layout, lora):
 @pytest.mark.parametrize(
     "family,layout,targets",
     [
-        ("qwen2", "tp2_pp2_dp2", []),
+        ("qwen2", "tp2_sp", []),
+        pytest.param("qwen2", "tp2_pp2_dp2", [], marks=pytest.mark.thorough),
         ("qwen3_moe_raw_weights", "tp2_ep2", []),
         ("mixtral", "etp2", []),
         ("deepseek_v3", "ep2", ["o_proj", "q_b_proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj"]),
@@ -189,12 +198,28 @@ def train_with(folder, layout, options):
     return train(folder, layout, **options)
 
 
-@pytest.mark.parametrize("line", GRID)
-def test_every_layout_trains_the_same_adapters(models, line):
+@pytest.fixture(scope="module")
+def trained(models):
+    """What one process makes of the grid's families; and a function: number of ranks -> what those of each line do."""
+    _, alone = trained_by_one(models, {family for _, family, _ in GRID.values()})
+    lines = {line: (models / family, layout, options) for line, (layout, family, options) in GRID.items()}
+
+    @cache
+    def run(ranks):
+        return run_each(ranks, train_with, {line: it for line, it in lines.items() if LAYOUTS[it[1]][0] == ranks})
+
+    return alone, run
+
+
+@pytest.mark.parametrize(
+    # Two ranks have each axis and each kind of matrix.
+    "line",
+    [pytest.param(line, marks=pytest.mark.thorough if LAYOUTS[it[0]][0] > 2 else ()) for line, it in GRID.items()],
+)
+def test_every_layout_trains_the_same_adapters(models, line, trained):
     layout, family, options = GRID[line]
-    expected = trained_by_one(family, models / family)
+    expected, ranks = trained[0][family][0], trained[1](LAYOUTS[layout][0])[line]
     arch = read_architecture(models / family)
-    ranks = run_ranks(LAYOUTS[layout][0], train_with, models / family, layout, options)
     for stage, count in (rank["held"] for rank in ranks):
         assert adapters_of_stage(arch, LoraConfig(**LORA), LAYOUTS[layout][1], stage).total == count
     found = ranks[0]

@@ -82,34 +82,41 @@ def resume_and_save(folder, layout, source, target, options, in_background):
     "family,links",
     [
         ("llama_tied", ["1", "tp2_pp2", "pp2", "pp2_vpp2", "dp2_distributed"]),
+        ("qwen3", ["cp2", "dp2_distributed"]),
         pytest.param(
-            "qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"], marks=pytest.mark.slow
+            "qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"], marks=pytest.mark.thorough
         ),
     ],
 )
 def test_a_run_continues_in_any_layout(family, links, tmp_path):
-    follow(family, links, tmp_path)
+    follow([family], links, tmp_path)
 
 
-@pytest.mark.slow
-def test_a_mixture_of_experts_continues_in_any_layout(tmp_path):
-    follow("qwen3_moe", ["1", "tp2_pp2", "ep2_distributed"], tmp_path)
+@pytest.mark.parametrize(
+    "links", [["1", "ep2_distributed"], pytest.param(["1", "tp2_pp2", "ep2_distributed"], marks=pytest.mark.thorough)]
+)
+def test_a_mixture_of_experts_continues_in_any_layout(links, tmp_path):
+    follow(["qwen3_moe"], links, tmp_path)
 
 
-def follow(family, links, tmp_path):
-    """Train one update in each link's layout; every link resumes what the one before it saved."""
-    make_model(family, tmp_path / "model")
-    expected = run_ranks(1, uninterrupted, tmp_path / "model", len(links))[0]
-    source, last = None, None
+def follow(families, links, tmp_path):
+    """Train one update in each link's layout; every link resumes what the one before it saved, all families there."""
+    folders = {family: tmp_path / f"{family}-model" for family in families}
+    for family, folder in folders.items():
+        make_model(family, folder)
+    expected = run_each(1, uninterrupted, {family: (folder, len(links)) for family, folder in folders.items()})
+    sources, last = dict.fromkeys(families), {}
     for number, link in enumerate(links):
         layout, options = link.removesuffix("_distributed"), DISTRIBUTED if link.endswith("_distributed") else GENTLE
-        target, in_background = tmp_path / f"checkpoint{number}", number % 2 == 1
-        arguments = (tmp_path / "model", layout, source, target, options, in_background)
-        loaded, saved = run_ranks(LAYOUTS[layout][0], resume_and_save, *arguments)[0]
-        for name, tensor in expected[number].items():
-            assert last is None or torch.equal(loaded[name], last[name]), name
-            torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-6, msg=name)
-        source, last = target, saved
+        targets, in_background = {family: tmp_path / f"{family}-{number}" for family in families}, number % 2 == 1
+        cases = {f: (folders[f], layout, sources[f], targets[f], options, in_background) for f in families}
+        for family, ranks in run_each(LAYOUTS[layout][0], resume_and_save, cases).items():
+            loaded, saved = ranks[0]
+            for name, tensor in expected[family][0][number].items():
+                assert family not in last or torch.equal(loaded[name], last[family][name]), (family, name)
+                torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-6, msg=f"{family} {name}")
+            last[family] = saved
+        sources = targets
 
 
 def resume_in_bfloat16(folder, target, kinds):

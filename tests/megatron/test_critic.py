@@ -101,7 +101,13 @@ VALUE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "family"), VALUE_CASES)
+FOUR_RANKS = pytest.param("tp2_pp2", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [pytest.param(*case, marks=pytest.mark.thorough if case[0] == "tp2_pp2" else ()) for case in VALUE_CASES],
+)
 def test_values_and_scores_equal_transformers(family, layout, value_models, ranks_of):
     batch = make_batch()
     values, scores = hf_values(value_models[0][family], batch)
@@ -145,7 +151,7 @@ def export(folder, layout, target):
     make_engine(folder, LAYOUTS[layout][1], head="value").save(target)
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "tp2_pp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", FOUR_RANKS])
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(layout, tmp_path):
     folders = {family: tmp_path / family for family in ("llama", "qwen3_tied_one_kv_head")}
     models = {family: make_value_model(family, folder / "in") for family, folder in folders.items()}

@@ -34,7 +34,7 @@ CASES = {
     "bradley_terry": {},
 }
 # Every pair in a microbatch of its own, of which two replicas have three and two; some together; all in one.
-SPLITS = {"1": (1, 40, 1000), "tp2_pp2": (40,), "pp2_vpp2": (40,), "dp2": (1, 1000), "cp2": (40,)}
+SPLITS = {"1": (1, 40, 1000), "tp2_sp": (40,), "tp2_pp2": (40,), "pp2_vpp2": (40,), "dp2": (1, 1000), "cp2": (40,)}
 
 
 def entry_of(case):
@@ -148,7 +148,7 @@ def assert_as_defined(ranks, expected):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.slow if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
+    "layout", [pytest.param(layout, marks=pytest.mark.thorough if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
 )
 def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
     ranks = run_ranks(LAYOUTS[layout][0], updates, "megatron", folders, layout, SPLITS[layout], CASES)
