@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,7 +143,10 @@ def test_rollout_ranks_with_other_columns_are_refused_on_all_ranks():
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    yield __import__("bench_exchange")
+    found = __import__("bench_exchange")
+    # Ranks are forks, as those of other tests: each would import torch for seconds. No thread of OpenMP is here.
+    monkeypatch.setattr(found, "multiprocessing", SimpleNamespace(get_context=lambda _: get_context("fork")))
+    yield found
     del sys.modules["bench_exchange"]
 
 
