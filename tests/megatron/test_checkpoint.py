@@ -81,10 +81,14 @@ def resume_and_save(folder, layout, source, target, options, in_background):
 @pytest.mark.parametrize(
     "family,links",
     [
-        ("llama_tied", ["1", "tp2_pp2", "pp2", "pp2_vpp2", "dp2_distributed"]),
+        ("llama_tied", ["1", "tp2_pp2", "pp2_vpp2"]),
         ("qwen3", ["cp2", "dp2_distributed"]),
-        pytest.param(
-            "qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"], marks=pytest.mark.thorough
+        *(
+            pytest.param(*chain, marks=pytest.mark.thorough)
+            for chain in (
+                ("llama_tied", ["1", "tp2_pp2", "pp2", "pp2_vpp2", "dp2_distributed"]),
+                ("qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"]),
+            )
         ),
     ],
 )

@@ -248,7 +248,7 @@ def both_in_one_process(folder, tmp_path_factory):
     [
         (ParallelConfig(tensor=2), ParallelConfig()),
         (ParallelConfig(), ParallelConfig(pipeline=2, virtual_pipeline=2)),
-        (ParallelConfig(pipeline=2), ParallelConfig(tensor=2)),
+        pytest.param(ParallelConfig(pipeline=2), ParallelConfig(tensor=2), marks=pytest.mark.thorough),
     ],
     ids=["tp2_and_dp2", "dp2_and_pp2_vpp2", "pp2_and_tp2"],
 )

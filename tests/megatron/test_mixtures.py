@@ -178,7 +178,7 @@ def places_in_stream(folder, layout):
     return len(met) == len(export.specs), all(met)
 
 
-@pytest.mark.parametrize("layout", ["tp2_pp2_ep2", "tp2_ep2_etp2"])
+@pytest.mark.parametrize("layout", ["tp2_pp2_ep2", pytest.param("tp2_ep2_etp2", marks=pytest.mark.thorough)])
 def test_ranks_can_meet_between_any_two_tensors_of_a_stream(layout, folders):
     cases = {family: (folders[family], layout) for family in ("qwen3_moe", "deepseek_v3")}
     for ranks in run_each(LAYOUTS[layout][0], places_in_stream, cases).values():

@@ -78,13 +78,14 @@ def run(made, tmp_path_factory):
     """Each family in each layout, run once for the tests below: one after the other on the ranks of the layout."""
 
     @functools.cache
-    def run_all(layout: str):
-        folders = {family: made(family)[0] for family in FAMILIES if layout in layouts_of(family)}
+    def run_all(layout: str, are_variants: bool):
+        own = (family for family in FAMILIES if layout in layouts_of(family) and (family in VARIANTS) == are_variants)
+        folders = {family: made(family)[0] for family in own}
         out = tmp_path_factory.mktemp(f"out-{layout}")
         ranks = run_ranks(LAYOUTS[layout][0], forward_and_export, folders, layout, make_batch(), out)
         return {family: (out / family, [rank[family] for rank in ranks]) for family in folders}
 
-    return lambda family, layout: run_all(layout)[family]
+    return lambda family, layout: run_all(layout, family in VARIANTS)[family]
 
 
 DENSE = ("1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2")
@@ -100,10 +101,16 @@ def layouts_of(family):
 
 QUICK = ("1", "tp2_sp", "pp2_vpp2", "ep2")
 """Each way to cut a family once: its matrices, its layers and its experts. test_theorems.py has pairs of them."""
+
+
+def is_quick(family, layout):
+    return layout == "1" if family in VARIANTS else layout in QUICK
+
+
 EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
     "family,layout",
     [
-        pytest.param(family, layout, marks=() if layout in QUICK else pytest.mark.thorough)
+        pytest.param(family, layout, marks=() if is_quick(family, layout) else pytest.mark.thorough)
         for family in FAMILIES
         for layout in layouts_of(family)
     ],

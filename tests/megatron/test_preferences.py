@@ -175,6 +175,7 @@ def trained(backend, folders, layout):
     return results
 
 
+@pytest.mark.thorough
 def test_training_on_fsdp_is_that_on_megatron(folders):
     ours, megatrons = (run_ranks(*world, folders, "1")[0] for world in ((2, trained, "fsdp"), (1, trained, "megatron")))
     for case, expected in megatrons.items():
