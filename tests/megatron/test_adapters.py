@@ -154,6 +154,9 @@ GRID = {
     "recomputed": ("1", DENSE, {"megatron": RECOMPUTED}),
     "small_microbatches": ("1", DENSE, {"tokens_per_microbatch": 16}),
 }
+THOROUGH = ("pp2_tied", "tp2_pp2_dp2", "tp2_etp2", "tp2_pp2_ep2", "tp2_ep2_delta_net", "small_microbatches")
+QUICK = GRID.keys() - THOROUGH
+"""Each axis and each kind of matrix once, on two ranks: enough for `make test`."""
 
 
 def save_trained(folder, layout, lora):
@@ -171,7 +174,7 @@ def save_trained(folder, layout, lora):
         ("qwen2", "tp2_sp", []),
         pytest.param("qwen2", "tp2_pp2_dp2", [], marks=pytest.mark.thorough),
         ("qwen3_moe_raw_weights", "tp2_ep2", []),
-        ("mixtral", "etp2", []),
+        pytest.param("mixtral", "etp2", [], marks=pytest.mark.thorough),
         ("deepseek_v3", "ep2", ["o_proj", "q_b_proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj"]),
     ],
 )
@@ -205,20 +208,21 @@ def trained(models):
     lines = {line: (models / family, layout, options) for line, (layout, family, options) in GRID.items()}
 
     @cache
-    def run(ranks):
-        return run_each(ranks, train_with, {line: it for line, it in lines.items() if LAYOUTS[it[1]][0] == ranks})
+    def run(ranks, is_quick):
+        own = (
+            line for line, (_, layout, _) in lines.items() if (LAYOUTS[layout][0], line in QUICK) == (ranks, is_quick)
+        )
+        return run_each(ranks, train_with, {line: lines[line] for line in own})
 
-    return alone, run
+    return alone, lambda line: run(LAYOUTS[GRID[line][0]][0], line in QUICK)[line]
 
 
 @pytest.mark.parametrize(
-    # Two ranks have each axis and each kind of matrix.
-    "line",
-    [pytest.param(line, marks=pytest.mark.thorough if LAYOUTS[it[0]][0] > 2 else ()) for line, it in GRID.items()],
+    "line", [pytest.param(line, marks=() if line in QUICK else pytest.mark.thorough) for line in GRID]
 )
 def test_every_layout_trains_the_same_adapters(models, line, trained):
     layout, family, options = GRID[line]
-    expected, ranks = trained[0][family][0], trained[1](LAYOUTS[layout][0])[line]
+    expected, ranks = trained[0][family][0], trained[1](line)
     arch = read_architecture(models / family)
     for stage, count in (rank["held"] for rank in ranks):
         assert adapters_of_stage(arch, LoraConfig(**LORA), LAYOUTS[layout][1], stage).total == count

@@ -79,9 +79,11 @@ def all_values_and_scores(folders, layout, batch):
 
 @pytest.fixture(scope="module")
 def value_models(tmp_path_factory):
-    """By family: the model, and its folder."""
+    """By family: the values and scores that transformers computes, and its folder."""
     folders = {family: tmp_path_factory.mktemp(family) for family in VALUE_FAMILIES}
-    return {family: make_value_model(family, folder) for family, folder in folders.items()}, folders
+    return {
+        family: hf_values(make_value_model(family, folder), make_batch()) for family, folder in folders.items()
+    }, folders
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ FOUR_RANKS = pytest.param("tp2_pp2", marks=pytest.mark.thorough)
 )
 def test_values_and_scores_equal_transformers(family, layout, value_models, ranks_of):
     batch = make_batch()
-    values, scores = hf_values(value_models[0][family], batch)
+    values, scores = value_models[0][family]
     for ours, ours_scores in (found[family] for found in ranks_of(layout)):
         torch.testing.assert_close(ours, values * batch["loss_mask"], rtol=0, atol=1e-5)
         torch.testing.assert_close(ours_scores, scores, rtol=0, atol=1e-5)

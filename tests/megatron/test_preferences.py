@@ -157,7 +157,7 @@ def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
 
 
 def test_the_same_on_fsdp(folders, expected):
-    assert_as_defined(run_ranks(2, updates, "fsdp", folders, "dp2", (1, 40), CASES), expected)
+    assert_as_defined(run_ranks(2, updates, "fsdp", folders, "dp2", (40,), CASES), expected)
 
 
 def trained(backend, folders, layout):
@@ -212,7 +212,10 @@ def run_of(config, *settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "other"), [("count_dpo", "dp2"), ("count_reward_model", "tp2_sp")])
+@pytest.mark.parametrize(
+    ("config", "other"),
+    [("count_dpo", "dp2"), pytest.param("count_reward_model", "tp2_sp", marks=pytest.mark.thorough)],
+)
 def test_run_is_the_same_on_two_ranks(config, other, tmp_path):
     runs = {}
     for ranks, layout in ((1, "1"), (2, other)):
