@@ -217,6 +217,7 @@ def trained(models):
     return alone, lambda line: run(LAYOUTS[GRID[line][0]][0], line in QUICK)[line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", [pytest.param(line, marks=() if line in QUICK else pytest.mark.thorough) for line in GRID]
 )
@@ -324,6 +325,7 @@ def uninterrupted(folder, updates):
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family,links",
     [

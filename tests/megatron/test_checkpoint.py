@@ -77,6 +77,7 @@ def resume_and_save(folder, layout, source, target, options, in_background):
 
 # From one process to tensor, pipeline and context ranks, chunks and replicas, and back; from one kind of optimizer to
 # the other, which some links of each chain change.
+@pytest.mark.slow
 @pytest.mark.proves("layouts", "{links}", "checkpoint")
 @pytest.mark.parametrize(
     "family,links",
@@ -96,6 +97,7 @@ def test_a_run_continues_in_any_layout(family, links, tmp_path):
     follow([family], links, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "links", [["1", "ep2_distributed"], pytest.param(["1", "tp2_pp2", "ep2_distributed"], marks=pytest.mark.thorough)]
 )
@@ -142,6 +144,7 @@ def resume_in_bfloat16(folder, target, kinds):
     return weights_of(first), weights_of(second)
 
 
+@pytest.mark.slow
 def test_bfloat16_resumes_bit_by_bit_with_either_kind_of_optimizer(tmp_path):
     make_model("llama", tmp_path / "model")
     kinds = [(True, True), (True, False), (False, True)]
@@ -167,6 +170,7 @@ def by_turns(folder, targets, links):
     return weights
 
 
+@pytest.mark.slow
 def test_resume_with_an_adam_that_counts_in_its_groups_raises_no_key_error_and_goes_on_counting(tmp_path):
     make_model("llama", tmp_path / "model")
     links = {

@@ -61,6 +61,7 @@ def found(tmp_path_factory):
     return run_each(2, saved, {name: (folder / "model", folder / name, *case) for name, case in LAYOUTS.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_takes_one_copy_of_what_a_rank_writes_again_and_again_the_same(name, found):
     for rises, written, planned in found[name]:

@@ -104,6 +104,7 @@ def test_heads_are_divided_without_sequence_parallelism_too(folders, separate_pr
     assert_same_updates(ranks[0], separate_prompts["qwen3_5"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", [["tp2_sp", "1"], pytest.param(["1", "tp2_pp2"], marks=pytest.mark.thorough)])
 def test_parameters_that_ranks_have_a_part_of_continue_in_any_layout(links, tmp_path):
     follow(["qwen3_5", "olmo", "gpt_oss"], links, tmp_path)

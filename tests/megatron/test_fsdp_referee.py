@@ -149,6 +149,7 @@ def values_of_the_other(backend, folder):
     return values_and_scores(make_any(backend, folder, head="value"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.thorough)])
 def test_critics_agree_and_load_each_other(layout, tied, tmp_path):
     updates, values = {}, {}
@@ -201,13 +202,17 @@ def rates_of_both(folder, schedules):
     return results
 
 
-def test_learning_rates_are_megatrons(tied):
-    schedules = [
-        {"schedule": "linear", "min_lr": 1e-4, "warmup_updates": 2},
-        {"schedule": "cosine", "min_lr": 1e-4},
-        {"schedule": "constant", "warmup_updates": 3},
-        {"schedule": "linear", "warmup_updates": 12},  # longer than the run
-    ]
+SCHEDULES = [
+    {"schedule": "linear", "min_lr": 1e-4, "warmup_updates": 2},
+    {"schedule": "linear", "warmup_updates": 12},  # longer than the run
+    {"schedule": "cosine", "min_lr": 1e-4},
+    {"schedule": "constant", "warmup_updates": 3},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [SCHEDULES[:2], pytest.param(SCHEDULES[2:], marks=pytest.mark.thorough)])
+def test_learning_rates_are_megatrons(schedules, tied):
     for ours, megatrons in run_ranks(1, rates_of_both, tied, schedules)[0]:
         assert ours == pytest.approx(megatrons, rel=1e-12, abs=0) and len(set(ours)) > 3
 
@@ -226,6 +231,7 @@ def act(backend, folder):
     return actor.update(halves), engine.get_version()
 
 
+@pytest.mark.slow
 def test_policy_actor_runs_unchanged_on_it(tied):
     ours, version = run_ranks(2, act, "fsdp", tied)[0]
     megatrons, _ = run_ranks(2, act, "dp2", tied)[0]
@@ -251,6 +257,7 @@ def update_and_save(folder, target, dtype):
     return stats, streamed, after, engine.forward(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_transformers_loads_what_was_saved(dtype, tied, tmp_path):
     first, other = run_ranks(2, update_and_save, tied, tmp_path / "saved", dtype)

@@ -49,6 +49,7 @@ def updates(folders):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family,layout",
     # Each family once on two ranks; on four, latent rows that two axes gather.

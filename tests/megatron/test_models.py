@@ -103,14 +103,16 @@ QUICK = ("1", "tp2_sp", "pp2_vpp2", "ep2")
 """Each way to cut a family once: its matrices, its layers and its experts. test_theorems.py has pairs of them."""
 
 
-def is_quick(family, layout):
-    return layout == "1" if family in VARIANTS else layout in QUICK
+def marks_of(family, layout):
+    if layout in ("1", "ep2"):
+        return ()
+    return pytest.mark.slow if layout in QUICK and family not in VARIANTS else pytest.mark.thorough
 
 
 EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
     "family,layout",
     [
-        pytest.param(family, layout, marks=() if is_quick(family, layout) else pytest.mark.thorough)
+        pytest.param(family, layout, marks=marks_of(family, layout))
         for family in FAMILIES
         for layout in layouts_of(family)
     ],

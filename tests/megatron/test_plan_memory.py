@@ -227,6 +227,7 @@ def activations_kept(tmp_path_factory):
     return lambda number: kept(number < len(QUICK))[number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [pytest.param(n, marks=() if n < len(QUICK) else pytest.mark.thorough) for n in range(len(ACTIVATIONS))],

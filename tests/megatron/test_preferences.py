@@ -156,6 +156,7 @@ def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
     assert 0 < sum(expected(case)[1] for case in CASES) < 5 * len(CASES), "some pairs are right and some are not"
 
 
+@pytest.mark.slow
 def test_the_same_on_fsdp(folders, expected):
     assert_as_defined(run_ranks(2, updates, "fsdp", folders, "dp2", (40,), CASES), expected)
 

@@ -76,7 +76,8 @@ def folder_of(tmp_path_factory):
 
 
 # Only context ranks change which keys a rank has.
-LAYOUTS_HERE = ["1", "cp2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("tp2_sp", "pp2_vpp2", "dp2"))]
+LAYOUTS_HERE = ["1", pytest.param("cp2", marks=pytest.mark.slow)]
+LAYOUTS_HERE += [pytest.param(name, marks=pytest.mark.thorough) for name in ("tp2_sp", "pp2_vpp2", "dp2")]
 FAMILIES = ("qwen3_tied_one_kv_head", "gemma3", "deepseek_v3")
 SHARED_KEYS = ("copied", "flex")
 

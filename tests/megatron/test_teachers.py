@@ -229,7 +229,8 @@ def test_the_gradient_of_the_divergence_is_that_of_float64_autograd(case, folder
 @pytest.mark.parametrize(
     "layout",
     [
-        *("1", "tp2_sp", "pp2", "dp2", "cp2"),
+        "1",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2_sp", "pp2", "dp2", "cp2")),
         *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp2_pp2", "cp2_tp2_pp2")),
     ],
 )
