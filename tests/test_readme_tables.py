@@ -11,7 +11,7 @@ CLAIMING = """
 import pytest
 
 @pytest.mark.proves("layouts", "{layout}", "policy")
-@pytest.mark.parametrize("layout", ["1", "tp2"])
+@pytest.mark.parametrize("layout", ["1", pytest.param("tp2", marks=pytest.mark.thorough)])
 def test_gradient(layout):
     assert layout in PROVEN
 """
@@ -34,7 +34,9 @@ def test_session_fails_where_the_page_shows_more_than_its_tests_proved(tmp_path)
     failed = outcome("1", "-n", "2")
     assert "2 failed, 1 passed" in failed and "FAILED docs/correctness.md::layouts" in failed
     assert "- | 1 process, TP2 | yes |" in failed and "+ | TP2 |  |" in failed
-    assert "1 passed, 1 deselected" in outcome("1", "-k", "not tp2"), "what was left out has not been disproved"
+    for left_out in (("-k", "not tp2"), ("-m", "not thorough")):  # the second as `make test` does
+        assert "1 passed, 1 deselected" in outcome("1", *left_out), "what was left out has not been disproved"
+    assert "1 failed, 1 deselected" in outcome("tp2", "-m", "not thorough"), "what was not has its own failure"
     assert "1 failed, 2 passed" in outcome("1", "--write-readme-tables")
     assert "| 1 process | yes |\n| TP2 |  |\n<!-- end -->" in page.read_text()
 

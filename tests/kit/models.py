@@ -189,6 +189,7 @@ LAYOUTS = {
     "cp4": (4, ParallelConfig(context=4)),
     "cp2_tp2": (4, ParallelConfig(context=2, tensor=2)),
     "cp2_tp2_pp2": (8, ParallelConfig(context=2, tensor=2, pipeline=2)),
+    "tp2_dp2": (4, ParallelConfig(tensor=2)),
     "tp2_pp2_dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
     "pp2_vpp2_dp2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "ep2": (2, ParallelConfig(expert=2)),

@@ -18,13 +18,18 @@ import psutil
 from megatron_rl import platform
 from megatron_rl.launch import start_up
 from megatron_rl.launch.ports import free_port
+from tests.kit.waiting import SLOWNESS
 
 platform.prepare()
 with start_up.importing():
     import megatron_rl.engine.megatron_engine  # noqa: F401  the children inherit the import
 
+HANGS_S = 500.0 * SLOWNESS
+"""After which a world is ended that hangs: before pytest ends the test, which would not say where its ranks are."""
+FAILS_S = 3.0 * SLOWNESS
 
-def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+
+def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: float = HANGS_S) -> list[Any]:
     """Run `function(*args)` in `count` forked processes and return what each returned, by rank.
 
     Raises AssertionError with the first failing rank's traceback; a rank that hangs is killed at the deadline.
@@ -50,7 +55,7 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout_s: f
 
 
 def run_each(
-    count: int, function: Callable[..., Any], cases: Mapping[Any, tuple[Any, ...]], *, timeout_s: float = 240.0
+    count: int, function: Callable[..., Any], cases: Mapping[Any, tuple[Any, ...]], *, timeout_s: float = HANGS_S
 ) -> dict[Any, list[Any]]:
     """Run `function(*arguments)` of each case, one after the other on the same ranks; by case, what each rank returned.
 
@@ -129,7 +134,7 @@ def fork(function: Callable[..., Any], args: tuple[Any, ...], output: Path) -> i
 
 
 def _reap(pids: dict[int, int], deadline: float) -> dict[int, str]:
-    """Wait for all ranks; once one fails the others get 3 s to fail too and are then killed."""
+    """Wait for all ranks; once one fails the others get FAILS_S to fail too and are then killed."""
     failed: dict[int, str] = {}
     left = dict(pids)
     while left:
@@ -139,7 +144,7 @@ def _reap(pids: dict[int, int], deadline: float) -> dict[int, str]:
                 rank = left.pop(pid)
                 if code := os.waitstatus_to_exitcode(status):
                     failed[rank] = f"exit code {code}"
-                    deadline = min(deadline, time.monotonic() + 3)
+                    deadline = min(deadline, time.monotonic() + FAILS_S)
         if left and time.monotonic() > deadline:
             for pid, rank in left.items():
                 os.kill(pid, signal.SIGKILL)

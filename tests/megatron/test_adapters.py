@@ -18,7 +18,7 @@ from megatron_rl.weights.adapter_rules import adapter_shapes, write_peft_folder
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import adapters_of_stage
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_each, run_ranks
 
 PeftModel = pytest.importorskip("peft", reason="needs the package peft; make installs it").PeftModel
 SFT = LogprobLoss(supervised)
@@ -102,12 +102,28 @@ def assert_trained_alike(found, expected):
         torch.testing.assert_close(tensor, expected["merged"][name].float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "llama", "gemma3", "olmo", "phi3", "qwen3_5"])
-def test_losses_and_updates_are_those_of_peft(tmp_path, family):
-    model = make_model(family, tmp_path)
-    write_adapters(tmp_path)
-    (found,) = run_ranks(1, train, tmp_path)
-    assert_trained_alike(found, train_by_peft(model, tmp_path))
+def trained_by_one(models, families):
+    """Make models and adapters of these families, and train them in one process, one after the other."""
+    made = {family: make_model(family, models / family) for family in families}
+    for family in families:
+        write_adapters(models / family)
+    return made, run_each(1, train, {family: (models / family,) for family in families})
+
+
+PEFT = ("qwen2_tied", "llama", "gemma3", "olmo", "phi3", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def beside_peft(tmp_path_factory):
+    """The folder of the models of PEFT, the models, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("peft")
+    return folder, *trained_by_one(folder, PEFT)
+
+
+@pytest.mark.parametrize("family", PEFT)
+def test_losses_and_updates_are_those_of_peft(family, beside_peft):
+    folder, models, found = beside_peft
+    assert_trained_alike(found[family][0], train_by_peft(models[family], folder / family))
 
 
 DISTRIBUTED = {"distributed": True}
@@ -138,14 +154,9 @@ GRID = {
     "recomputed": ("1", DENSE, {"megatron": RECOMPUTED}),
     "small_microbatches": ("1", DENSE, {"tokens_per_microbatch": 16}),
 }
-
-
-@cache
-def trained_by_one(family, folder):
-    make_model(family, folder)
-    write_adapters(folder)
-    (found,) = run_ranks(1, train, folder)
-    return found
+THOROUGH = ("pp2_tied", "tp2_pp2_dp2", "tp2_etp2", "tp2_pp2_ep2", "tp2_ep2_delta_net", "small_microbatches")
+QUICK = GRID.keys() - THOROUGH
+"""Each axis and each kind of matrix once, on two ranks: enough for `make test`."""
 
 
 def save_trained(folder, layout, lora):
@@ -160,9 +171,10 @@ def save_trained(folder, layout, lora):
 @pytest.mark.parametrize(
     "family,layout,targets",
     [
-        ("qwen2", "tp2_pp2_dp2", []),
+        ("qwen2", "tp2_sp", []),
+        pytest.param("qwen2", "tp2_pp2_dp2", [], marks=pytest.mark.thorough),
         ("qwen3_moe_raw_weights", "tp2_ep2", []),
-        ("mixtral", "etp2", []),
+        pytest.param("mixtral", "etp2", [], marks=pytest.mark.thorough),
         ("deepseek_v3", "ep2", ["o_proj", "q_b_proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj"]),
     ],
 )
@@ -189,12 +201,30 @@ def train_with(folder, layout, options):
     return train(folder, layout, **options)
 
 
-@pytest.mark.parametrize("line", GRID)
-def test_every_layout_trains_the_same_adapters(models, line):
+@pytest.fixture(scope="module")
+def trained(models):
+    """What one process makes of the grid's families; and a function: number of ranks -> what those of each line do."""
+    _, alone = trained_by_one(models, {family for _, family, _ in GRID.values()})
+    lines = {line: (models / family, layout, options) for line, (layout, family, options) in GRID.items()}
+
+    @cache
+    def run(ranks, is_quick):
+        own = (
+            line for line, (_, layout, _) in lines.items() if (LAYOUTS[layout][0], line in QUICK) == (ranks, is_quick)
+        )
+        return run_each(ranks, train_with, {line: lines[line] for line in own})
+
+    return alone, lambda line: run(LAYOUTS[GRID[line][0]][0], line in QUICK)[line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=() if line in QUICK else pytest.mark.thorough) for line in GRID]
+)
+def test_every_layout_trains_the_same_adapters(models, line, trained):
     layout, family, options = GRID[line]
-    expected = trained_by_one(family, models / family)
+    expected, ranks = trained[0][family][0], trained[1](line)
     arch = read_architecture(models / family)
-    ranks = run_ranks(LAYOUTS[layout][0], train_with, models / family, layout, options)
     for stage, count in (rank["held"] for rank in ranks):
         assert adapters_of_stage(arch, LoraConfig(**LORA), LAYOUTS[layout][1], stage).total == count
     found = ranks[0]
@@ -295,11 +325,14 @@ def uninterrupted(folder, updates):
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family,links",
     [
-        (DENSE, [("1", {}), ("tp2_pp2", {}), ("dp2", DISTRIBUTED), ("pp2_vpp2", {})]),
-        (MIXTURE, [("1", {}), ("tp2_ep2", DISTRIBUTED), ("etp2", {})]),
+        (DENSE, [("1", {}), ("dp2", DISTRIBUTED), ("pp2_vpp2", {})]),
+        (MIXTURE, [("tp2_ep2", DISTRIBUTED), ("etp2", {})]),
+        pytest.param(DENSE, [("1", {}), ("tp2_pp2", {}), ("dp2", DISTRIBUTED)], marks=pytest.mark.thorough),
+        pytest.param(MIXTURE, [("1", {}), ("tp2_ep2", DISTRIBUTED)], marks=pytest.mark.thorough),
     ],
 )
 def test_a_checkpoint_holds_adapters_alone_and_continues_in_any_layout(family, links, tmp_path):

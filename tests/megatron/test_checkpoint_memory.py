@@ -55,12 +55,13 @@ def saved(folder, target, options, layout):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    # Large beside what else a process does: 21 million parameters, of which most are experts'.
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 16}
-    make_model("qwen3_moe", folder / "model", vocab_size=4096, num_hidden_layers=4, **sizes)
+    # Large beside what else a process does: 10 million parameters, of which most are experts'.
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 8}
+    make_model("qwen3_moe", folder / "model", vocab_size=2048, num_hidden_layers=4, **sizes)
     return run_each(2, saved, {name: (folder / "model", folder / name, *case) for name, case in LAYOUTS.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_takes_one_copy_of_what_a_rank_writes_again_and_again_the_same(name, found):
     for rises, written, planned in found[name]:

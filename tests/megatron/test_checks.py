@@ -4,8 +4,7 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -170,12 +169,21 @@ def test_command_line_errors_are_one_line(module, arguments, words, tmp_path, mo
     assert "Traceback" not in said and len(said.strip().splitlines()) == 1, said
 
 
-@pytest.mark.slow  # in a process that imports all for itself
-def test_dry_run_prints_the_whole_config_and_starts_nothing():
-    command = [sys.executable, "-m", "megatron_rl.train", "configs/count_grpo.yaml", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "clip_high: 0.28" in done.stdout and "server" not in done.stderr
-    said = done.stdout.strip().splitlines()[-1]
+def train_beside(arguments, errors):
+    """Run the command with its errors in a file of their own."""
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    importlib.import_module("megatron_rl.train").main(arguments)
+
+
+def test_dry_run_prints_the_whole_config_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    pid = fork(
+        partial(train_beside, errors=tmp_path / "errors"), ["configs/count_grpo.yaml", "--dry-run"], tmp_path / "out"
+    )
+    assert os.waitpid(pid, 0)[1] == 0
+    printed = (tmp_path / "out").read_text()
+    assert "clip_high: 0.28" in printed and "server" not in (tmp_path / "errors").read_text()
+    said = printed.strip().splitlines()[-1]
     assert said.startswith("ok: ") and "the reward of the first one's own answer is 1." in said and "were run" in said
 
 

@@ -79,9 +79,11 @@ def all_values_and_scores(folders, layout, batch):
 
 @pytest.fixture(scope="module")
 def value_models(tmp_path_factory):
-    """By family: the model, and its folder."""
+    """By family: the values and scores that transformers computes, and its folder."""
     folders = {family: tmp_path_factory.mktemp(family) for family in VALUE_FAMILIES}
-    return {family: make_value_model(family, folder) for family, folder in folders.items()}, folders
+    return {
+        family: hf_values(make_value_model(family, folder), make_batch()) for family, folder in folders.items()
+    }, folders
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +103,16 @@ VALUE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "family"), VALUE_CASES)
+FOUR_RANKS = pytest.param("tp2_pp2", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [pytest.param(*case, marks=pytest.mark.thorough if case[0] == "tp2_pp2" else ()) for case in VALUE_CASES],
+)
 def test_values_and_scores_equal_transformers(family, layout, value_models, ranks_of):
     batch = make_batch()
-    values, scores = hf_values(value_models[0][family], batch)
+    values, scores = value_models[0][family]
     for ours, ours_scores in (found[family] for found in ranks_of(layout)):
         torch.testing.assert_close(ours, values * batch["loss_mask"], rtol=0, atol=1e-5)
         torch.testing.assert_close(ours_scores, scores, rtol=0, atol=1e-5)
@@ -145,7 +153,7 @@ def export(folder, layout, target):
     make_engine(folder, LAYOUTS[layout][1], head="value").save(target)
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", "tp2_pp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", FOUR_RANKS])
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(layout, tmp_path):
     folders = {family: tmp_path / family for family in ("llama", "qwen3_tied_one_kv_head")}
     models = {family: make_value_model(family, folder / "in") for family, folder in folders.items()}
@@ -242,7 +250,7 @@ def both_in_one_process(folder, tmp_path_factory):
     [
         (ParallelConfig(tensor=2), ParallelConfig()),
         (ParallelConfig(), ParallelConfig(pipeline=2, virtual_pipeline=2)),
-        (ParallelConfig(pipeline=2), ParallelConfig(tensor=2)),
+        pytest.param(ParallelConfig(pipeline=2), ParallelConfig(tensor=2), marks=pytest.mark.thorough),
     ],
     ids=["tp2_and_dp2", "dp2_and_pp2_vpp2", "pp2_and_tp2"],
 )

@@ -35,7 +35,7 @@ def separate_prompts(folders):
     return run_each(1, two_updates, of_groups(folders, "1", {"share_prompts": False}))
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["1", "tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.thorough)])
 def test_replies_that_fork_the_state_of_their_prompt_give_the_same_update(layout, folders, separate_prompts):
     for family, ranks in run_each(LAYOUTS[layout][0], two_updates, of_groups(folders, layout, {})).items():
         assert_same_updates(ranks[0], separate_prompts[family][0])
@@ -80,7 +80,7 @@ def by_kernels(folder, layout):
         return two_updates(folder, layout, make_groups(), "logprobs", 64, {"delta_kernel": "fla"})
 
 
-@pytest.mark.parametrize("layout", ["1", pytest.param("tp2_sp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["1", pytest.param("tp2_sp", marks=pytest.mark.thorough)])
 def test_kernels_that_take_packed_sequences_and_states_give_the_same_update(layout, folders, separate_prompts):
     for family in folders if layout == "1" else ["qwen3_next"]:
         ranks = run_ranks(LAYOUTS[layout][0], by_kernels, folders[family], layout)
@@ -105,9 +105,9 @@ def test_heads_are_divided_without_sequence_parallelism_too(folders, separate_pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "olmo", "gpt_oss"])
-def test_parameters_that_ranks_have_a_part_of_continue_in_any_layout(family, tmp_path):
-    follow(family, ["tp2_sp", "1", "tp2_pp2"], tmp_path)
+@pytest.mark.parametrize("links", [["tp2_sp", "1"], pytest.param(["1", "tp2_pp2"], marks=pytest.mark.thorough)])
+def test_parameters_that_ranks_have_a_part_of_continue_in_any_layout(links, tmp_path):
+    follow(["qwen3_5", "olmo", "gpt_oss"], links, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tests.kit.ranks import run_ranks
 # as small would turn rounding into steps. 1e-5 is 1e-2 of a typical gradient and leaves the other steps as they are.
 FAMILIES = [
     "llama_tied",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_half_windowed", "qwen3", "mistral_windowed")),
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen2_half_windowed", "qwen3", "mistral_windowed")),
 ]
 OPTIONS = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
 
@@ -111,7 +111,9 @@ def ranks_of(backend, world, folder):
 
 
 # World 1 and 2, whose odd number of vocabulary rows FSDP2 cuts unevenly, against the plainest and a split Megatron.
-@pytest.mark.parametrize("world,layout", [(1, "1"), (2, "1"), (2, "tp2_pp2")])
+@pytest.mark.parametrize(
+    "world,layout", [(1, "1"), (2, "1"), (2, "tp2_sp"), pytest.param(2, "tp2_pp2", marks=pytest.mark.thorough)]
+)
 def test_fsdp_and_megatron_agree(world, layout, folder):
     megatron_logprobs, megatron = ranks_of(layout, LAYOUTS[layout][0], folder)[0]
     ranks, batch = ranks_of("fsdp", world, folder), make_batch()
@@ -148,18 +150,19 @@ def values_of_the_other(backend, folder):
 
 
 @pytest.mark.slow
-def test_critics_agree_and_load_each_other(tied, tmp_path):
+@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.thorough)])
+def test_critics_agree_and_load_each_other(layout, tied, tmp_path):
     updates, values = {}, {}
-    for backend in ("fsdp", "tp2_pp2"):  # three of FSDP2's four ranks hold nothing of the head
-        ranks = run_ranks(4, critic_of_a_policy, backend, tied, tmp_path / backend)
+    for backend in ("fsdp", layout):  # all of FSDP2's ranks but one hold nothing of the head
+        ranks = run_ranks(LAYOUTS[layout][0], critic_of_a_policy, backend, tied, tmp_path / backend)
         updates[backend], values[backend] = ranks[0]
         assert all(stats == ranks[0][0][0] for (stats, _), _ in ranks), "every rank reports the same step"
         saved = load_file(tmp_path / backend / "model.safetensors")
         assert saved.keys() == updates[backend][1].keys() and "score.weight" in saved
         assert all(torch.equal(saved[name], tensor) for name, tensor in updates[backend][1].items())
-    assert_same_updates(updates["fsdp"], updates["tp2_pp2"])
+    assert_same_updates(updates["fsdp"], updates[layout])
     assert values["fsdp"].abs().max() > 1e-3
-    for reader, writer in (("1", "fsdp"), ("fsdp", "tp2_pp2")):
+    for reader, writer in (("1", "fsdp"), ("fsdp", layout)):
         (found,) = run_ranks(1, values_of_the_other, reader, tmp_path / writer)
         torch.testing.assert_close(found, values[writer], rtol=0, atol=1e-5)
 
@@ -199,14 +202,17 @@ def rates_of_both(folder, schedules):
     return results
 
 
+SCHEDULES = [
+    {"schedule": "linear", "min_lr": 1e-4, "warmup_updates": 2},
+    {"schedule": "linear", "warmup_updates": 12},  # longer than the run
+    {"schedule": "cosine", "min_lr": 1e-4},
+    {"schedule": "constant", "warmup_updates": 3},
+]
+
+
 @pytest.mark.slow
-def test_learning_rates_are_megatrons(tied):
-    schedules = [
-        {"schedule": "linear", "min_lr": 1e-4, "warmup_updates": 2},
-        {"schedule": "cosine", "min_lr": 1e-4},
-        {"schedule": "constant", "warmup_updates": 3},
-        {"schedule": "linear", "warmup_updates": 12},  # longer than the run
-    ]
+@pytest.mark.parametrize("schedules", [SCHEDULES[:2], pytest.param(SCHEDULES[2:], marks=pytest.mark.thorough)])
+def test_learning_rates_are_megatrons(schedules, tied):
     for ours, megatrons in run_ranks(1, rates_of_both, tied, schedules)[0]:
         assert ours == pytest.approx(megatrons, rel=1e-12, abs=0) and len(set(ours)) > 3
 
@@ -225,6 +231,7 @@ def act(backend, folder):
     return actor.update(halves), engine.get_version()
 
 
+@pytest.mark.slow
 def test_policy_actor_runs_unchanged_on_it(tied):
     ours, version = run_ranks(2, act, "fsdp", tied)[0]
     megatrons, _ = run_ranks(2, act, "dp2", tied)[0]
@@ -250,7 +257,8 @@ def update_and_save(folder, target, dtype):
     return stats, streamed, after, engine.forward(batch)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_transformers_loads_what_was_saved(dtype, tied, tmp_path):
     first, other = run_ranks(2, update_and_save, tied, tmp_path / "saved", dtype)
     stats, streamed, after, loaded = first

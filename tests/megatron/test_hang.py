@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+import socket
 import threading
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,15 +17,26 @@ import torch.distributed as dist
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.launch.signs_of_life import SignsOfLife
+from megatron_rl.run import hang_watch
 from megatron_rl.run.hang_watch import HangWatch, RankReport, describe
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.weights.publish import Publication
 from tests.kit.ranks import run_ranks
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 
-def slow_data(told: threading.Event) -> None:
-    assert told.wait(60)
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """All ranks have the time to report that a slow machine takes; and they look often."""
+    for name in ("REPORT_PATIENCE_S", "LAST_RESORT_S"):
+        monkeypatch.setattr(hang_watch, name, LATE_S)
+    monkeypatch.setattr(hang_watch, "LOOK_S", 0.05)
+
+
+def slow_data(stands: Path, told: threading.Event) -> None:
+    stands.touch()
+    assert told.wait(LIMIT_S)
 
 
 def late_rank(folder: str) -> str:
@@ -39,51 +49,33 @@ def late_rank(folder: str) -> str:
         rank=groups.rank,
         world_size=groups.world_size,
         control=groups.control,
-        limit_s=600.0,
+        limit_s=LATE_S,
         on_hang=messages.append,
         waits_for=lambda phase: f"12 of 64 groups of {phase}" if groups.rank == 2 else "",
     )
-
-    def tell() -> None:
-        # By its stack: the flight recorder must not be asked while the main thread is on its way into it.
-        while groups.rank != 2 and not is_in("all_reduce"):
-            time.sleep(0.1)
-        time.sleep(1.0)
-        stands[groups.rank].touch()
-        while groups.rank == 0 and not all(file.exists() for file in stands):
-            time.sleep(0.1)
-        if groups.rank == 0:
-            watch.limit_s = 2.0
-
     timers = PhaseTimers(on_change=watch.enter)
-    teller = threading.Thread(target=tell)
     with timers("data"):
         if groups.rank == 2:
-            teller.start()
             told = threading.Event()
             threading.Thread(target=lambda: (when_all_have_reported(folder), told.set())).start()
-            slow_data(told)
-    if groups.rank != 2:
-        teller.start()
+            slow_data(stands[2], told)
     with timers("update"):
-        dist.all_reduce(torch.ones(4))
-    deadline = time.monotonic() + 30
-    while groups.rank == 0 and not messages and time.monotonic() < deadline:
-        time.sleep(0.05)
+        # The flight recorder has the collective as soon as it has begun; while it begins nobody may ask the recorder.
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        stands[groups.rank].touch()
+        if groups.rank == 0:
+            wait_until(lambda: all(file.exists() for file in stands), "all ranks stand")
+            watch.limit_s = 0.1
+        work.wait()
+    if groups.rank == 0:
+        wait_until(lambda: messages, "the message of who is late")
     watch.close()
     return messages[0] if messages else ""
 
 
-def is_in(function: str) -> bool:
-    """True while the main thread is in a function of this name."""
-    frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
-    return any(frame.f_code.co_name == function for frame, _ in frames)
-
-
 def when_all_have_reported(folder: str) -> None:
     files = [Path(folder) / "hang" / f"rank-{rank}.txt" for rank in range(3)]
-    while not all("in late_rank" in file.read_text() for file in files):
-        time.sleep(0.1)
+    wait_until(lambda: all("in late_rank" in file.read_text() for file in files), "all ranks' stacks")
 
 
 def test_late_rank_is_named_with_its_phase_and_the_collective_that_others_wait_in(tmp_path):
@@ -94,7 +86,7 @@ def test_late_rank_is_named_with_its_phase_and_the_collective_that_others_wait_i
     dist.destroy_process_group()
     message, *others = run_ranks(3, late_rank, str(tmp_path))
     assert others == ["", ""]
-    assert message.startswith("a phase has lasted more than run.phase_timeout_s = 2 s")
+    assert message.startswith("a phase has lasted more than run.phase_timeout_s = 0.1 s")
     assert (
         "rank 2 (" in message
         and "is in phase 'data' for" in message
@@ -108,15 +100,25 @@ def test_late_rank_is_named_with_its_phase_and_the_collective_that_others_wait_i
 
 
 def on_time(folder: str) -> None:
+    """The clock jumps, and the watch looks at each of its times."""
     groups = parallel.start(ParallelConfig(), seed=1)
-    watch = HangWatch(
-        Path(folder), rank=groups.rank, world_size=2, control=groups.control, limit_s=1.5, on_hang=lambda m: 1 / 0
-    )
+    jumped = 0.0
+    hang_watch.time = SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + jumped})
+    options = {"rank": groups.rank, "world_size": 2, "control": groups.control, "limit_s": LATE_S}
+    watch = HangWatch(Path(folder), on_hang=lambda m: 1 / 0, **options)
     timers = PhaseTimers(on_change=watch.enter)
-    time.sleep(2.0)  # before the first phase, in which models are loaded
+
+    def later(limits: float) -> None:
+        nonlocal jumped
+        jumped += limits * LATE_S
+        now = hang_watch.time.monotonic()
+        wait_until(lambda: watch.looked_at > now, "the watch looks")
+        wait_until(lambda last=watch.looked_at: watch.looked_at > last, "it has compared that time with the limit")
+
+    later(2.0)  # before the first phase, in which models are loaded
     for _ in range(4):  # each phase is in time, though all together are not
         with timers("update"):
-            time.sleep(0.6)
+            later(0.6)
             dist.all_reduce(torch.ones(1))
     watch.close()
 
@@ -144,31 +146,28 @@ def test_a_rank_that_waits_between_two_phases_is_named_with_its_place_in_the_cod
     assert "every rank that answered is between two phases for 61 s in all_reduce." in text
 
 
-def waiting_in(folder: str, phases: tuple[str, str], leaves: bool) -> list[str]:
+def waiting_in(folder: str, phases: tuple[str, str], leaves: bool, expected: list[list[str]]) -> list[str]:
     """What is called on this rank while all stand still; those who are asked to leave do where `leaves`."""
     groups = parallel.start(ParallelConfig(), seed=1)
-    told, calls = threading.Event(), []
-
-    def note(call: str, ends: bool) -> None:
-        calls.append(call)
-        if ends:
-            told.set()
-
+    calls: list[str] = []
     watch = HangWatch(
         Path(folder),
         rank=groups.rank,
         world_size=groups.world_size,
         control=groups.control,
-        limit_s=1.0,
-        on_hang=lambda message: note("on_hang", True),
+        limit_s=LATE_S,
+        on_hang=lambda message: calls.append("on_hang"),
         can_leave="rollout",
-        on_leave=lambda message: note("on_leave", leaves),
-        grace_s=20.0 if leaves else 0.1,
+        on_leave=lambda message: calls.append("on_leave"),
+        grace_s=LATE_S if leaves else 0.1,
     )
     timers = PhaseTimers(on_change=watch.enter)
     with timers(phases[groups.rank]):
-        told.wait(20 if groups.rank == 0 or leaves else 3)
-    dist.barrier(group=groups.control)  # rank 0 has the store, from which the other learns what was decided
+        dist.barrier(group=groups.control)  # both are in their phases
+        if groups.rank == 0:
+            watch.limit_s = 0.1
+        wait_until(lambda: len(calls) >= len(expected[groups.rank]), lambda: f"{expected} are called, not {calls}")
+        dist.barrier(group=groups.control)  # rank 0 has the store, from which the other learns what was decided
     watch.close()
     return calls
 
@@ -183,7 +182,7 @@ def waiting_in(folder: str, phases: tuple[str, str], leaves: bool) -> list[str]:
     ids=["they do", "they cannot", "one is elsewhere"],
 )
 def test_ranks_that_all_wait_for_rollouts_are_asked_to_leave_before_they_are_ended(tmp_path, phases, leaves, expected):
-    assert run_ranks(2, waiting_in, str(tmp_path), phases, leaves) == expected
+    assert run_ranks(2, waiting_in, str(tmp_path), phases, leaves, expected) == expected
 
 
 def test_a_publication_that_stands_still_names_its_version_and_the_last_that_it_managed():
@@ -199,42 +198,40 @@ def test_a_publication_that_stands_still_names_its_version_and_the_last_that_it_
     assert rollouts.waits_for("rollout") == under_way and rollouts.waits_for("update") == ""
 
 
-def stopped(folder: str, victim: int) -> str:
-    """What the other rank says of one that is stopped, until it has let it go on."""
+def stopped(folder: str, victim: int) -> bool:
+    """Whether the other rank names one that is stopped, and no longer after it has let it go on."""
     groups = parallel.start(ParallelConfig(), seed=1)
     pids: list = [0, 0]
     dist.all_gather_object(pids, os.getpid(), group=groups.control)
-    options = {"rank": groups.rank, "world_size": 2, "control": groups.control, "limit_s": 600.0}
-    watch, said = HangWatch(Path(folder), on_hang=lambda m: 1 / 0, **options), ""
+    options = {"rank": groups.rank, "world_size": 2, "control": groups.control, "limit_s": LATE_S}
+    watch, is_named = HangWatch(Path(folder), on_hang=lambda m: 1 / 0, **options), False
     timers = PhaseTimers(on_change=watch.enter)
+    name = f"rank 1 ({socket.gethostname()}, pid {pids[1]})" if victim else "rank 0, or the way to it,"
+
+    def silence() -> float | None:
+        return watch.silent().get(name, (None,))[0]
+
     with timers("update"):
         if groups.rank != victim:
             signs = SignsOfLife([watch.silent], say=print)
-            deadline = time.monotonic() + 20
-            while groups.rank == 0 and not watch._beats and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: (silence() or LATE_S) < 1.5, "the first sign of life")
             os.kill(pids[victim], signal.SIGSTOP)
-            while not said and time.monotonic() < deadline:
-                said = next((who for who, (seconds, _) in watch.silent().items() if seconds > 1.5), "")
-                time.sleep(0.05)
+            wait_until(lambda: silence() > 1.5, watch.silent)
+            is_named = True
             signs.look()
             os.kill(pids[victim], signal.SIGCONT)
-            while said and max(seconds for seconds, _ in watch.silent().values()) > 1.5:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_until(lambda: silence() < 1.5, watch.silent)
         dist.barrier(group=groups.control)
     watch.close()
-    return said
+    return is_named
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_stopped_is_known_to_the_other_long_before_its_phase_has_lasted_too_long(
     victim, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("megatron_rl.run.hang_watch.BEAT_S", 0.2)
-    monkeypatch.setattr("megatron_rl.run.hang_watch.LOOK_S", 0.1)
-    said = run_ranks(2, stopped, str(tmp_path), victim)[1 - victim]
-    assert said == "rank 0, or the way to it," if victim == 0 else said.startswith("rank 1 ("), said
+    monkeypatch.setattr(hang_watch, "BEAT_S", 0.2)
+    assert run_ranks(2, stopped, str(tmp_path), victim)[1 - victim]
 
 
 def test_a_main_thread_that_stays_between_two_phases_is_named_with_its_place(tmp_path):
@@ -243,11 +240,12 @@ def test_a_main_thread_that_stays_between_two_phases_is_named_with_its_place(tmp
 
 def between_phases(folder: str) -> None:
     groups = parallel.start(ParallelConfig(), seed=1)
-    options = {"rank": 0, "world_size": 1, "control": groups.control, "limit_s": 600.0, "on_hang": print}
+    options = {"rank": 0, "world_size": 1, "control": groups.control, "limit_s": LATE_S, "on_hang": print}
     watch = HangWatch(Path(folder), **options)
     timers = PhaseTimers(on_change=watch.enter)
     with timers("update"):
         assert not [who for who in watch.silent() if "between" in who]
+        before = time.monotonic()
     seconds, more = watch.silent()["rank 0, between two phases,"]
-    assert seconds < 5 and " It is in " in more
+    assert 0 <= seconds <= time.monotonic() - before and " It is in " in more
     watch.close()

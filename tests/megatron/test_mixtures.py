@@ -31,9 +31,8 @@ UPDATED += [(f, layout) for f in MIXTURES if f != "qwen3_moe" for layout in ("cp
 UPDATED += [("gpt_oss", "tp2_sp"), ("gpt_oss", "tp2_ep2")]
 # Delta nets hand no state on between context ranks.
 UPDATED = [
-    (f, layout)
+    (f, "tp2_ep2" if "linear_attention" in getattr(MIXTURES[f], "layer_types", ()) and layout == "cp2_ep2" else layout)
     for f, layout in UPDATED
-    if "linear_attention" not in getattr(MIXTURES[f], "layer_types", ()) or layout != "cp2_ep2"
 ]
 
 
@@ -50,9 +49,14 @@ def updates(folders):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family,layout",
-    [pytest.param(*case, marks=pytest.mark.slow if LAYOUTS[case[1]][0] >= 4 else ()) for case in UPDATED],
+    # Each family once on two ranks; on four, latent rows that two axes gather.
+    [
+        pytest.param(*case, marks=pytest.mark.thorough if case[1] in ("pp2_ep2", "tp2_pp2_ep2") else ())
+        for case in UPDATED
+    ],
 )
 def test_update_does_not_depend_on_the_layout(family, layout, updates):
     (alone,), (first, *others) = updates("1")[family], updates(layout)[family]
@@ -96,14 +100,14 @@ def of_groups(folders, layout, options):
 SELECTIVE = {"megatron": {"recompute_granularity": "selective"}}
 
 
-@pytest.mark.parametrize("layout", ["1", "cp2_ep2", pytest.param("cp2_tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["1", "cp2_ep2", pytest.param("cp2_tp2", marks=pytest.mark.thorough)])
 def test_shared_prompts_give_the_same_update_of_latent_attention(layout, folders, separate_prompts):
     cases = {part: of_groups(folders, layout, options) for part, options in [("kept", {}), ("formed", SELECTIVE)]}
     for ranks in run_each(LAYOUTS[layout][0], two_updates, cases).values():
         assert_same_updates(ranks[0], separate_prompts)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # test_checkpoint.py has experts that go elsewhere
 def test_a_run_continues_with_experts_elsewhere(folders, tmp_path):
     folder, chain = folders["deepseek_v3"], [("tp2_ep2", GENTLE), ("pp2", DISTRIBUTED), ("ep2", DISTRIBUTED)]
     expected, source = run_ranks(1, uninterrupted, folder, len(chain))[0], None
@@ -175,7 +179,8 @@ def places_in_stream(folder, layout):
     return len(met) == len(export.specs), all(met)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("layout", ["tp2_pp2_ep2", "tp2_ep2_etp2"])
-def test_ranks_can_meet_between_any_two_tensors_of_a_stream(family, layout, folders):
-    assert run_ranks(LAYOUTS[layout][0], places_in_stream, folders[family], layout) == [(True, True)] * 4
+@pytest.mark.parametrize("layout", ["tp2_pp2_ep2", pytest.param("tp2_ep2_etp2", marks=pytest.mark.thorough)])
+def test_ranks_can_meet_between_any_two_tensors_of_a_stream(layout, folders):
+    cases = {family: (folders[family], layout) for family in ("qwen3_moe", "deepseek_v3")}
+    for ranks in run_each(LAYOUTS[layout][0], places_in_stream, cases).values():
+        assert ranks == [(True, True)] * 4

@@ -42,12 +42,12 @@ def hf_logprobs(model, batch: TrajectoryBatch) -> dict[tuple[int, ...], torch.Te
     return by_sequence(batch["input_ids"], torch.cat(parts), bounds)
 
 
-def forward_and_export(folders, layout, batch):
+def forward_and_export(folders, layout, batch, out):
     """Return by family the logits of this rank's rows by sequence, and of the tensors that this rank is given what they
     are and what was planned."""
     results, groups = {}, None
     for family, folder in folders.items():
-        engine = make_engine(folder / "in", LAYOUTS[layout][1], groups=groups)
+        engine = make_engine(folder, LAYOUTS[layout][1], groups=groups)
         groups, collected = engine.groups, {}
 
         def keep(logits, rows, collected=collected):
@@ -55,25 +55,37 @@ def forward_and_export(folders, layout, batch):
             return torch.zeros(len(logits))
 
         engine.eval().forward(share_of(batch, engine), keep)
-        engine.save(folder / "out")
+        engine.save(out / family)
         given = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in engine.hf_tensors()]
         results[family] = collected, given, engine.export().specs
     return results
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def made(tmp_path_factory):
+    """A function: family -> its folder, and the log-probabilities that transformers computes."""
+
+    @functools.cache
+    def make(family: str):
+        folder = tmp_path_factory.mktemp(family)
+        return folder, hf_logprobs(make_model(family, folder), make_batch())
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(made, tmp_path_factory):
     """Each family in each layout, run once for the tests below: one after the other on the ranks of the layout."""
 
     @functools.cache
-    def run_all(layout: str):
-        families = [family for family in FAMILIES if layout in layouts_of(family)]
-        folders = {family: tmp_path_factory.mktemp(f"{family}-{layout}") for family in families}
-        models = {family: make_model(family, folder / "in") for family, folder in folders.items()}
-        ranks = run_ranks(LAYOUTS[layout][0], forward_and_export, folders, layout, make_batch(), timeout_s=240)
-        return {family: (models[family], folders[family], [rank[family] for rank in ranks]) for family in families}
+    def run_all(layout: str, are_variants: bool):
+        own = (family for family in FAMILIES if layout in layouts_of(family) and (family in VARIANTS) == are_variants)
+        folders = {family: made(family)[0] for family in own}
+        out = tmp_path_factory.mktemp(f"out-{layout}")
+        ranks = run_ranks(LAYOUTS[layout][0], forward_and_export, folders, layout, make_batch(), out)
+        return {family: (out / family, [rank[family] for rank in ranks]) for family in folders}
 
-    return lambda family, layout: run_all(layout)[family]
+    return lambda family, layout: run_all(layout, family in VARIANTS)[family]
 
 
 DENSE = ("1", "tp2_sp", "pp2", "pp2_vpp2", "tp2_pp2")
@@ -88,11 +100,19 @@ def layouts_of(family):
 
 
 QUICK = ("1", "tp2_sp", "pp2_vpp2", "ep2")
-"""Layouts of `make test-fast`."""
+"""Each way to cut a family once: its matrices, its layers and its experts. test_theorems.py has pairs of them."""
+
+
+def marks_of(family, layout):
+    if layout in ("1", "ep2"):
+        return ()
+    return pytest.mark.slow if layout in QUICK and family not in VARIANTS else pytest.mark.thorough
+
+
 EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
     "family,layout",
     [
-        pytest.param(family, layout, marks=() if layout in QUICK else pytest.mark.slow)
+        pytest.param(family, layout, marks=marks_of(family, layout))
         for family in FAMILIES
         for layout in layouts_of(family)
     ],
@@ -101,9 +121,8 @@ EACH_IN_ITS_LAYOUTS = pytest.mark.parametrize(
 
 @pytest.mark.proves("families", "{family}", "{layout}")
 @EACH_IN_ITS_LAYOUTS
-def test_logits_equal_transformers(family, layout, run):
-    model, _, ranks = run(family, layout)
-    expected, seen = hf_logprobs(model, make_batch()), set()
+def test_logits_equal_transformers(family, layout, made, run):
+    (_, expected), (_, ranks), seen = made(family), run(family, layout), set()
     for collected, *_ in ranks:  # empty before the last pipeline stage; data-parallel ranks have a share each
         for sequence, logprobs in collected.items():
             torch.testing.assert_close(logprobs, expected[sequence], rtol=0, atol=1e-5)
@@ -114,9 +133,9 @@ def test_logits_equal_transformers(family, layout, run):
 @pytest.mark.proves("families", "{family}", "{layout}")
 @pytest.mark.proves("layouts", "{layout}", "HF round trip")
 @EACH_IN_ITS_LAYOUTS
-def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, run):
-    _, folder, ranks = run(family, layout)
-    before, after = (load_file(folder / way / "model.safetensors") for way in ("in", "out"))
+def test_hf_to_megatron_to_hf_returns_the_same_bytes(family, layout, made, run):
+    (folder, _), (out, ranks) = made(family), run(family, layout)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, out))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
@@ -184,7 +203,7 @@ def test_gradient_equals_float64_autograd(family, updated):
     hf_gradients(folders[family], make_batch(), stats[0])
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2_pp2", marks=pytest.mark.slow), "cp2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2_pp2", marks=pytest.mark.thorough), "cp2"])
 @pytest.mark.parametrize("family", UPDATED)
 def test_update_does_not_depend_on_the_layout(family, layout, updated):
     _, run = updated
@@ -201,17 +220,25 @@ def random_init(folder, layout):
     return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
-@pytest.mark.slow
-def test_random_initial_weights_do_not_depend_on_the_layout(tmp_path):
-    layouts = {"llama": "tp2_pp2", "deepseek_v3": "tp2_pp2_ep2", "gemma3": "tp2_pp2"}
+@pytest.mark.parametrize(
+    "ranks,layouts",
+    [
+        (2, {"llama": "pp2_vpp2", "deepseek_v3": "tp2_ep2", "gemma3": "tp2_sp"}),
+        pytest.param(
+            *(4, {"llama": "tp2_pp2", "deepseek_v3": "tp2_pp2_ep2", "gemma3": "tp2_pp2"}), marks=pytest.mark.thorough
+        ),
+    ],
+    ids=["two ranks", "four ranks"],
+)
+def test_random_initial_weights_do_not_depend_on_the_layout(ranks, layouts, tmp_path):
     for family in layouts:
         make_model(family, tmp_path / family)
     alone = run_each(1, random_init, {family: (tmp_path / family, "1") for family in layouts})
-    split = run_each(4, random_init, {family: (tmp_path / family, layout) for family, layout in layouts.items()})
+    split = run_each(ranks, random_init, {family: (tmp_path / family, layout) for family, layout in layouts.items()})
     for family in layouts:
-        one, four = alone[family][0], split[family][0]
-        assert one.keys() == four.keys()
-        assert all(torch.equal(one[name], four[name]) for name in one)
+        one, other = alone[family][0], split[family][0]
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
         assert one["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.02, rel=0.1)
         assert (one["model.layers.1.input_layernorm.weight"] == (0.0 if family == "gemma3" else 1.0)).all()
 

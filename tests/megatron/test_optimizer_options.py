@@ -143,6 +143,7 @@ def offload_in_part(folder, target):
     return [*found, weights_of(whole)]
 
 
+@pytest.mark.slow
 def test_adam_on_the_host_gives_the_same_update_and_resumes(tmp_path):
     make_model("llama", tmp_path / "model")
     for expected, *others in run_ranks(2, offload_in_part, tmp_path / "model", tmp_path / "checkpoint")[:1]:

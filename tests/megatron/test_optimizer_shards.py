@@ -72,6 +72,7 @@ def save_as_upstream_does(folder, target):
     return weights_of(engine)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_gathered_states_of_before_still_loads(tmp_path):
     folder, target = tmp_path / "model", tmp_path / "checkpoint"
     make_model("llama", folder)

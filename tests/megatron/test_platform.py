@@ -28,8 +28,8 @@ def test_prepare_is_idempotent():
     assert torch.cuda.current_device is before
 
 
-BESIDE_ANOTHER_HOOK = """
-import importlib.machinery as machinery, sys
+FRESH = """
+import importlib.machinery as machinery, sys, torch
 
 class Loader(machinery.SourceFileLoader): ...  # of every file from now on, as beartype has it
 
@@ -38,32 +38,32 @@ sys.path_hooks.insert(0, machinery.FileFinder.path_hook(*loaders))
 sys.path_importer_cache.clear()
 from megatron_rl import platform
 platform.prepare()
+compiler = torch.compile
+import megatron_rl.engine.megatron_engine
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 import fractions
 print(type(fractions.__spec__.loader).__name__, filesystem_async.get_write_results_queue.__module__)
-"""
-
-
-def test_fixes_are_applied_where_another_package_has_its_own_loader_for_every_file():
-    """With beartype imported none was: each checkpoint left a process of 300 MB behind where a run was killed."""
-    ran = subprocess.run([sys.executable, "-c", BESIDE_ANOTHER_HOOK], stdout=subprocess.PIPE, text=True, check=True)
-    assert ran.stdout.split()[-2:] == ["Loader", "megatron_rl.platform.upstream"]
-
-
-WITHOUT_INDUCTOR = """
-import sys, torch
-from megatron_rl import platform
-platform.prepare()
-compiler = torch.compile
-import megatron_rl.engine.megatron_engine
 print("torch._inductor.compile_fx" in sys.modules, torch.compile is compiler)
 """
 
 
-def test_a_rank_without_cuda_imports_no_compiler_and_leaves_torchs_own_as_it_is():
-    command, environment = [sys.executable, "-c", WITHOUT_INDUCTOR], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+@pytest.fixture(scope="module")
+def fresh():
+    """What a process says that imports all for itself, without CUDA, and beside another package's hook."""
+    command, environment = [sys.executable, "-c", FRESH], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    assert ran.stdout.split()[-2:] == ["False", "True"]
+    return [line.split() for line in ran.stdout.splitlines()[-2:]]
+
+
+@pytest.mark.slow
+def test_fixes_are_applied_where_another_package_has_its_own_loader_for_every_file(fresh):
+    """With beartype imported none was: each checkpoint left a process of 300 MB behind where a run was killed."""
+    assert fresh[0] == ["Loader", "megatron_rl.platform.upstream"]
+
+
+@pytest.mark.slow
+def test_a_rank_without_cuda_imports_no_compiler_and_leaves_torchs_own_as_it_is(fresh):
+    assert fresh[1] == ["False", "True"]
 
 
 def test_constants_are_swapped_in_nested_code_and_nowhere_else():

@@ -23,6 +23,7 @@ from megatron_rl.telemetry.run_log import read_run
 from megatron_rl.train import train
 from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model, make_value_model
 from tests.kit.ranks import run_ranks
+from tests.kit.waiting import LATE_S
 
 TOLERANCE = 1e-5
 CASES = {
@@ -33,7 +34,7 @@ CASES = {
     "bradley_terry": {},
 }
 # Every pair in a microbatch of its own, of which two replicas have three and two; some together; all in one.
-SPLITS = {"1": (1, 40, 1000), "tp2_pp2": (40,), "pp2_vpp2": (40,), "dp2": (1, 1000), "cp2": (40,)}
+SPLITS = {"1": (1, 40, 1000), "tp2_sp": (40,), "tp2_pp2": (40,), "pp2_vpp2": (40,), "dp2": (1, 1000), "cp2": (40,)}
 
 
 def entry_of(case):
@@ -147,7 +148,7 @@ def assert_as_defined(ranks, expected):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.slow if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
+    "layout", [pytest.param(layout, marks=pytest.mark.thorough if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
 )
 def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
     ranks = run_ranks(LAYOUTS[layout][0], updates, "megatron", folders, layout, SPLITS[layout], CASES)
@@ -155,8 +156,9 @@ def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
     assert 0 < sum(expected(case)[1] for case in CASES) < 5 * len(CASES), "some pairs are right and some are not"
 
 
+@pytest.mark.slow
 def test_the_same_on_fsdp(folders, expected):
-    assert_as_defined(run_ranks(2, updates, "fsdp", folders, "dp2", (1, 40), CASES), expected)
+    assert_as_defined(run_ranks(2, updates, "fsdp", folders, "dp2", (40,), CASES), expected)
 
 
 def trained(backend, folders, layout):
@@ -174,6 +176,7 @@ def trained(backend, folders, layout):
     return results
 
 
+@pytest.mark.thorough
 def test_training_on_fsdp_is_that_on_megatron(folders):
     ours, megatrons = (run_ranks(*world, folders, "1")[0] for world in ((2, trained, "fsdp"), (1, trained, "megatron")))
     for case, expected in megatrons.items():
@@ -210,7 +213,10 @@ def run_of(config, *settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "other"), [("count_dpo", "dp2"), ("count_reward_model", "tp2_sp")])
+@pytest.mark.parametrize(
+    ("config", "other"),
+    [("count_dpo", "dp2"), pytest.param("count_reward_model", "tp2_sp", marks=pytest.mark.thorough)],
+)
 def test_run_is_the_same_on_two_ranks(config, other, tmp_path):
     runs = {}
     for ranks, layout in ((1, "1"), (2, other)):
@@ -281,7 +287,7 @@ def told_before_it_begins(folder):
     config = load_config(ROOT / "configs" / "count_dpo.yaml", [*random, *SMALL, f"run.folder={folder}"])
     with PreferenceRun(config) as run:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert run.stop_signal.came(within_s=10)
+        assert run.stop_signal.came(within_s=LATE_S)
         return run.begin(), run.timers.snapshot()
 
 

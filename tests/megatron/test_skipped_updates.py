@@ -186,6 +186,7 @@ def lives_of(folders):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_run_with_skipped_updates_has_the_bits_of_one_without_their_batches(world, lives_of):
     ranks = lives_of[world]

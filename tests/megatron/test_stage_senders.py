@@ -63,7 +63,9 @@ def run(folder, layout, faults, flat_below=1 << 18):
 
 
 @pytest.mark.parametrize("flat_below", [0, 1 << 18], ids=["tensors", "flat"])
-@pytest.mark.parametrize("layout", ["pp2", "pp2_ep2", pytest.param("pp4_ep2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("pp2_ep2", "pp4_ep2"))]
+)
 def test_every_stage_sends_and_all_servers_hold_all_of_it(layout, flat_below, folder):
     (streamed, dropped, calls, last, _), others, held = run(folder, layout, [None, None], flat_below)
     assert all(others), "the other ranks are given no tensors, and have left"
@@ -76,8 +78,9 @@ def test_every_stage_sends_and_all_servers_hold_all_of_it(layout, flat_below, fo
 
 
 @pytest.mark.parametrize("flat_below", [0, 1 << 18], ids=["tensors", "flat"])
-def test_a_server_that_dies_in_a_round_costs_the_other_nothing(flat_below, folder):
-    (streamed, dropped, calls, last, _), _, held = run(folder, "pp2_ep2", [None, 3], flat_below)
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2_ep2", marks=pytest.mark.thorough)])
+def test_a_server_that_dies_in_a_round_costs_the_other_nothing(layout, flat_below, folder):
+    (streamed, dropped, calls, last, _), _, held = run(folder, layout, [None, 3], flat_below)
     assert list(dropped) == ["http://127.0.0.1:1"] and calls.count("join") == 4
     assert last.verified == len(streamed)
     assert all(torch.equal(held[0][name], tensor) for name, tensor in streamed.items())

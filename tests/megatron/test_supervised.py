@@ -21,7 +21,7 @@ from tests.kit.ranks import run_ranks
 
 TOLERANCE = 1e-5
 # Every answer in a microbatch of its own, of which two replicas have three and two; some together; all in one.
-SPLITS = {"1": (1, 30, 1000), "tp2_pp2": (30,), "pp2_vpp2": (30,), "dp2": (1, 1000), "cp2": (30,)}
+SPLITS = {"1": (1, 30, 1000), "tp2_sp": (30,), "tp2_pp2": (30,), "pp2_vpp2": (30,), "dp2": (1, 1000), "cp2": (30,)}
 
 
 def answers_of_batch():
@@ -85,7 +85,7 @@ def assert_as_defined(ranks, expected):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.slow if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
+    "layout", [pytest.param(layout, marks=pytest.mark.thorough if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
 )
 def test_update_is_that_of_the_definition_in_float64(layout, folder, expected):
     assert_as_defined(run_ranks(LAYOUTS[layout][0], updates, "megatron", folder, layout, SPLITS[layout]), expected)
@@ -121,7 +121,7 @@ def run_of(*settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "tp2_sp"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2_sp", marks=pytest.mark.thorough)])
 def test_run_is_the_same_on_two_ranks(layout, tmp_path):
     runs = {}
     for ranks, own in ((1, "1"), (2, layout)):

@@ -227,7 +227,12 @@ def test_the_gradient_of_the_divergence_is_that_of_float64_autograd(case, folder
 
 
 @pytest.mark.parametrize(
-    "layout", ["1", "tp2_sp", "tp2_pp2", "dp2", "cp2", pytest.param("cp2_tp2_pp2", marks=pytest.mark.slow)]
+    "layout",
+    [
+        "1",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp2_sp", "pp2", "dp2", "cp2")),
+        *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp2_pp2", "cp2_tp2_pp2")),
+    ],
 )
 def test_the_divergence_does_not_depend_on_layout_and_microbatches(layout, folders, one_process):
     """97 columns: the tensor ranks' shares of the vocabulary differ, and the second one's is padded."""

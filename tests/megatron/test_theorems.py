@@ -83,8 +83,14 @@ GRID = {
 }
 
 
-QUICK = ("1", "tp2_sp", "pp2_vpp2", "dp2_distributed", "cp2", "tp2_pp2", "tp2_ep2", "fsdp2")
-"""Each axis and each backend once, of four ranks two axes: enough for `make test-fast`."""
+FAST = ("tp2_sp", "pp2_vpp2", "dp2_distributed", "cp2")
+"""Each axis of a dense model once: enough for `make test-fast`."""
+QUICK = (*FAST, "tp2_pp2", "cp2_ep2", "tp2_ep2", "fsdp2")
+"""And experts, each backend, and the pairs of axes that meet in one place: enough for `make test`."""
+
+
+def marks_of(line):
+    return () if line in FAST else pytest.mark.slow if line in QUICK else pytest.mark.thorough
 
 
 def trained_tokens(rows):
@@ -265,7 +271,7 @@ def assert_close(ours, expected, what):
 @pytest.mark.proves("layouts", "{line}", "critic")
 @pytest.mark.proves("layouts", "{line}", "trees")
 @pytest.mark.proves("layouts", "{line}", "HF round trip")
-@pytest.mark.parametrize("line", [pytest.param(line, marks=() if line in QUICK else pytest.mark.slow) for line in GRID])
+@pytest.mark.parametrize("line", [pytest.param(line, marks=marks_of(line)) for line in GRID])
 def test_update_is_that_of_one_process(line, folder_of, one_process):
     row = GRID[line]
     ranks = run_ranks(LAYOUTS[row.layout][0], run_cases, folder_of(row.family), row, cases_of(line))

@@ -1,5 +1,6 @@
 """Engines of Transformer Engine's layers are the models that those of megatron.core's own are, by its stand-in."""
 
+import functools
 import os
 import pickle
 import subprocess
@@ -15,14 +16,18 @@ from megatron_rl.engine.rope import Rope
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.families import FAMILIES
 from tests.kit.models import LAYOUTS, MIXTURES, make_model
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-ALONE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v3_yarn_whole_queries")
-ALONE += ("glm4_moe", "minimax_m2", "phi3_partly_rotated", "seed_oss")
-CASES = [(family, "1") for family in ALONE]
-CASES += [("qwen2", "tp2"), ("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("deepseek_v3", "tp2_ep2")]
+QUICK = [("llama", "1"), ("qwen3_moe", "1"), ("deepseek_v3_yarn_whole_queries", "1"), ("phi3_partly_rotated", "1")]
+QUICK += [("qwen2", "tp2"), ("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("deepseek_v3", "tp2_ep2")]
+"""Each kind of layer and each axis: enough for `make test`."""
+ALONE = ("qwen2", "qwen3", "mistral", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "seed_oss")
+THOROUGH = [(family, "1") for family in ALONE]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
+MIXED = [case for case in CASES if (case.values if hasattr(case, "values") else case)[0] in MIXTURES]
 # The stand-in has to be there before megatron.core is.
 PROGRAM = "from megatron_rl.tools.rehearsal import te_package as te; te.install(); import te_cases; te_cases.main()"
 FEWER = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
@@ -44,20 +49,26 @@ KERNELS = ("TE", "torch")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    folders = {family: tmp_path_factory.mktemp(family) for family, _ in CASES}
+    folders = {family: tmp_path_factory.mktemp(family) for family, _ in QUICK + THOROUGH}
     for family, folder in folders.items():
         make_model(family, folder, **FEWER)
     return folders
 
 
-@pytest.fixture(scope="module")
-def seen(folders, tmp_path_factory):
-    """What the first rank finds: `te_cases.updated` by (family, layout, kind of layers), and of RESUMED `resumed`."""
+def updates(cases, folders):
+    """`te_cases.updated` by number of ranks and (family, layout, kind of layers)."""
     by_size: dict[int, dict] = {}
-    for family, layout in CASES:
+    for family, layout in cases:
         for impl in IMPLS:
             arguments = ("updated", folders[family], layout, impl)
             by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, impl] = arguments
+    return by_size
+
+
+@pytest.fixture(scope="module")
+def seen(folders, tmp_path_factory):
+    """What the first rank finds: the updates of QUICK, and of RESUMED `te_cases.resumed`."""
+    by_size = updates(QUICK, folders)
     by_size[1]["accumulated",] = ("updated", folders["qwen3_moe"], "1", "transformer_engine", True)
     for family, layout in ATTENDED:
         folder = tmp_path_factory.mktemp(family)
@@ -66,19 +77,32 @@ def seen(folders, tmp_path_factory):
             by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, kernel] = ("attended", folder, layout, kernel)
     for family, how in RESUMED.items():
         by_size[1][family, "resumed"] = ("resumed", folders[family], tmp_path_factory.mktemp("checkpoint") / "1", *how)
-    return {case: ranks[0] for case, ranks in run_cases(by_size, tmp_path_factory.mktemp("cases")).items()}
+    return run_cases(by_size, tmp_path_factory.mktemp("cases"))
+
+
+@pytest.fixture(scope="module")
+def updated(folders, seen, tmp_path_factory):
+    """A function: family, layout -> what the first rank finds with either kind of layers."""
+
+    @functools.cache
+    def thorough():
+        return run_cases(updates(THOROUGH, folders), tmp_path_factory.mktemp("cases"))
+
+    return lambda family, layout: [
+        (thorough() if (family, layout) in THOROUGH else seen)[family, layout, impl] for impl in IMPLS
+    ]
 
 
 def run_cases(by_size, folder):
     (folder / "input").write_bytes(pickle.dumps(by_size))
     program = [sys.executable, "-W", "ignore", "-c", PROGRAM, folder / "input", folder / "output"]
-    subprocess.run(program, check=True, timeout=240, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    return pickle.loads((folder / "output").read_bytes())
+    subprocess.run(program, check=True, timeout=LATE_S, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    return {case: ranks[0] for case, ranks in pickle.loads((folder / "output").read_bytes()).items()}
 
 
 @pytest.mark.parametrize("family,layout", CASES)
-def test_layers_of_transformer_engine_make_the_same_model(family, layout, seen, folders):
-    found, local = (seen[family, layout, impl] for impl in IMPLS)
+def test_layers_of_transformer_engine_make_the_same_model(family, layout, updated, folders):
+    found, local = updated(family, layout)
     source = load_file(folders[family] / "model.safetensors")
     assert found["loaded"].keys() == source.keys()
     for name, tensor in source.items():
@@ -103,28 +127,28 @@ def test_every_family_that_has_such_layers_is_tried(folders):
 
 
 @pytest.mark.parametrize("family,layout", CASES)
-def test_gradients_reach_every_parameter(family, layout, seen):
-    found, local = (seen[family, layout, impl]["gradients"] for impl in IMPLS)
+def test_gradients_reach_every_parameter(family, layout, updated):
+    found, local = (of_impl["gradients"] for of_impl in updated(family, layout))
     idle = {name for name, gradient in local.items() if not gradient.any()}  # experts that no token chose
     assert {name for name, gradient in found.items() if not gradient.any()} == idle and len(idle) < 0.2 * len(found)
 
 
 @pytest.mark.parametrize("family,layout", CASES)
-def test_marks_of_parameters_are_those_of_local_layers(family, layout, seen):
-    found, local = (seen[family, layout, impl]["marks"] for impl in IMPLS)
+def test_marks_of_parameters_are_those_of_local_layers(family, layout, updated):
+    found, local = (of_impl["marks"] for of_impl in updated(family, layout))
     assert found == local
 
 
 @pytest.mark.parametrize("family,layout", CASES)
-def test_every_norm_is_transformer_engines(family, layout, seen):
-    found, local = (seen[family, layout, impl] for impl in IMPLS)
+def test_every_norm_is_transformer_engines(family, layout, updated):
+    found, local = updated(family, layout)
     assert found["own_norms"] == 0 < local["own_norms"]
     assert not local["fused"] and not local["launches"]["rms_norm"] and found["launches"]["rms_norm"]
 
 
 @pytest.mark.parametrize("family,layout", CASES)
-def test_rows_are_rotated_by_one_kernel(family, layout, seen, folders):
-    rotated = seen[family, layout, IMPLS[0]]["launches"]["rotate"]
+def test_rows_are_rotated_by_one_kernel(family, layout, updated, folders):
+    rotated = updated(family, layout)[0]["launches"]["rotate"]
     # Its kernel knows no attention factor. Queries and keys of each layer.
     factor = Rope.of(read_architecture(folders[family])).attention_factor
     assert rotated % (2 * 2) == 0 and bool(rotated) == (factor == 1.0)
@@ -154,9 +178,9 @@ def test_a_run_continues_under_the_other_kind_of_layers(family, seen):
     assert set(steps) == {4}, "as many updates as both runs together"
 
 
-@pytest.mark.parametrize("family,layout", [case for case in CASES if case[0] in MIXTURES])
-def test_experts_of_a_rank_are_one_product_and_tokens_are_sorted_by_a_kernel(family, layout, seen):
-    found = seen[family, layout, "transformer_engine"]
+@pytest.mark.parametrize("family,layout", MIXED)
+def test_experts_of_a_rank_are_one_product_and_tokens_are_sorted_by_a_kernel(family, layout, updated):
+    found, _ = updated(family, layout)
     first = next(name for name in found["parameters"] if name.endswith("mlp.experts.linear_fc1.weight0"))
     assert first.replace("weight0", "weight1") in found["parameters"] and "local_experts" not in str(
         found["parameters"]
