@@ -13,11 +13,17 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config import load_config
+from megatron_rl.tools.plan.plan_command import with_models
+from megatron_rl.tools.rehearsal import rehearsal
+from megatron_rl.weights.architecture import read_architecture
 from tests.kit.waiting import LATE_S
 
 ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "tests" / "model_configs"
 PROGRAM = Path(__file__).with_name("rehearsal_process.py")
 MOST_RESIDENT_KB = 2_500_000
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 Found = dict[int, dict[str, Any] | str]
 """By rank what it found, or the text of the fault that ended it."""
@@ -31,11 +37,28 @@ def order_of(config: str | Path, ranks: int, overrides: Sequence[str], **more: A
 
 def write_shape(folder: Path, name: str, **changes: Any) -> str:
     """Write a published config.json (tests/model_configs) with other sizes to a new folder; return its setting."""
-    published = json.loads((ROOT / "tests" / "model_configs" / name / "config.json").read_text())
+    published = json.loads((MODELS / name / "config.json").read_text())
     published.pop("quantization_config", None)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(published | changes))
     return f"model.path={folder}"
+
+
+def few_layers(path: Path, folder: Path) -> list[str]:
+    """Write the model's config.json with one layer of each kind on a stage; return the settings for it.
+
+    Dense layers before mixtures all stay, on the first stage. Of a config that recomputes some layers of a stage, the
+    layer that is recomputed comes with one that is not.
+    """
+    config = with_models(load_config(path), MODELS)
+    mixture = read_architecture(config.model.path).mixture
+    dense, given = mixture.layers.index(True) if mixture else 0, config.megatron
+    is_half = given.get("recompute_method") == "block"
+    each, sizes = 1 + is_half, {FIRST: dense + 1 + is_half, LAST: 1 + is_half}
+    layers = dense + each * config.parallel.pipeline
+    model = write_shape(folder, Path(config.model.path).name, num_hidden_layers=layers)
+    cuts = [f"megatron.{key}={size}" for key, size in sizes.items() if key in given]
+    return [model, *cuts, *(["megatron.recompute_num_layers=1"] if is_half else [])]
 
 
 class Rehearsals:
@@ -58,7 +81,6 @@ class Rehearsals:
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let `megatron-rl rehearse` ask this process where it would start one of its own."""
-        from megatron_rl.tools.rehearsal import rehearsal
 
         def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
             assert command[-2] == str(rehearsal.PROGRAM)

@@ -22,8 +22,7 @@ from megatron_rl.tools.plan.plan_command import with_models
 from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, check, world_of
 from megatron_rl.tools.rehearsal.rehearsal_text import as_text
-from megatron_rl.weights.architecture import read_architecture
-from tests.kit.rehearsals import order_of, write_shape
+from tests.kit.rehearsals import few_layers, order_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = [
@@ -40,7 +39,6 @@ KINDS = {
 CONFIGS = [pytest.param(path, id=path.stem, marks=() if path.stem in KINDS else pytest.mark.thorough) for path in LARGE]
 WITH_ALL_LAYERS = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
 """One stage, and several."""
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 pytestmark = pytest.mark.slow
 
@@ -50,23 +48,6 @@ def table():
     """The benchmark that writes the table."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     return importlib.import_module("rehearse_configs")
-
-
-def few_layers(table, path, folder):
-    """Write the model's config.json with one layer of each kind on a stage; return the settings for it.
-
-    Dense layers before mixtures all stay, on the first stage. Of a config that recomputes some layers of a stage, the
-    layer that is recomputed comes with one that is not.
-    """
-    config = with_models(load_config(path), table.MODELS)
-    mixture = read_architecture(config.model.path).mixture
-    dense, given = mixture.layers.index(True) if mixture else 0, config.megatron
-    is_half = given.get("recompute_method") == "block"
-    each, sizes = 1 + is_half, {FIRST: dense + 1 + is_half, LAST: 1 + is_half}
-    layers = dense + each * config.parallel.pipeline
-    model = write_shape(folder, Path(config.model.path).name, num_hidden_layers=layers)
-    cuts = [f"megatron.{key}={size}" for key, size in sizes.items() if key in given]
-    return [model, *cuts, *(["megatron.recompute_num_layers=1"] if is_half else [])]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +61,7 @@ def rehearsed(table, rehearsals, tmp_path_factory):
         if all_layers:
             words = [f"model.path={with_models(load_config(path), table.MODELS).model.path}"]
         else:
-            words = few_layers(table, path, folder / f"model-{name}")
+            words = few_layers(path, folder / f"model-{name}")
         world = table_world(table, path)
         orders = [order_of(path, world.ranks, words, rank=rank) for rank in world.chosen(table.ranks_of(world))]
         return words, Rehearsal(None, world, DEVICES["h100"], rehearsals.of(folder / name, orders))
