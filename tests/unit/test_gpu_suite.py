@@ -198,7 +198,6 @@ def run_suite(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_whole_suite_runs_through_on_stand_ins_and_begins_with_its_answers(run_suite, suite):
     import suite_bars
 

@@ -39,7 +39,7 @@ from megatron_rl.tools.rehearsal.known_numbers import (
     is_large,
     known,
     on_device,
-    value_of,
+    values_in,
 )
 from megatron_rl.tools.rehearsal.operations import operation, tensors_in
 from megatron_rl.tools.rehearsal.result_shapes import ResultShapes
@@ -145,7 +145,7 @@ class FakeCuda(TorchDispatchMode):
             args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
         if any(known(tensor) is None for tensor in tensors_in(args, kwargs)):
             return None
-        args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
+        args, kwargs = values_in(args), values_in(kwargs)
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
             shape = args[0] if args and isinstance(args[0], list | tuple) else ()

@@ -43,9 +43,18 @@ def forget(tensor: Tensor) -> None:
         tensor.known = None
 
 
-def value_of(leaf: Any) -> Any:
-    """Return a tensor's values, None where they are unknown, and anything else as it is."""
-    return known(leaf) if isinstance(leaf, Tensor) else leaf
+def values_in(given: Any) -> Any:
+    """Return an operation's arguments with the values of their tensors, all of which are known.
+
+    Faster than tree_map, and asked with every operation on what is known.
+    """
+    if isinstance(given, Tensor):
+        return known(given)
+    if isinstance(given, list | tuple):
+        return type(given)([values_in(part) for part in given])
+    if isinstance(given, dict):
+        return {name: values_in(part) for name, part in given.items()}
+    return given
 
 
 def is_large(tensor: Tensor) -> bool:

@@ -22,13 +22,17 @@ from megatron_rl.tools.rehearsal.te_package import install
 
 
 def main(folder: str) -> None:
+    """Rehearse the ranks that `folder/orders.json` lists, in an interpreter that has loaded the shim and not torch."""
+    orders = json.loads((Path(folder) / "orders.json").read_text())
+    rehearse_orders(Path(folder), prepare(orders[0][0]["memory_bytes"]))
+
+
+def rehearse_orders(folder: Path, ledger: Ledger) -> None:
     """Rehearse the ranks that `folder/orders.json` lists, each in a process forked from this one.
 
     Those of one list run side by side, as many as there are cores; the next list begins when they are done.
     """
-    orders = json.loads((Path(folder) / "orders.json").read_text())
-    ledger = prepare(orders[0][0]["memory_bytes"])
-    for together in orders:
+    for together in json.loads((folder / "orders.json").read_text()):
         under_way: set[int] = set()
         for order in together:
             if len(under_way) >= (os.cpu_count() or 1):
@@ -36,7 +40,7 @@ def main(folder: str) -> None:
             if pid := os.fork():
                 under_way.add(pid)
             else:
-                leave(lambda order=order: rehearse_rank(Path(folder) / str(order["rank"]), order, ledger))
+                leave(lambda order=order: rehearse_rank(folder / str(order["rank"]), order, ledger))
         while under_way:
             under_way.discard(os.wait()[0])
 

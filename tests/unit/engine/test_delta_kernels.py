@@ -29,7 +29,6 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(not HAS_PACKAGE, reason=f"fla-core is not in {PACKAGE}, or there is no triton")
 @pytest.mark.parametrize("tree", ["apart", "forked"])
 def test_the_packages_kernels_give_results_and_gradients_of_plain_torch(tree, found):

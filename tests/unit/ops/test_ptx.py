@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(bool(emulated.missing()), reason=emulated.missin
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # where `make test` has not built the device before, this does
 def test_every_case_of_tests_gpu_passes_on_the_compiled_kernels():
     files = [f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "operators", "publish")]
     command = [sys.executable, "-m", "pytest", "-p", "tests.emulated_device", *files]

@@ -19,9 +19,10 @@ from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 from megatron_rl.types import Trajectory, TrajectoryBatch
+from tests.kit.waiting import LIMIT_S
 from tests.megatron.routed import RoutedModel
 
-VOCAB, CONTEXT, TIMEOUT_S = 512, 256, 30
+VOCAB, CONTEXT = 512, 256
 CPU = torch.device("cpu")
 # Layer 0 is a mixture, layer 1 is dense.
 EXPERTS = {
@@ -95,7 +96,7 @@ def running(decoder: Decoder, **options) -> Iterator[Batcher]:
         yield batcher
     finally:
         batcher.stop()
-        thread.join(TIMEOUT_S)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
 
 
@@ -114,7 +115,7 @@ def make_request(
 
 def finish(batcher: Batcher, *requests: Request) -> list[Request]:
     futures = [batcher.submit(request) for request in requests]
-    return [future.result(TIMEOUT_S) for future in futures]
+    return [future.result(LIMIT_S) for future in futures]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -130,7 +131,7 @@ class Gate:
     def __call__(self, request: Request) -> None:
         if len(request.logprobs) == self.tokens:
             self.reached.set()
-            assert self.go.wait(TIMEOUT_S)
+            assert self.go.wait(LIMIT_S)
 
 
 # The model
@@ -427,17 +428,17 @@ def test_a_groups_prompt_is_computed_once_whatever_it_shares_with_other_groups(d
     prompts = [prompt_of(16) + prompt_of(4, seed=100 + i) for i in range(2)]
     group = [make_request(p, rid=f"{i} {k}") for i, p in enumerate(prompts) for k in range(4)]
     with running(decoder) as batcher:
-        batcher.pause("in_place").result(TIMEOUT_S)
+        batcher.pause("in_place").result(LIMIT_S)
         futures = [batcher.submit(request) for request in group]  # all of them are there in the first turn
         batcher.resume()
-        cached = [future.result(TIMEOUT_S).cached_tokens for future in futures]
+        cached = [future.result(LIMIT_S).cached_tokens for future in futures]
     assert cached == [0, 19, 19, 19, 16, 19, 19, 19]
 
 
 def test_flush_forgets_prefixes(decoder):
     with running(decoder) as batcher:
         finish(batcher, make_request(prompt_of(40)))
-        assert batcher.flush().result(TIMEOUT_S)
+        assert batcher.flush().result(LIMIT_S)
         (reply,) = finish(batcher, make_request(prompt_of(40)))
     assert reply.cached_tokens == 0
 
@@ -478,17 +479,17 @@ def test_a_paused_request_continues_as_if_nothing_had_happened(decoder, mode):
         (plain,) = finish(batcher, make_request(prompt_of(12), sampling_seed=3))
         gate = Gate(tokens=5)
         future = batcher.submit(make_request(prompt_of(12), sampling_seed=3, on_progress=gate))
-        assert gate.reached.wait(TIMEOUT_S)
+        assert gate.reached.wait(LIMIT_S)
         paused = batcher.pause(mode)
         gate.go.set()
-        paused.result(TIMEOUT_S)
+        paused.result(LIMIT_S)
         held = batcher.submit(make_request(prompt_of(4), rid="held"))
-        assert batcher.flush().result(TIMEOUT_S) == (mode == "retract")
+        assert batcher.flush().result(LIMIT_S) == (mode == "retract")
         assert not future.done() and not held.done()
-        batcher.call(lambda: batcher.weights_changed("new")).result(TIMEOUT_S)
-        batcher.resume().result(TIMEOUT_S)
-        reply = future.result(TIMEOUT_S)
-        assert held.result(TIMEOUT_S).spans == [("new", 16)]
+        batcher.call(lambda: batcher.weights_changed("new")).result(LIMIT_S)
+        batcher.resume().result(LIMIT_S)
+        reply = future.result(LIMIT_S)
+        assert held.result(LIMIT_S).spans == [("new", 16)]
     assert reply.output == plain.output
     assert reply.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
     assert reply.spans == [("default", 5), ("new", 16)]
@@ -499,32 +500,32 @@ def test_abort_pause_ends_what_was_accepted_and_holds_the_rest(decoder):
     with running(decoder, max_running_requests=1) as batcher:
         gate = Gate(tokens=3)
         first = batcher.submit(make_request(prompt_of(12), on_progress=gate))
-        assert gate.reached.wait(TIMEOUT_S)
+        assert gate.reached.wait(LIMIT_S)
         queued = batcher.submit(make_request(prompt_of(12), rid="queued"))
         paused = batcher.pause("abort")
         gate.go.set()
-        paused.result(TIMEOUT_S)
-        assert first.result(TIMEOUT_S).finish_reason["message"] == "Aborted"
+        paused.result(LIMIT_S)
+        assert first.result(LIMIT_S).finish_reason["message"] == "Aborted"
         assert len(first.result().output) == len(first.result().logprobs) == 3
-        assert queued.result(TIMEOUT_S).finish_reason["message"] == "Abort in waiting queue"
+        assert queued.result(LIMIT_S).finish_reason["message"] == "Abort in waiting queue"
         late = batcher.submit(make_request(prompt_of(12), rid="late"))
-        batcher.call(lambda: None).result(TIMEOUT_S)
+        batcher.call(lambda: None).result(LIMIT_S)
         assert not late.done()
         batcher.resume()
-        assert len(late.result(TIMEOUT_S).output) == 16
+        assert len(late.result(LIMIT_S).output) == 16
 
 
 def test_an_exclusive_call_waits_for_accepted_requests_and_holds_later_ones(decoder):
     with running(decoder) as batcher:
         gate = Gate(tokens=3)
         before = batcher.submit(make_request(prompt_of(12), on_progress=gate))
-        assert gate.reached.wait(TIMEOUT_S)
+        assert gate.reached.wait(LIMIT_S)
         seen = []
         call = batcher.call(lambda: seen.append((before.done(), after.done())), exclusive=True)
         after = batcher.submit(make_request(prompt_of(12), rid="after"))
         gate.go.set()
-        call.result(TIMEOUT_S)
-        after.result(TIMEOUT_S)
+        call.result(LIMIT_S)
+        after.result(LIMIT_S)
     assert seen == [(True, False)]
 
 
@@ -552,7 +553,7 @@ def test_rows_left_with_nan_do_not_poison_later_requests(hf, tmp_path):
         decoder.write("model.layers.0.mlp.down_proj.weight", good[1] * math.nan)
         broken = finish(batcher, *(make_request(prompt_of(60, i), rid=str(i)) for i in range(3)))
         decoder.write("model.layers.0.mlp.down_proj.weight", good[1])
-        batcher.call(lambda: batcher.weights_changed("fixed")).result(TIMEOUT_S)
+        batcher.call(lambda: batcher.weights_changed("fixed")).result(LIMIT_S)
         (healed,) = finish(batcher, make_request(prompt_of(10), sampling_seed=1))
     assert [r.finish_reason for r in broken] == [{"type": "stop", "matched": "NaN happened"}] * 3
     assert all(len(r.logprobs) == len(r.output) == 1 for r in broken)
@@ -571,17 +572,17 @@ def test_a_failing_forward_pass_fails_its_requests_and_all_later_ones(decoder, m
         assert "no memory left" in reply.finish_reason["message"] == f"The embedded server failed: {batcher.failure}"
         (later,) = finish(batcher, make_request(prompt_of(9)))
         assert later.finish_reason["status_code"] == 500
-        assert batcher.call(lambda: "alive").result(TIMEOUT_S) == "alive"
+        assert batcher.call(lambda: "alive").result(LIMIT_S) == "alive"
 
 
 def test_stopping_answers_everyone(decoder):
     with running(decoder) as batcher:
         gate = Gate(tokens=2)
         future = batcher.submit(make_request(prompt_of(9), on_progress=gate))
-        assert gate.reached.wait(TIMEOUT_S)
+        assert gate.reached.wait(LIMIT_S)
         batcher.stop()
         gate.go.set()
-        assert future.result(TIMEOUT_S).finish_reason["status_code"] == 503
+        assert future.result(LIMIT_S).finish_reason["status_code"] == 503
 
 
 def test_commands_that_come_while_one_looks_through_them_do_not_end_the_thread(decoder):
@@ -589,7 +590,7 @@ def test_commands_that_come_while_one_looks_through_them_do_not_end_the_thread(d
     with running(decoder) as batcher:
         gate = Gate(tokens=2)
         reply = batcher.submit(make_request(prompt_of(9), max_new_tokens=40, on_progress=gate))
-        assert gate.reached.wait(TIMEOUT_S)
+        assert gate.reached.wait(LIMIT_S)
         exclusive = batcher.call(lambda: "done", exclusive=True)
         gate.go.set()
         callers = [
@@ -599,21 +600,21 @@ def test_commands_that_come_while_one_looks_through_them_do_not_end_the_thread(d
         for caller in callers:
             caller.start()
         for caller in callers:
-            caller.join(TIMEOUT_S)
-        assert len(reply.result(TIMEOUT_S).output) == 40 and exclusive.result(TIMEOUT_S) == "done"
-        assert batcher.call(lambda: "alive").result(TIMEOUT_S) == "alive" and batcher.failure is None
+            caller.join(LIMIT_S)
+        assert len(reply.result(LIMIT_S).output) == 40 and exclusive.result(LIMIT_S) == "done"
+        assert batcher.call(lambda: "alive").result(LIMIT_S) == "alive" and batcher.failure is None
 
 
 def test_a_thread_that_dies_leaves_nobody_waiting_and_says_so(decoder, monkeypatch):
     with running(decoder) as batcher:
         gate = Gate(tokens=2)
         reply = batcher.submit(make_request(prompt_of(9), on_progress=gate))
-        assert gate.reached.wait(TIMEOUT_S)
+        assert gate.reached.wait(LIMIT_S)
         monkeypatch.setattr(batcher, "_next_command", lambda: 1 / 0)
         command = batcher.call(lambda: None)
         gate.go.set()
-        assert reply.result(TIMEOUT_S).finish_reason["status_code"] == 500
+        assert reply.result(LIMIT_S).finish_reason["status_code"] == 500
         for future in (command, batcher.call(lambda: None), batcher.submit(make_request(prompt_of(9)))):
             with pytest.raises(RuntimeError, match="its thread died: ZeroDivisionError"):
-                future.result(TIMEOUT_S)
+                future.result(LIMIT_S)
     assert batcher.has_died and "its thread died" in batcher.failure

@@ -1,13 +1,14 @@
 """The budget of a step, on a few layers of two models for clusters."""
 
 import copy
+import functools
 
 import pytest
 
 from megatron_rl.tools.plan.devices import LINKS
 from megatron_rl.tools.rehearsal.budget import TARGETS, budget, budget_lines
 from megatron_rl.tools.rehearsal.rehearsal import World
-from tests.unit.tools.rehearse_cases import order_of, rehearsed, write_shape
+from tests.kit.rehearsals import order_of, write_shape
 
 SHAPES = {"qwen3-4b": ("configs/math_qwen3_4b.yaml", 8), "qwen3-30b-a3b": ("configs/math_qwen3_30b_a3b_4nodes.yaml", 8)}
 WORLD = World(nodes=1, gpus_per_node=8, ranks=8, stages=1)
@@ -17,29 +18,30 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """By model, what its last rank found in a step of 32k tokens a rank, with two layers."""
+def rehearsed(rehearsals, tmp_path_factory):
+    """Rehearse a model of two layers, once: what its last rank found in a step of 32k tokens a rank."""
     folder = tmp_path_factory.mktemp("budget")
-    cases = {}
-    for model, (config, ranks) in SHAPES.items():
-        words = [
-            write_shape(folder / f"{model}-2", model, num_hidden_layers=2),
-            *ROWS,
-            "megatron.recompute_num_layers=1",
-        ]
-        cases[model] = {"faults": [], "orders": [order_of(config, ranks, words, rank=ranks - 1)]}
-    return {model: ranks[cases[model]["orders"][0]["rank"]] for model, ranks in rehearsed(folder, cases).items()}
+
+    @functools.cache
+    def rehearse(model):
+        config, ranks = SHAPES[model]
+        shape = write_shape(folder / f"{model}-2", model, num_hidden_layers=2)
+        words = [shape, *ROWS, "megatron.recompute_num_layers=1"]
+        return rehearsals.of(folder / model, [order_of(config, ranks, words, rank=ranks - 1)])[ranks - 1]
+
+    return rehearse
 
 
 @pytest.mark.parametrize("model", SHAPES)
-def test_an_update_meets_its_targets(model, found):
-    assert isinstance(found[model], dict), found[model]
-    result = budget(found[model], WORLD)
+def test_an_update_meets_its_targets(model, rehearsed):
+    found = rehearsed(model)
+    assert isinstance(found, dict), found
+    result = budget(found, WORLD)
     figures = {target["what"]: target["found"] for target in result["targets"]}
     assert set(figures) == set(TARGETS) and None not in figures.values()
     missed = [target for target in result["targets"] if not target["is_met"]]
     assert not missed, missed
-    assert found[model]["phases"]["update"]["microbatches"] >= 2
+    assert found["phases"]["update"]["microbatches"] >= 2
     assert any(what.startswith("allgather") for what in result["exposed"])
     assert all("param_and_grad_buffer" not in what for what in result["exposed"]), "these are hidden by overlap"
     for row in result["exposed"].values():
@@ -48,8 +50,8 @@ def test_an_update_meets_its_targets(model, found):
         )
 
 
-def test_a_wait_in_a_microbatch_and_a_copy_too_many_miss_their_targets(found):
-    worse = copy.deepcopy(found["qwen3-4b"])
+def test_a_wait_in_a_microbatch_and_a_copy_too_many_miss_their_targets(rehearsed):
+    worse = copy.deepcopy(rehearsed("qwen3-4b"))
     phase, line = worse["phases"]["update"], "a number read at megatron_rl/algo/loss.py:1"
     phase["syncs"][line] = phase["in_microbatches"][line] = phase["microbatches"]
     phase["copies_in_microbatches"]["to device"] += 1

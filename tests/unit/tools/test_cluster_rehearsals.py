@@ -1,10 +1,12 @@
-"""Every config of a cluster is rehearsed on its whole layout: two with all layers, the others with one of each kind.
+"""Configs of clusters are rehearsed on their whole layout, with one layer of each kind: the depth repeats.
 
-The two have the figures in the table of docs/cluster.md. All of them at their full depth would take ten minutes.
+`make test` keeps one of each kind of model and trainer. Two with all their layers have the figures in the table of
+docs/cluster.md; all of them at full depth would take ten minutes.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -20,18 +22,25 @@ from megatron_rl.tools.plan.plan_command import with_models
 from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, check, world_of
 from megatron_rl.tools.rehearsal.rehearsal_text import as_text
-from megatron_rl.weights.architecture import read_architecture
-from tests.unit.tools.rehearse_cases import order_of, rehearsed, write_shape
+from tests.kit.rehearsals import few_layers, order_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = [
     path for path in sorted((ROOT / "configs").glob("*.yaml")) if re.search(r"qwen3|llama3|deepseek|glm", path.name)
 ]
-COMPARED = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
-"""One stage, and several: these have all their layers."""
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+KINDS = {
+    "math_llama3_70b_8nodes": "dense layers, in stages",
+    "math_qwen3_30b_a3b_4nodes": "mixtures",
+    "math_deepseek_v3_64nodes": "latent attention",
+    "math_llama3_70b_lora_2nodes": "adapters",
+    "math_qwen3_30b_a3b_1node": "the optimizer on the CPU",
+}
+"""What `make test` rehearses."""
+CONFIGS = [pytest.param(path, id=path.stem, marks=() if path.stem in KINDS else pytest.mark.thorough) for path in LARGE]
+WITH_ALL_LAYERS = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
+"""One stage, and several."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -41,47 +50,32 @@ def table():
     return importlib.import_module("rehearse_configs")
 
 
-def few_layers(table, path, folder):
-    """Write the model's config.json with one layer of each kind on a stage; return the settings for it.
-
-    Dense layers before mixtures all stay, on the first stage. Of a config that recomputes some layers of a stage, the
-    layer that is recomputed comes with one that is not.
-    """
-    config = with_models(load_config(path), table.MODELS)
-    mixture = read_architecture(config.model.path).mixture
-    dense, given = mixture.layers.index(True) if mixture else 0, config.megatron
-    is_half = given.get("recompute_method") == "block"
-    each, sizes = 1 + is_half, {FIRST: dense + 1 + is_half, LAST: 1 + is_half}
-    layers = dense + each * config.parallel.pipeline
-    model = write_shape(folder, Path(config.model.path).name, num_hidden_layers=layers)
-    cuts = [f"megatron.{key}={size}" for key, size in sizes.items() if key in given]
-    return [model, *cuts, *(["megatron.recompute_num_layers=1"] if is_half else [])]
-
-
 @pytest.fixture(scope="module")
-def found(table, tmp_path_factory):
-    """By config: its settings, and the rehearsal of its first and last rank."""
-    folder = tmp_path_factory.mktemp("few_layers")
-    cases, settings, worlds = {}, {}, {}
-    for path in LARGE:
-        world = worlds[path] = world_of(load_config(path), nodes=table.nodes_of(path), gpus_per_node=8)
-        if path.stem in COMPARED:
+def rehearsed(table, rehearsals, tmp_path_factory):
+    """Rehearse a config's first and last rank, once; return its settings and what they found."""
+    folder = tmp_path_factory.mktemp("configs")
+
+    @functools.cache
+    def rehearse(path, all_layers=False):
+        name = f"{path.stem}-{'all' if all_layers else 'few'}"
+        if all_layers:
             words = [f"model.path={with_models(load_config(path), table.MODELS).model.path}"]
         else:
-            words = few_layers(table, path, folder / f"model-{path.stem}")
-        settings[path], ranks = words, world.chosen(table.ranks_of(world))
-        orders = [order_of(path, world.ranks, words, rank=rank) for rank in ranks]
-        cases[path.stem] = {"faults": [], "orders": orders}
-    results = rehearsed(folder, cases)
-    return {
-        path: (words, Rehearsal(None, worlds[path], DEVICES["h100"], results[path.stem]))
-        for path, words in settings.items()
-    }
+            words = few_layers(path, folder / f"model-{name}")
+        world = table_world(table, path)
+        orders = [order_of(path, world.ranks, words, rank=rank) for rank in world.chosen(table.ranks_of(world))]
+        return words, Rehearsal(None, world, DEVICES["h100"], rehearsals.of(folder / name, orders))
+
+    return rehearse
 
 
-@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_a_config_of_a_cluster_runs_without_a_fault_and_waits_for_nothing_in_a_microbatch(path, table, found):
-    _, result = found[path]
+def table_world(table, path):
+    return world_of(load_config(path), nodes=table.nodes_of(path), gpus_per_node=8)
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_a_config_of_a_cluster_runs_without_a_fault_and_waits_for_nothing_in_a_microbatch(path, rehearsed):
+    _, result = rehearsed(path)
     assert all(isinstance(part, dict) for part in result.by_rank.values()), result.by_rank
     check(result)
     for rank, part in result.by_rank.items():
@@ -91,10 +85,10 @@ def test_a_config_of_a_cluster_runs_without_a_fault_and_waits_for_nothing_in_a_m
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in LARGE if "optimizer_cpu_offload" in path.read_text()], ids=lambda p: p.stem
+    "path", [config for config in CONFIGS if "optimizer_cpu_offload" in config.values[0].read_text()]
 )
-def test_an_optimizer_on_the_cpu_has_the_planned_host_memory(path, table, found):
-    settings, result = found[path]
+def test_an_optimizer_on_the_cpu_has_the_planned_host_memory(path, rehearsed):
+    settings, result = rehearsed(path)
     config, tokens = load_config(path, settings), PromptTokens.of([1])
     (model,) = models_of(config)
     for rank, part in result.by_rank.items():
@@ -106,9 +100,9 @@ def test_an_optimizer_on_the_cpu_has_the_planned_host_memory(path, table, found)
     assert as_text(result).count("GiB at most in large tensors") == len(result.by_rank)
 
 
-@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_a_rank_has_no_more_to_write_of_a_checkpoint_than_planned_and_gathers_nothing_for_it(path, found):
-    settings, result = found[path]
+@pytest.mark.parametrize("path", CONFIGS)
+def test_a_rank_has_no_more_to_write_of_a_checkpoint_than_planned_and_gathers_nothing_for_it(path, rehearsed):
+    settings, result = rehearsed(path)
     config, tokens = load_config(path, settings), PromptTokens.of([1])
     (model,) = models_of(config)
     for rank, part in result.by_rank.items():
@@ -134,13 +128,22 @@ def rows(table, text):
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_the_table_says_what_a_rehearsal_says(path, table, text, rows, found):
-    row, (_, result) = rows[path.stem], found[path]
-    expected = {"ranks": result.world.ranks, "planned": table.planned_gib(path, [], result)}
-    # Each version of Megatron-Core launches its own number of kernels.
-    if path.stem in COMPARED and f"megatron-core {version('megatron-core')}\n" in text:
-        expected |= table.most([table.figures(part, result.world) for part in result.by_rank.values()])
-    for name, value in expected.items():
+def test_the_table_says_what_a_plan_says(path, table, rows):
+    row, world = rows[path.stem], table_world(table, path)
+    planned = table.planned_gib(path, [], Rehearsal(None, world, DEVICES["h100"]))
+    for name, value in {"ranks": world.ranks, "planned": planned}.items():
         assert row[name] == format(value, table.COLUMNS[name]).strip(), name
     assert float(row["GiB"]) <= 1.05 * float(row["planned"]), "the plan is one of the longest replies"
     assert int(row["own"]) <= 3, "waits of our own lines in an update"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WITH_ALL_LAYERS)
+def test_the_table_says_what_a_rehearsal_says(name, table, text, rows, rehearsed):
+    if f"megatron-core {version('megatron-core')}\n" not in text:
+        pytest.skip("each version of Megatron-Core launches its own number of kernels")
+    _, result = rehearsed(ROOT / "configs" / f"{name}.yaml", all_layers=True)
+    assert all(isinstance(part, dict) for part in result.by_rank.values()), result.by_rank
+    check(result)
+    for column, value in table.most([table.figures(part, result.world) for part in result.by_rank.values()]).items():
+        assert rows[name][column] == format(value, table.COLUMNS[column]).strip(), column

@@ -12,6 +12,7 @@ from rich.console import Console
 from megatron_rl import cli
 from megatron_rl.telemetry.run_log import RunLog, read_run
 from megatron_rl.tools.report.compare import compare, distinct_names, what_they_reached
+from tests.kit.waiting import LATE_S
 
 
 def write_run(folder: Path, lr: str, gain: float, steps: int = 4) -> Path:
@@ -87,6 +88,6 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(tmp_path, arguments):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "megatron_rl.cli", *arguments]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=LATE_S)
     os.close(writing)
     assert done.stderr == ""

@@ -1,5 +1,6 @@
 """What a plan says of memory and traffic, against the real engine on a device without memory: in bfloat16."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.plan.traffic import RankTraffic
 from megatron_rl.tools.rehearsal.sent_bytes import wire_bytes
 from megatron_rl.tools.rehearsal.step import made_batch
-from tests.unit.tools.rehearse_cases import order_of, rehearsed, write_shape
+from tests.kit.rehearsals import order_of, write_shape
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "gsm8k_qwen3_4b.yaml")
@@ -69,6 +70,15 @@ LAYOUTS = {
     "latent attention, adapters": ("deepseek-v3", f"parallel.tensor=1 parallel.expert=2 {ADAPTERS}"),
 }
 """Of Transformer Engine's layers, as clusters have them, and of upstream's local ones."""
+KEPT = (
+    "dense, tensor and pipeline",
+    "dense, tensor and context",
+    "mixture, tensor and expert",
+    "latent attention, local layers",
+    "dense, adapters, recompute",
+)
+"""Every model, axis and option is in one of these, which `make test` rehearses."""
+CASES = [pytest.param(layout, marks=() if layout in KEPT else pytest.mark.thorough) for layout in LAYOUTS]
 ABOVE = {"dense, adapters": 0.15}
 """Shares that a plan may be above the peak. Its first stage has 323 MB with Megatron-Core 0.19, and had 357 before."""
 
@@ -76,20 +86,21 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """By layout: its settings, and what its last and its first rank found."""
-    folder, settings = tmp_path_factory.mktemp("layouts"), {}
+def rehearsed(rehearsals, tmp_path_factory):
+    """Rehearse a layout, once; return its settings, and what its last and its first rank found."""
+    folder = tmp_path_factory.mktemp("layouts")
     small = dict(num_hidden_layers=2, hidden_size=1024, vocab_size=32768)
     models = {name: write_shape(folder / name, name, **changes | small) for name, changes in MODELS.items()}
-    orders = {}
-    for layout, (name, words) in LAYOUTS.items():
-        settings[layout] = [models[name], *SETTINGS, *words.split()]
-        ranks = [
-            order_of(CONFIG, RANKS, settings[layout], rank=rank, gpus_per_node=GPUS_PER_NODE) for rank in (RANKS - 1, 0)
-        ]
-        orders[layout] = {"faults": [], "orders": ranks}
-    results = rehearsed(folder, orders)
-    return {layout: (settings[layout], results[layout]) for layout in LAYOUTS}
+
+    @functools.cache
+    def rehearse(layout):
+        name, words = LAYOUTS[layout]
+        settings = [models[name], *SETTINGS, *words.split()]
+        more = {"gpus_per_node": GPUS_PER_NODE}
+        orders = [order_of(CONFIG, RANKS, settings, rank=rank, **more) for rank in (RANKS - 1, 0)]
+        return settings, rehearsals.of(folder / layout, orders)
+
+    return rehearse
 
 
 def replicas_of(config):
@@ -103,9 +114,9 @@ def rows_and_labels(config):
     return rows / replicas_of(config), int(batch["loss_mask"].sum()) / replicas_of(config)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_memory_of_an_update_is_the_planned_one(layout, found):
-    settings, by_rank = found[layout]
+@pytest.mark.parametrize("layout", CASES)
+def test_the_memory_of_an_update_is_the_planned_one(layout, rehearsed):
+    settings, by_rank = rehearsed(layout)
     config, tokens = load_config(CONFIG, settings), PromptTokens.of([PROMPT])
     (model,) = models_of(config)
     # Its microbatches, of which there are two, are not quite as full as they may be.
@@ -149,9 +160,9 @@ def bytes_by_axis(found, phase, *left_out):
     return sent
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_traffic_of_an_update_and_of_a_publication_is_the_planned_one(layout, found):
-    settings, by_rank = found[layout]
+@pytest.mark.parametrize("layout", CASES)
+def test_the_traffic_of_an_update_and_of_a_publication_is_the_planned_one(layout, rehearsed):
+    settings, by_rank = rehearsed(layout)
     config = load_config(CONFIG, settings)
     (model,) = models_of(config)
     for rank, part in by_rank.items():

@@ -1,5 +1,9 @@
-"""`megatron-rl rehearse` on a tiny model: what it finds by itself, and the faults that it names."""
+"""`megatron-rl rehearse` on a tiny model: what it finds by itself, and the faults that it names.
 
+Of faults of one kind `make test` keeps those that the rehearsal finds in ways of its own.
+"""
+
+import functools
 import json
 from dataclasses import fields, replace
 from html import escape
@@ -18,7 +22,7 @@ from megatron_rl.tools.rehearsal.device_memory import kept_by
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, World, check
 from megatron_rl.tools.rehearsal.rehearsed_rank import config_of
-from tests.unit.tools.rehearse_cases import order_of, rehearsed
+from tests.kit.rehearsals import order_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = dict(
@@ -39,7 +43,7 @@ TINY = dict(
 )
 CONFIG = "configs/gsm8k_qwen3_4b.yaml"
 SMALL = ("batch.tokens_per_microbatch=1024", "generation.max_new_tokens=128", "data.max_prompt_tokens=64")
-CUDNN = "attention by cuDNN"
+SOUND, CUDNN = "sound", "attention by cuDNN"
 STAGES = ("parallel.pipeline=2",)  # beside the config's two tensor ranks: 0 and 4 are the first of both stages
 FAILS = {
     "a_mask_left_on_the_host": "at least two devices",
@@ -69,8 +73,20 @@ APART = {
     "a_broadcast_from_another_rank": "broadcast",
     "a_microbatch_more_on_one_stage": "nothing",
 }
+TOLD_APART = (
+    "a_collective_missing_on_one_stage",  # by the number of calls
+    "another_shape_between_stages",  # of messages, by their size
+    "another_dtype_on_one_rank",
+    "two_collectives_in_another_order",  # by the kind
+    "a_broadcast_from_another_rank",
+)
 
 pytestmark = pytest.mark.slow
+
+
+def case_of(name, *kept):
+    """A parameter of `make test` if it is one of these, else of `make test-all`."""
+    return pytest.param(name, marks=() if name in kept else pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -81,30 +97,32 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cases(model, tmp_path_factory):
-    """By case and rank: what it found, or the text of the fault that ended it."""
+def rehearsed(model, rehearsals, tmp_path_factory):
+    """Rehearse a case, once: by rank what it found, or the text of the fault that ended it."""
     folder = tmp_path_factory.mktemp("cases")
-    words = [f"model.path={model}", *SMALL, *STAGES]
-    faults = {"sound": [], CUDNN: [], "waits": list(WAITS), "memory": list(MEMORY)}
-    faults |= {name: [name] for name in [*FAILS, *APART]}
-    settings = {name: [*words, f"model.flash_attention={'TE' if name == CUDNN else 'torch'}"] for name in faults}
-    ranks = {name: [7, 4, 0] if name == "sound" else [4, 0] if name in APART else [7] for name in faults}
-    return rehearsed(
-        folder,
-        {
-            case: {"faults": names, "orders": [order_of(CONFIG, 8, settings[case], rank=rank) for rank in ranks[case]]}
-            | ({} if case == "sound" else {"hears": "sound"})
-            for case, names in faults.items()
-        },
-    )
+    faults, ranks = {SOUND: [], CUDNN: [], "waits": list(WAITS), "memory": list(MEMORY)}, {SOUND: [7, 4, 0]}
+    ranks |= dict.fromkeys(APART, [4, 0])
+
+    @functools.cache
+    def rehearse(case):
+        hears = None
+        if case != SOUND:
+            rehearse(SOUND)
+            hears = folder / SOUND
+        attention = f"model.flash_attention={'TE' if case == CUDNN else 'torch'}"
+        words = [f"model.path={model}", *SMALL, *STAGES, attention]
+        orders = [order_of(CONFIG, 8, words, rank=rank) for rank in ranks.get(case, [7])]
+        return rehearsals.of(folder / case, orders, faults=faults.get(case, [case]), hears=hears)
+
+    return rehearse
 
 
 def syncs(found):
     return found["phases"]["update"]["syncs"]
 
 
-def test_a_sound_job_has_no_fault_and_no_sync_of_its_own_in_a_microbatch(cases):
-    found = cases["sound"]
+def test_a_sound_job_has_no_fault_and_no_sync_of_its_own_in_a_microbatch(rehearsed):
+    found = rehearsed(SOUND)
     assert all(isinstance(part, dict) for part in found.values()), found
     assert differences(found) == []
     for rank, part in found.items():
@@ -113,31 +131,31 @@ def test_a_sound_job_has_no_fault_and_no_sync_of_its_own_in_a_microbatch(cases):
         assert all(count == 1 for count in own.values()), (rank, own)
 
 
-@pytest.mark.parametrize("case", FAILS)
-def test_a_tensor_in_the_wrong_place_ends_the_rehearsal_with_its_line(case, cases):
-    text = cases[case][7]
+@pytest.mark.parametrize("case", [case_of(name, "a_mask_left_on_the_host") for name in FAILS])
+def test_a_tensor_in_the_wrong_place_ends_the_rehearsal_with_its_line(case, rehearsed):
+    text = rehearsed(case)[7]
     assert isinstance(text, str) and FAILS[case] in text.lower(), text
     assert "megatron" in text.partition(":")[0]
 
 
 @pytest.mark.parametrize("case", WAITS)
-def test_a_place_where_the_host_waits_is_listed_with_its_line(case, cases):
-    usual, found = syncs(cases["sound"][7]), syncs(cases["waits"][7])
+def test_a_place_where_the_host_waits_is_listed_with_its_line(case, rehearsed):
+    usual, found = syncs(rehearsed(SOUND)[7]), syncs(rehearsed("waits")[7])
     more = {what: count for what, count in found.items() if count > usual.get(what, 0)}
     assert any(WAITS[case] in what.partition(" at ")[0] for what in more), more
     assert all(" at megatron" in what for what in more)
 
 
 @pytest.mark.parametrize("case", MEMORY)
-def test_memory_that_is_kept_stands_at_the_peak_with_its_line(case, cases):
-    usual, found = cases["sound"][7], cases["memory"][7]
+def test_memory_that_is_kept_stands_at_the_peak_with_its_line(case, rehearsed):
+    usual, found = rehearsed(SOUND)[7], rehearsed("memory")[7]
     assert found["peak_bytes"] > usual["peak_bytes"] + 150_000
     more = {line: nbytes - usual["peak_by_line"].get(line, 0) for line, nbytes in found["peak_by_line"].items()}
     assert any(MEMORY[case] in line and nbytes > 50_000 for line, nbytes in more.items()), more
 
 
-def test_memory_is_of_the_parts_that_it_serves(cases):
-    for rank, part in cases["sound"].items():
+def test_memory_is_of_the_parts_that_it_serves(rehearsed):
+    for rank, part in rehearsed(SOUND).items():
         # Of a stage with one of two layers on one of two tensor ranks; both ends have 256 of 512 columns.
         layer = (4 + 2 * 2) * 16 * 64 // 2 + 64 * 64 // 2 + 3 * 64 * 128 // 2 + 2 * 64 + 2 * 16
         count = layer + 512 * 64 // 2 + (64 if rank >= 4 else 0)
@@ -151,13 +169,13 @@ def test_memory_is_of_the_parts_that_it_serves(cases):
         points = part["timeline"]["points"]
         assert max(sum(point[2:]) for point in points) == part["peak_bytes"] and len(points) <= 2000
         assert [point[0] for point in points] == sorted(point[0] for point in points)
-    usual, found = (cases[case][7]["peak_by_part"] for case in ("sound", "memory"))
+    usual, found = (rehearsed(case)[7]["peak_by_part"] for case in (SOUND, "memory"))
     assert found["activations"] < 1.1 * usual["activations"], "what only the code keeps, autograd does not"
     assert found["other"] > usual["other"] + 150_000
 
 
-def test_attention_by_cudnn_keeps_what_flash_attention_keeps_and_launches_more(cases):
-    usual, found = cases["sound"][7], cases[CUDNN][7]
+def test_attention_by_cudnn_keeps_what_flash_attention_keeps_and_launches_more(rehearsed):
+    usual, found = rehearsed(SOUND)[7], rehearsed(CUDNN)[7]
     assert isinstance(found, dict), found
     before, after = usual["phases"]["update"], found["phases"]["update"]
     assert after["flops"] == before["flops"] and after["syncs"] == before["syncs"]
@@ -183,9 +201,9 @@ def test_what_autograd_keeps_is_found_in_the_graph():
     assert len(addresses) == 2, "the factor, and the result of exp"
 
 
-@pytest.mark.parametrize("case", APART)
-def test_ranks_that_would_wait_for_each_other_are_named_with_both_lines(case, cases):
-    found = cases[case]
+@pytest.mark.parametrize("case", [case_of(name, *TOLD_APART) for name in APART])
+def test_ranks_that_would_wait_for_each_other_are_named_with_both_lines(case, rehearsed):
+    found = rehearsed(case)
     if all(isinstance(part, dict) for part in found.values()):
         faults = differences(found)
         assert faults, case
@@ -213,7 +231,8 @@ def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, tmp_pat
     assert rows and rows[0]["link"] == "in a node" and rows[0]["bytes"] > 0
 
 
-def test_a_plan_is_rehearsed_with_the_servers_and_ranks_that_it_chose(model, tmp_path, capsys):
+def test_a_plan_is_rehearsed_with_the_servers_and_ranks_that_it_chose(model, rehearsals, tmp_path, capsys, monkeypatch):
+    rehearsals.take_over(monkeypatch)
     words = [CONFIG, f"model.path={model}", *SMALL, *STAGES, "--nodes", "1", "--folder", str(tmp_path / "found")]
     (tmp_path / "lengths").write_text("60 120\n7 9\n")
     cli.main(["plan", *words, "--lengths", str(tmp_path / "lengths"), "--rehearse", "--json"])
@@ -284,9 +303,9 @@ def test_a_job_that_cannot_be_rehearsed_is_refused_before_anything_runs(words, n
     assert not (tmp_path / "found").exists()
 
 
-def test_a_job_without_room_is_refused_with_rank_phase_and_line(cases):
+def test_a_job_without_room_is_refused_with_rank_phase_and_line(rehearsed):
     device = replace(DEVICES["h100"], memory=RESERVED_BYTES + 1e6)
     with pytest.raises(RehearsalError) as refused:
-        check(Rehearsal(None, None, device, cases["sound"]))
+        check(Rehearsal(None, None, device, rehearsed(SOUND)))
     text = str(refused.value)
     assert "needs 0.0 GiB" in text and "in update, at megatron" in text and "recompute" in text

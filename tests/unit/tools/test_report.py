@@ -25,6 +25,7 @@ from megatron_rl.tools.report.charts import (
 )
 from megatron_rl.tools.report.report import write_report
 from megatron_rl.tools.report.summary import AIMS, aim_of, evaluation_curves
+from tests.kit.waiting import LATE_S
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" </td>'
 
@@ -124,7 +125,7 @@ def dom_in_a_browser(page, script="") -> str:
     copy.write_text(page.read_text(encoding="utf-8") + f"<script>{script}</script>", encoding="utf-8")
     arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'profile'}"]
     asked = [browser, *arguments, "--dump-dom", copy.as_uri()]
-    return subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(asked, capture_output=True, text=True, timeout=LATE_S, check=True).stdout
 
 
 def samples_shown(dom: str) -> list[list[str]]:

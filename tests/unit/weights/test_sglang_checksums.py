@@ -13,6 +13,7 @@ from megatron_rl.api import ChecksumForm
 from megatron_rl.ops import reference, tile_hashes
 from megatron_rl.servers.server_process import SGLANG_CPU_PACKAGES
 from megatron_rl.weights.sglang_checksums import SGLangChecksums, gpu_hash
+from tests.kit.waiting import LATE_S
 
 KERNEL = SGLANG_CPU_PACKAGES / "sglang/kernels/ops/memory/gpu_tensor_hash.py"
 # No whole word, and a second tile of 8192 words that is not full.
@@ -36,7 +37,7 @@ def test_the_hash_is_that_of_sglangs_kernel():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(SGLANG_CPU_PACKAGES)}
     # -O: the kernel's wrapper asserts that it is given a CUDA tensor.
     command = [sys.executable, "-O", "-c", code, str(KERNEL)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LATE_S)
     torch.manual_seed(0)
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
     assert [gpu_hash(int(total)) for total in tile_hashes([[tensor] for tensor in tensors])] == json.loads(done.stdout)
