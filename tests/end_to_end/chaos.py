@@ -26,18 +26,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from kills import (
-    ASYNCHRONOUS,
-    JOURNAL,
-    SMALL,
-    do_the_books,
-    exit_codes,
-    experiment,
-    has_ended,
-    losses,
-    run_to_the_end,
-    start_ranks,
-)
+from kills import ASYNCHRONOUS, JOURNAL, SMALL, do_the_books
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -46,7 +35,9 @@ from megatron_rl.rollout.journal import read_file
 from megatron_rl.servers import supervisor as supervision
 from megatron_rl.servers.supervisor import Supervisor
 from tests.kit.fault_proxy import FaultProxy
-from tests.kit.runs import ROOT
+from tests.kit.forks import exit_codes, has_ended, killed, start_ranks
+from tests.kit.runs import COUNT_MODEL, experiment, losses, run_to_the_end
+from tests.kit.waiting import wait_until
 
 logging.disable_progress_bar()
 
@@ -94,8 +85,7 @@ class UnreliableServers:
         # They are started again at once, however often they die.
         supervision.FIRST_RESTART_S = supervision.LONGEST_RESTART_S = 0.2
         config = RolloutConfig(backend="embedded", server_count=2, server_restarts=1_000_000)
-        model = ROOT / "configs" / "models" / "count_tiny"
-        self._supervisor, self._chance = Supervisor(config, model, folder, dummy_weights=True), chance
+        self._supervisor, self._chance = Supervisor(config, COUNT_MODEL, folder, dummy_weights=True), chance
         self.is_calm, self._is_over = threading.Event(), threading.Event()
         self.is_calm.set()
         self.troubles: list[str] = []
@@ -207,13 +197,13 @@ def trouble_of(pid: int, chance: random.Random) -> list[str]:
 
 
 def wait_for_the_end(pids: list[int], output: Path) -> None:
-    deadline = time.monotonic() + STANDS_STILL_S
-    while not all(has_ended(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"a life stands still for {STANDS_STILL_S:g} s\n{output.read_text()}")
-        time.sleep(0.02)
+    try:
+        what = lambda: f"a life stands still\n{output.read_text()}"  # noqa: E731
+        wait_until(lambda: all(map(has_ended, pids)), what, limit_s=STANDS_STILL_S)
+    except AssertionError:
+        for pid in pids:
+            killed(pid)
+        raise
 
 
 def tokens_of_wrong_versions(folder: Path) -> tuple[int, int]:

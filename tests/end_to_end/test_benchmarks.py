@@ -11,8 +11,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from kills import exit_codes
 
+from tests.kit.forks import check_end
 from tests.kit.ranks import fork
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +50,7 @@ def said_by(act, commands: list[str], folder: Path) -> str:
         for command in commands:
             act(*shlex.split(command))
 
-    codes = exit_codes([fork(run, commands, output)])
-    assert codes == [0], output.read_text()
+    check_end([fork(run, commands, output)], output)
     return output.read_text()
 
 

@@ -11,7 +11,8 @@ from megatron_rl.data.tasks import count_ones
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.train import main
 from tests.kit.ranks import run_ranks
-from tests.kit.runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked
+from tests.kit.runs import COUNT, COUNT_MODEL, ROOT, evaluations_of, mean, steps_of, train_forked
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 BY_TOKEN = ("rollout.workflow=tests.end_to_end.token_rewards:RewardsByToken", "run.import_from=[tests]")
@@ -19,8 +20,8 @@ BY_TOKEN = ("rollout.workflow=tests.end_to_end.token_rewards:RewardsByToken", "r
 
 def run(command, config, *settings):
     """Run a command of this package in a process of its own, which is forked and need not import anything."""
-    model = (f"model.path={ROOT}/configs/models/count_tiny",) if not any("model.path" in s for s in settings) else ()
-    run_ranks(1, command, [str(ROOT / config), *model, *settings])
+    model = (f"model.path={COUNT_MODEL}",) if not any("model.path" in s for s in settings) else ()
+    run_ranks(1, command, [str(ROOT / config), *model, *settings], timeout_s=LATE_S)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,12 @@ def test_remax_compares_with_what_the_reward_model_makes_of_the_greedy_reply(rew
     )
     settings += ("rollout.workflow_args.keep_greedy=true", f"reward_model.path={judge}", "reward_model.coefficient=0.5")
     settings += ("rollout.server_count=1", "batch.prompts_per_step=16", "generation.n_samples=2", "data.evaluation=")
-    run_ranks(1, train_and_keep, [str(ROOT / "configs/count_remax.yaml"), *settings, "data.evaluation_args={}"])
+    run_ranks(
+        1,
+        train_and_keep,
+        [str(ROOT / "configs/count_remax.yaml"), *settings, "data.evaluation_args={}"],
+        timeout_s=LATE_S,
+    )
     batch = torch.load(run_folder / "batch.pt", weights_only=False)
     assert steps_of(run_folder)[0]["batch/trajectories"] == len(batch) == 32
 

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kills import served_by
 
-from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.config import load_config
 from megatron_rl.engine import manifest
-from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import COUNT, ROOT, evaluations_of, steps_of
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
@@ -27,21 +26,14 @@ FROM_SERVERS = ("mismatch/", "rollout/")
 journal has is not generated again."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One server outlives all these runs, which start in a second each then."""
-    model, folder = ROOT / "configs" / "models" / "count_tiny", tmp_path_factory.mktemp("servers")
-    with Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True) as servers:
-        yield served_by(servers)
-
-
 def experiment(config, overrides, resume):
     os.chdir(ROOT)
     train(load_config(config, list(overrides)), resume=resume)
 
 
 def run(folder, server, *overrides, config=COUNT, resume="", ranks=1):
-    run_ranks(ranks, experiment, config, (*server, f"run.folder={folder}", *overrides), resume)
+    settings = (*server, f"run.folder={folder}", *overrides)
+    run_ranks(ranks, experiment, config, settings, resume, timeout_s=LATE_S)
 
 
 @pytest.fixture(scope="module")

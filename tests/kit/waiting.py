@@ -25,12 +25,14 @@ LATE_S = 1000.0 * SLOWNESS
 POLL_S = 0.01
 
 
-def wait_until(holds: Callable[[], object], what: object = "", *, limit_s: float = LIMIT_S) -> None:
+def wait_until(
+    holds: Callable[[], object], what: object = "", *, limit_s: float = LIMIT_S, poll_s: float = POLL_S
+) -> None:
     """Return as soon as `holds()` is true. Raises AssertionError with `what`, which may be a function, at the limit."""
     deadline = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline, f"after {limit_s:.0f} s: {what() if callable(what) else what}"
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
 
 
 async def until(holds: Callable[[], object], what: object = "", *, limit_s: float = LIMIT_S) -> None:

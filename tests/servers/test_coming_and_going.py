@@ -10,12 +10,12 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from kills import has_ended, run_until_killed
 
 from megatron_rl.config import GenerationConfig
 from megatron_rl.launch.server_registry import Lease, Registration, registered_urls
 from megatron_rl.types import LLMRequest
-from tests.kit.runs import ROOT, environment, steps_of
+from tests.kit.forks import has_ended
+from tests.kit.runs import ROOT, environment, run_until_killed, steps_of
 from tests.servers.test_catch_up import EMBEDDED, keep_name, publish
 from tests.servers.test_membership import ask, eventually
 
