@@ -143,7 +143,6 @@ def survive(
     servers: UnreliableServers,
     common: tuple[str, ...],
     chance: random.Random,
-    most_lives: int = MOST_LIVES,
 ) -> Survival:
     """Run to the end, through kills and freezes of its own processes and those of its servers."""
     folder.mkdir(parents=True)
@@ -151,10 +150,10 @@ def survive(
     overrides = (f"run.folder={folder}", *servers.settings, *common, *MODES[mode])
     before, met = len(servers.troubles), sum(len(proxy.met) for proxy in servers.proxies)
     for life in itertools.count(1):
-        assert life <= most_lives + 3, f"a run that nobody disturbs any more does not end\n{output.read_text()}"
-        servers.disturb(life <= most_lives)  # else it might die of its servers' troubles each time
+        assert life <= MOST_LIVES + 3, f"a run that nobody disturbs any more does not end\n{output.read_text()}"
+        servers.disturb(life <= MOST_LIVES)  # else it might die of its servers' troubles each time
         pids = start_ranks(1, with_stacks, overrides, output)
-        if life <= most_lives:
+        if life <= MOST_LIVES:
             troubles += trouble_of(pids[0], chance)
         wait_for_the_end(pids, output)
         if exit_codes(pids) == [0]:
@@ -258,10 +257,8 @@ def logprobs_by(model: torch.nn.Module, group) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def soak(
-    folder: Path, *, minutes: float, seed: int, most_runs: int = sys.maxsize, most_lives: int = MOST_LIVES
-) -> Iterator[Survival]:
-    """Train run after run, of every mode in turn, for so long or so many."""
+def soak(folder: Path, *, minutes: float, seed: int) -> Iterator[Survival]:
+    """Train run after run, of every mode in turn, for so long."""
     chance, deadline = random.Random(seed), time.monotonic() + 60 * minutes
     common = (*SMALL, "run.save_every_steps=1", f"warm_start.folder={folder}/warm", "warm_start.updates=15")
     with UnreliableServers(folder / "servers", chance) as servers:
@@ -270,10 +267,10 @@ def soak(
         run_to_the_end(calm, (f"run.folder={calm}", *servers.settings, *common))
         expected = losses(calm)
         for number, mode in enumerate(itertools.cycle(MODES)):
-            if number == most_runs or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 return
             target = folder / f"{mode}-{number}"
-            result = survive(target, mode, servers, common, chance, most_lives)
+            result = survive(target, mode, servers, common, chance)
             if not MODES[mode]:
                 result.is_same = losses(target) == expected
             yield result
