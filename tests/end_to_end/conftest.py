@@ -44,5 +44,4 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     128 replies a step are enough to learn. With another n_samples or another evaluation it would be another one.
     """
     folder = tmp_path_factory.mktemp("warm")
-    sizes = ("batch.prompts_per_step=16", "generation.n_samples=8", "data.evaluation_args.count=32")
-    return f"warm_start.folder={folder}/count", *sizes
+    return f"warm_start.folder={folder}/count", "batch.prompts_per_step=16", "generation.n_samples=8"

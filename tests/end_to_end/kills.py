@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,14 +171,15 @@ def do_the_books(folder: Path, steps: int = STEPS) -> tuple[int, int]:
     return len(lost), twice
 
 
-def soak(folder: Path, points: int, seed: int) -> Iterator[Trial]:
-    """Kill runs at `points` points in all, of every mode about as often, at most 5 times each."""
+def soak(folder: Path, points: int, seed: int, modes: Sequence[str] = tuple(MODES)) -> Iterator[Trial]:
+    """Kill runs at `points` points in all, of each of these modes about as often, at most 5 times each."""
     chance = random.Random(seed)
     with rollout_servers(folder / "servers") as server:
         settings = (*served_by(server), f"warm_start.folder={folder}/warm", "warm_start.updates=15")
-        for number, (name, mode) in enumerate(MODES.items()):
+        for number, name in enumerate(modes):
+            mode = MODES[name]
             expected = uninterrupted(folder / f"{name}-whole", mode, settings) if mode.has_same_losses else None
-            done, wanted = 0, points // len(MODES) + (number < points % len(MODES))
+            done, wanted = 0, points // len(modes) + (number < points % len(modes))
             for attempt in itertools.count():
                 if done == wanted:
                     break

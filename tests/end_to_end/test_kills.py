@@ -27,14 +27,17 @@ from tests.kit.waiting import LATE_S, wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_runs_that_are_killed_again_and_again_end_as_if_nobody_had(tmp_path):
-    results = list(soak(tmp_path, points=6, seed=4))
+@pytest.mark.parametrize(
+    "modes, points", [(("synchronous",), 2), pytest.param(tuple(MODES), 6, marks=pytest.mark.thorough)]
+)
+def test_runs_that_are_killed_again_and_again_end_as_if_nobody_had(modes, points, tmp_path):
+    results = list(soak(tmp_path, points=points, seed=4, modes=modes))
     kills = [place for result in results for place in result.kills]
-    assert len(kills) == 6 and {"in a checkpoint", "in a step"} <= set(kills)
-    assert {result.mode for result in results} == set(MODES)
+    assert len(kills) == points and {"in a checkpoint", "in a step"} <= set(kills)
+    assert {result.mode for result in results} == set(modes)
     for result in results:
         assert result.is_good, result
-    assert {result.is_same for result in results} == {True, None}, "of synchronous runs the losses are compared too"
+        assert result.is_same == (True if MODES[result.mode].has_same_losses else None), result
 
 
 def test_an_asynchronous_run_of_two_replicas_is_killed_and_goes_on_with_one(server, tmp_path):

@@ -34,7 +34,7 @@ def model(tmp_path_factory):
     return folder
 
 
-# tests/servers compares real SGLang's routes with the trainer's in `make test`.
+# Real SGLang, which takes half a minute to start, says its routes in the form that the embedded server has from it.
 @pytest.mark.parametrize("backend", ["embedded", pytest.param("sglang", marks=pytest.mark.thorough)])
 def test_a_run_trains_stale_tokens_on_the_experts_that_its_servers_chose(backend, model, tmp_path, request):
     if backend == "sglang":

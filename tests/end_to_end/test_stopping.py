@@ -53,8 +53,8 @@ def settings(server, tmp_path_factory):
 def test_the_launcher_passes_the_signal_on_and_its_exit_code_says_resume(settings, tmp_path):
     settings, _ = settings
     folder, output = tmp_path / "run", tmp_path / "output.txt"
-    arguments = (COUNT, *settings, "--resume", "auto", "parallel.tensor=2", "run.steps=100000", f"run.folder={folder}")
-    with launched(output, "--ranks", "2", *arguments, is_forked=False) as run:
+    arguments = (COUNT, *settings, "--resume", "auto", "run.steps=100000", f"run.folder={folder}")
+    with launched(output, *arguments, is_forked=False) as run:
         wait_for_steps(folder, 2, lambda: run.poll() is not None, output.read_text)
         run.send_signal(signal.SIGTERM)
         assert run.wait(LATE_S) == EXIT_STOPPED, output.read_text()

@@ -137,7 +137,6 @@ def test_one_started_run_can_be_followed_by_another_from_its_weights(folder, war
         "warm_start.updates=0",
         f"model.path={policy_of(warm)}",
         "model.init=hf",
-        "data.evaluation_args.count=32",
         "run.steps=1",
         "rollout.publication=delta",
         f"run.folder={folder}/again",
