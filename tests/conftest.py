@@ -37,8 +37,8 @@ pytest_plugins = [
     "tests.order",
     "tests.progress",
     "tests.proofs",
-    "tests.kit.servers",
     "tests.kit.tokenizers",
+    "tests.kit.servers",
     "tests.kit.rehearsals",
 ]
 

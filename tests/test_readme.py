@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.kit.waiting import LATE_S
 from tests.test_docs import commands_of
 
 ROOT = Path(__file__).parents[1]
@@ -107,10 +108,10 @@ loss = reinforce_loss(logits, rows)
 torch.testing.assert_close(loss, torch.tensor(2.0).mul(torch.tensor(2.0).log()))  # (1 + 3) log 2 over two tokens
 assert issubclass(MyActor, MegatronEngine)
 """
-    # A process of its own: the engine must prepare megatron.core before anything else imports it.
-    code = example("MegatronEngine", DOCS / "algorithms.md") + check
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    from tests.kit.ranks import run_ranks
+
+    # A process of its own, as the engine prepares what it is imported in.
+    run_ranks(1, exec, example("MegatronEngine", DOCS / "algorithms.md") + check, {}, timeout_s=LATE_S)
 
 
 def test_own_reward_and_loss_are_ten_lines_that_any_config_takes(tmp_path, monkeypatch):

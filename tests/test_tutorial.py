@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.served_models import make_tiny_model
+from tests.kit.waiting import LATE_S
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -88,7 +89,7 @@ def test_a_reader_can_type_every_block_in_order(tmp_path, programs):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LATE_S,
             stdin=subprocess.DEVNULL,
         )
         assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

@@ -26,18 +26,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from kills import (
-    ASYNCHRONOUS,
-    JOURNAL,
-    SMALL,
-    do_the_books,
-    exit_codes,
-    experiment,
-    has_ended,
-    losses,
-    run_to_the_end,
-    start_ranks,
-)
+from kills import ASYNCHRONOUS, JOURNAL, SMALL, do_the_books
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -46,7 +35,9 @@ from megatron_rl.rollout.journal import read_file
 from megatron_rl.servers import supervisor as supervision
 from megatron_rl.servers.supervisor import Supervisor
 from tests.kit.fault_proxy import FaultProxy
-from tests.kit.runs import ROOT
+from tests.kit.forks import exit_codes, has_ended, killed, start_ranks
+from tests.kit.runs import COUNT_MODEL, experiment, losses, run_to_the_end
+from tests.kit.waiting import wait_until
 
 logging.disable_progress_bar()
 
@@ -94,8 +85,7 @@ class UnreliableServers:
         # They are started again at once, however often they die.
         supervision.FIRST_RESTART_S = supervision.LONGEST_RESTART_S = 0.2
         config = RolloutConfig(backend="embedded", server_count=2, server_restarts=1_000_000)
-        model = ROOT / "configs" / "models" / "count_tiny"
-        self._supervisor, self._chance = Supervisor(config, model, folder, dummy_weights=True), chance
+        self._supervisor, self._chance = Supervisor(config, COUNT_MODEL, folder, dummy_weights=True), chance
         self.is_calm, self._is_over = threading.Event(), threading.Event()
         self.is_calm.set()
         self.troubles: list[str] = []
@@ -153,7 +143,6 @@ def survive(
     servers: UnreliableServers,
     common: tuple[str, ...],
     chance: random.Random,
-    most_lives: int = MOST_LIVES,
 ) -> Survival:
     """Run to the end, through kills and freezes of its own processes and those of its servers."""
     folder.mkdir(parents=True)
@@ -161,10 +150,10 @@ def survive(
     overrides = (f"run.folder={folder}", *servers.settings, *common, *MODES[mode])
     before, met = len(servers.troubles), sum(len(proxy.met) for proxy in servers.proxies)
     for life in itertools.count(1):
-        assert life <= most_lives + 3, f"a run that nobody disturbs any more does not end\n{output.read_text()}"
-        servers.disturb(life <= most_lives)  # else it might die of its servers' troubles each time
+        assert life <= MOST_LIVES + 3, f"a run that nobody disturbs any more does not end\n{output.read_text()}"
+        servers.disturb(life <= MOST_LIVES)  # else it might die of its servers' troubles each time
         pids = start_ranks(1, with_stacks, overrides, output)
-        if life <= most_lives:
+        if life <= MOST_LIVES:
             troubles += trouble_of(pids[0], chance)
         wait_for_the_end(pids, output)
         if exit_codes(pids) == [0]:
@@ -207,13 +196,13 @@ def trouble_of(pid: int, chance: random.Random) -> list[str]:
 
 
 def wait_for_the_end(pids: list[int], output: Path) -> None:
-    deadline = time.monotonic() + STANDS_STILL_S
-    while not all(has_ended(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"a life stands still for {STANDS_STILL_S:g} s\n{output.read_text()}")
-        time.sleep(0.02)
+    try:
+        what = lambda: f"a life stands still\n{output.read_text()}"  # noqa: E731
+        wait_until(lambda: all(map(has_ended, pids)), what, limit_s=STANDS_STILL_S)
+    except AssertionError:
+        for pid in pids:
+            killed(pid)
+        raise
 
 
 def tokens_of_wrong_versions(folder: Path) -> tuple[int, int]:
@@ -268,10 +257,8 @@ def logprobs_by(model: torch.nn.Module, group) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def soak(
-    folder: Path, *, minutes: float, seed: int, most_runs: int = sys.maxsize, most_lives: int = MOST_LIVES
-) -> Iterator[Survival]:
-    """Train run after run, of every mode in turn, for so long or so many."""
+def soak(folder: Path, *, minutes: float, seed: int) -> Iterator[Survival]:
+    """Train run after run, of every mode in turn, for so long."""
     chance, deadline = random.Random(seed), time.monotonic() + 60 * minutes
     common = (*SMALL, "run.save_every_steps=1", f"warm_start.folder={folder}/warm", "warm_start.updates=15")
     with UnreliableServers(folder / "servers", chance) as servers:
@@ -280,10 +267,10 @@ def soak(
         run_to_the_end(calm, (f"run.folder={calm}", *servers.settings, *common))
         expected = losses(calm)
         for number, mode in enumerate(itertools.cycle(MODES)):
-            if number == most_runs or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 return
             target = folder / f"{mode}-{number}"
-            result = survive(target, mode, servers, common, chance, most_lives)
+            result = survive(target, mode, servers, common, chance)
             if not MODES[mode]:
                 result.is_same = losses(target) == expected
             yield result

@@ -19,20 +19,24 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_rl.config import RolloutConfig, load_config
-from megatron_rl.launch.ports import free_port
 from megatron_rl.rollout.journal import FOLDER as JOURNAL
 from megatron_rl.rollout.journal import consumed_by_step
 from megatron_rl.rollout.ledger import Share
-from megatron_rl.servers.supervisor import Supervisor
-from megatron_rl.train import train
-from tests.kit.ranks import fork
-from tests.kit.runs import COUNT, ROOT, steps_of
+from tests.kit.forks import check_end, exit_codes, has_ended, start_ranks
+from tests.kit.runs import (
+    experiment,
+    logged,
+    losses,
+    newest_checkpoint,
+    rollout_servers,
+    run_to_the_end,
+    served_by,
+)
+from tests.kit.waiting import wait_until
 
 STEPS, PROMPTS = 12, 8
 SMALL = (
@@ -64,8 +68,6 @@ MODES = {
     "layouts": Mode(settings=(*ASYNCHRONOUS, "rollout.journal_replies=true"), layouts=((2, TENSOR), (2, ()), (1, ()))),
 }
 """By their names in the table; `layouts` is asynchronous too."""
-OUTLIVES_S = 60.0
-"""How long the ranks may go on that have lost one."""
 PLACES = ("in a checkpoint", "in a step", "in a checkpoint", "in a step", "at the start")
 """Where the kills of a run fall, in turn."""
 
@@ -87,57 +89,6 @@ class Trial:
         return self.lost == 0 and self.twice == 0 and self.is_same is not False
 
 
-def one_server(folder: Path) -> Supervisor:
-    model = ROOT / "configs" / "models" / "count_tiny"
-    return Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True)
-
-
-def served_by(servers: Supervisor) -> tuple[str, str]:
-    """Return the settings of a run whose servers these are."""
-    return f"rollout.servers=[{','.join(servers.urls)}]", f"rollout.token_file={servers.token_file}"
-
-
-def experiment(overrides: tuple[str, ...]) -> None:
-    os.chdir(ROOT)
-    train(load_config(COUNT, list(overrides)), resume="auto")
-
-
-def start_ranks(
-    count: int, run: Callable[..., Any], overrides: tuple[str, ...], output: Path, *, nodes: int = 1
-) -> list[int]:
-    """Start `run(overrides)` on every rank of a world, told that they are on so many nodes; return the pids."""
-    here = count // nodes
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here), "MASTER_ADDR": "127.0.0.1"}
-    shared["MASTER_PORT"] = str(free_port("127.0.0.1"))
-    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % here)} for rank in range(count)]
-
-    def rank(place: dict[str, str]) -> None:
-        os.environ |= place
-        run(overrides)
-
-    return [fork(rank, place, output) for place in places]
-
-
-def run_to_the_end(folder: Path, overrides: tuple[str, ...], ranks: int = 1) -> None:
-    codes = exit_codes(start_ranks(ranks, experiment, overrides, folder / "output.txt"))
-    assert codes == [0] * ranks, (folder / "output.txt").read_text()
-
-
-@contextlib.contextmanager
-def run_until_killed(overrides: tuple[str, ...], output: Path) -> Iterator[int]:
-    """A run on one rank, by its pid, that is killed with SIGKILL in the end."""
-    (pid,) = start_ranks(1, experiment, overrides, output)
-    try:
-        yield pid
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def exit_codes(pids: list[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
 def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
     """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and the warm start."""
     folder.mkdir(parents=True)
@@ -149,12 +100,12 @@ def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance
         ranks, layout = next(lives)
         pids = start_ranks(ranks, experiment, (*common, *layout), output)
         if not wait_for(place, folder, pids, chance):
-            assert exit_codes(pids) == [0] * ranks, output.read_text()
+            check_end(pids, output)
             break
         if place == "at the start":  # where the ranks still wait for each other, their launcher ends them
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            assert exit_codes(pids) == [-signal.SIGKILL] * ranks, output.read_text()
+            check_end(pids, output, -signal.SIGKILL)
         else:
             end_without(pids, chance.choice(pids), output)
         places.append(place)
@@ -168,40 +119,30 @@ def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance
 def end_without(pids: list[int], victim: int, output: Path) -> None:
     """Kill one rank with SIGKILL and see that the others end because of it."""
     os.kill(victim, signal.SIGKILL)
-    deadline = time.monotonic() + OUTLIVES_S
-    while not all(has_ended(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"a rank outlives another by {OUTLIVES_S:g} s\n{output.read_text()}"
-        time.sleep(0.01)
+    wait_until(lambda: all(map(has_ended, pids)), lambda: f"a rank outlives another\n{output.read_text()}")
     codes = dict(zip(pids, exit_codes(pids), strict=True))
     assert codes.pop(victim) == -signal.SIGKILL and 0 not in codes.values(), codes
 
 
 def wait_for(place: str, folder: Path, pids: list[int], chance: random.Random) -> bool:
     """Wait until it is time to kill; False if the run ended before."""
-    has_ended_too_early = lambda: any(map(has_ended, pids))  # noqa: E731
-    begun = time.monotonic()
+    is_over = lambda: any(map(has_ended, pids))  # noqa: E731
+    if place == "at the start":
+        time.sleep(chance.uniform(0.05, 1.0))
+        return not is_over()
     before, seen, skipped = partial_checkpoints(folder), set(), chance.randrange(3)
     steps = len(logged(folder)) + chance.randrange(1, 5)
-    at_start_s = chance.uniform(0.05, 1.0)
-    while time.monotonic() < begun + 120:
-        if has_ended_too_early():
-            return False
-        if place == "at the start" and time.monotonic() > begun + at_start_s:
-            return True
-        if place == "in a step" and len(logged(folder)) >= steps:
-            time.sleep(chance.uniform(0.0, 0.15))
-            return not has_ended_too_early()
-        seen |= partial_checkpoints(folder) - before
-        if place == "in a checkpoint" and len(seen) > skipped:
-            time.sleep(chance.choice([0.0, chance.uniform(0.0, 0.12)]))
-            return not has_ended_too_early()
-        time.sleep(0.001)
-    raise AssertionError((folder / "output.txt").read_text())
 
+    def is_there() -> bool:
+        if place == "in a step":
+            return len(logged(folder)) >= steps
+        seen.update(partial_checkpoints(folder) - before)
+        return len(seen) > skipped
 
-def has_ended(pid: int) -> bool:
-    """True for a child that is gone; leaves it for waitpid."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    wait_until(lambda: is_over() or is_there(), lambda: (folder / "output.txt").read_text(), poll_s=0.001)
+    # Somewhere in what has just begun; of a checkpoint, which takes less, half of the time at its very beginning.
+    time.sleep(chance.uniform(0.0, 0.15) * (place == "in a step" or chance.choice([0.0, 0.8])))
+    return not is_over()
 
 
 def partial_checkpoints(folder: Path) -> set[str]:
@@ -211,23 +152,12 @@ def partial_checkpoints(folder: Path) -> set[str]:
         return set()
 
 
-def newest_checkpoint(folder: Path) -> int:
-    return max((int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")), default=0)
-
-
-def logged(folder: Path) -> list[str]:
-    try:
-        return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"kind": "step"' in line]
-    except FileNotFoundError:
-        return []
-
-
-def do_the_books(folder: Path) -> tuple[int, int]:
+def do_the_books(folder: Path, steps: int = STEPS) -> tuple[int, int]:
     """Return how many prompts were lost and how many trained more than once."""
     batches = list(consumed_by_step(folder / JOURNAL))
     trained = [prompt for _, prompts in batches for prompt in prompts]
-    assert {step for step, _ in batches} == set(range(STEPS)), f"batches of the steps {[step for step, _ in batches]}"
-    state = json.loads((folder / "checkpoints" / f"step-{STEPS}" / "run.json").read_text())
+    assert {step for step, _ in batches} == set(range(steps)), f"batches of the steps {[step for step, _ in batches]}"
+    state = json.loads((folder / "checkpoints" / f"step-{steps}" / "run.json").read_text())
     furthest = max(ledger["next"] for ledger in state["ledgers"])
     still_open = {number for ledger in state["ledgers"] for number in ledger["open"]}
     to_come = {
@@ -241,19 +171,15 @@ def do_the_books(folder: Path) -> tuple[int, int]:
     return len(lost), twice
 
 
-def losses(folder: Path) -> list[tuple]:
-    keys = ("step", "reward/mean", "policy/loss", "policy/grad_norm", "policy/first_loss")
-    return [tuple(step[key] for key in keys) for step in steps_of(folder)]
-
-
-def soak(folder: Path, points: int, seed: int) -> Iterator[Trial]:
-    """Kill runs at `points` points in all, of every mode about as often, at most 5 times each."""
+def soak(folder: Path, points: int, seed: int, modes: Sequence[str] = tuple(MODES)) -> Iterator[Trial]:
+    """Kill runs at `points` points in all, of each of these modes about as often, at most 5 times each."""
     chance = random.Random(seed)
-    with one_server(folder / "servers") as server:
+    with rollout_servers(folder / "servers") as server:
         settings = (*served_by(server), f"warm_start.folder={folder}/warm", "warm_start.updates=15")
-        for number, (name, mode) in enumerate(MODES.items()):
+        for number, name in enumerate(modes):
+            mode = MODES[name]
             expected = uninterrupted(folder / f"{name}-whole", mode, settings) if mode.has_same_losses else None
-            done, wanted = 0, points // len(MODES) + (number < points % len(MODES))
+            done, wanted = 0, points // len(modes) + (number < points % len(modes))
             for attempt in itertools.count():
                 if done == wanted:
                     break

@@ -11,8 +11,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from kills import exit_codes
 
+from tests.kit.forks import check_end
 from tests.kit.ranks import fork
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,19 +20,10 @@ BEGINNING = ".venv/bin/python benchmarks/"
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.startswith(BEGINNING)]
 """The benchmark commands of the page, each a file and its arguments."""
-TOGETHER = [
-    ("bench_delta", "rollout_server", "bench_publish", "publication_times"),
-    (
-        "bench_ops_cpu",
-        "bench_recovery",
-        "bench_packing",
-        "bench_exchange",
-        "bench_rewards",
-        "bench_spread",
-        "bench_agents",
-    ),
-]
-"""Run one after the other in a process."""
+QUICK = ("bench_delta", "publication_times", "bench_ops_cpu", "bench_recovery", "bench_packing", "bench_rewards")
+QUICK += ("bench_spread", "bench_agents")
+STARTS_PROCESSES = ("rollout_server", "bench_publish", "bench_exchange")
+"""Each take up to 20 s of a core to import what others have imported."""
 STARTS_TRAINING = ("bench_train_step", "bench_trees", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
 STARTS_TRAINING += ("bench_distillation", "trail_seeds")
 """Take half a minute each for processes that only start: their arguments are checked, and the tables that they print of
@@ -50,8 +41,7 @@ def said_by(act, commands: list[str], folder: Path) -> str:
         for command in commands:
             act(*shlex.split(command))
 
-    codes = exit_codes([fork(run, commands, output)])
-    assert codes == [0], output.read_text()
+    check_end([fork(run, commands, output)], output)
     return output.read_text()
 
 
@@ -102,7 +92,7 @@ def commands_of(names: tuple[str, ...]) -> list[str]:
 
 
 def test_each_benchmark_of_the_page_is_tried_here():
-    tried = [*TOGETHER[0], *TOGETHER[1], *STARTS_TRAINING]
+    tried = [*QUICK, *STARTS_PROCESSES, *STARTS_TRAINING]
     assert sorted(command.partition(".py")[0] for command in COMMANDS) == sorted(tried)
 
 
@@ -111,15 +101,13 @@ def test_each_benchmark_of_the_page_is_tried_here():
     "names, shown",
     [
         (
-            TOGETHER[0],
-            ("| 1e-06 | bfloat16 |", "embedded server", "transformers generate", "| publication |", "checksums add"),
+            QUICK,
+            ("| 1e-06 | bfloat16 |", "| publication |", "checksums add", "GAE, 32 tokens in 4 sequences")
+            + ("in the background, later", "first-fit-decreasing", "code, one test"),
         ),
-        (
-            TOGETHER[1],
-            ("GAE, 32 tokens in 4 sequences", "in the background, later", "first-fit-decreasing", "code, one test"),
-        ),
+        pytest.param(STARTS_PROCESSES, ("embedded server", "transformers generate"), marks=pytest.mark.thorough),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+    ids=["quick", "starts processes"],
 )
 def test_a_benchmark_of_the_page_runs(names, shown, tmp_path):
     said = said_by(try_it, commands_of(names), tmp_path)

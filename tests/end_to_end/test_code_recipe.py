@@ -7,14 +7,15 @@ import re
 import psutil
 import pytest
 import torch
-from kills import exit_codes, start_ranks
 from transformers import AutoTokenizer
 
 from megatron_rl.config import load_config
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.train import train
+from tests.kit.forks import check_end, start_ranks
 from tests.kit.runs import ROOT, evaluations_of, steps_of
 from tests.kit.talkative_model import make_talkative_model
+from tests.kit.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def train_and_count_processes(overrides):
     RLRun.compute_advantages = compute_and_keep  # in this forked process alone
     config = load_config(CONFIG, list(overrides))
     train(config)
-    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=3)
+    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=LIMIT_S)
     torch.save((kept, [process.cmdline() for process in left]), f"{config.run.folder}/kept.pt")
 
 
@@ -66,8 +67,7 @@ def test_code_recipe_trains_programs_that_run_locked(tmp_path):
     settings += ["data.evaluation_args.count=2", "batch.prompts_per_step=4", "generation.max_new_tokens=6"]
     settings += ["run.steps=2", "run.save_at_end=false", f"run.folder={tmp_path}/run", f"model.path={model}"]
     output = tmp_path / "output.txt"
-    codes = exit_codes(start_ranks(1, train_and_count_processes, tuple(settings), output))
-    assert codes == [0], output.read_text()
+    check_end(start_ranks(1, train_and_count_processes, tuple(settings), output), output)
 
     batches, left = torch.load(tmp_path / "run" / "kept.pt", weights_only=False)
     assert left == [], "servers, rollout process, reward workers and programs have ended"

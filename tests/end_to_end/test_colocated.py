@@ -6,15 +6,14 @@ import signal
 
 import pytest
 import requests
-from kills import exit_codes, losses, start_ranks
 
-from megatron_rl.config import load_config
 from megatron_rl.engine.offload import tensors_of
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.run import rl_run
 from megatron_rl.run.rollouts import Rollouts
-from megatron_rl.train import train
-from tests.kit.runs import COUNT, ROOT, evaluations_of, steps_of
+from tests.kit.forks import check_end, start_ranks
+from tests.kit.runs import evaluations_of, experiment, losses, steps_of
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
@@ -27,16 +26,10 @@ SETTINGS = (
 BY_TURNS = ("rollout.colocated=true",)
 
 
-def experiment_of(overrides):
-    os.chdir(ROOT)
-    train(load_config(COUNT, list(overrides)), resume="auto")
-
-
-def run(folder, *overrides, ranks=1, how=experiment_of, nodes=1):
+def run(folder, *overrides, ranks=1, how=experiment, nodes=1):
     folder.mkdir()
     output = folder / "output.txt"
-    codes = exit_codes(start_ranks(ranks, how, (f"run.folder={folder}", *SETTINGS, *overrides), output, nodes=nodes))
-    assert codes == [0] * ranks, output.read_text()
+    check_end(start_ranks(ranks, how, (f"run.folder={folder}", *SETTINGS, *overrides), output, nodes=nodes), output)
 
 
 def outcome(folder):
@@ -70,7 +63,7 @@ def watched(overrides):
         def compute_advantages(self, batch):
             (url,) = self.processes.supervisor.urls
             headers = {"Authorization": f"Bearer {token_in(self.processes.supervisor.token_file)}"}
-            answer = requests.post(f"{url}/continue_generation", json={}, headers=headers, timeout=30)
+            answer = requests.post(f"{url}/continue_generation", json={}, headers=headers, timeout=LATE_S)
             assert answer.status_code == 400 and "weights and kv_cache: released" in answer.text, answer.text
             looks.append("trainer")
             processes.append(self.processes.supervisor.starts[url])
@@ -79,7 +72,7 @@ def watched(overrides):
             super().compute_advantages(batch)
 
     rl_run.RLRun, rl_run.Rollouts = Turned, Watched
-    experiment_of(overrides)
+    experiment(overrides)
     assert looks.count("trainer") == 4 and looks.count("servers") >= 4 + 3, "steps, and evaluations"
     assert processes[0] == processes[1] != processes[2] == processes[3], "one restart, before the publication"
 
@@ -90,6 +83,7 @@ def test_turns_change_no_bit_of_a_run_even_where_the_server_dies_while_its_devic
     assert all(step["time/device_sharing"] > 0 for step in steps_of(tmp_path / "run"))
 
 
+@pytest.mark.thorough
 def test_two_ranks_hand_the_devices_over_together(apart, tmp_path):
     run(tmp_path / "run", *BY_TURNS, "run.offload=true", ranks=2)
     steps = steps_of(tmp_path / "run")
@@ -118,13 +112,14 @@ def on_a_node(overrides):
                 proved.append(self.engine.publisher.last.verified / len(self.engine.export().specs))
 
     rl_run.RLRun, rl_run.Rollouts = Turned, Proved
-    experiment_of(overrides)
+    experiment(overrides)
     is_restarted = os.environ["RANK"] == "1"
     assert (pids[0] == pids[1]) and (pids[2] == pids[3]) and (pids[1] != pids[2]) == is_restarted, pids
     # The server that died is left out of one publication, as everywhere.
     assert not proved or (proved.count(1.0), {*proved}, proved[-1]) == (1, {1.0, 2.0}, 2.0), proved
 
 
+@pytest.mark.thorough
 def test_each_node_has_servers_of_its_own_which_a_rank_there_feeds_and_starts_again(apart, tmp_path):
     overrides = (*BY_TURNS, "rollout.publication=ipc", "rollout.server_count=2")
     run(tmp_path / "run", *overrides, ranks=2, nodes=2, how=on_a_node)

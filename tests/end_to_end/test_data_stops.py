@@ -1,26 +1,30 @@
 """Training on answers or pairs is stopped, watched and resumed as RL is, in a folder of its own."""
 
+import functools
 import os
 import signal
 import time
 
 import pytest
-from kills import exit_codes, has_ended, logged, newest_checkpoint, start_ranks
 
+from megatron_rl.launch import file_lock
 from megatron_rl.launch.stop_signal import EXIT_STOPPED
 from megatron_rl.run.preference_run import PreferenceRun
 from megatron_rl.run.supervised_run import SupervisedRun
 from megatron_rl.train import main
-from tests.kit.runs import ROOT, steps_of
+from tests.kit.forks import check_end, exit_codes, has_ended, killed, start_ranks
+from tests.kit.runs import COUNT_MODEL, ROOT, newest_checkpoint, steps_of, wait_for_steps
+from tests.kit.waiting import LATE_S, SLOWNESS, wait_until
 
 pytestmark = pytest.mark.slow
 
 STEPS = 16
 # 37 rows, 6 a step: the first epoch ends with a row that is new alone, and rows come again after the notice.
 SMALL = (
-    *(f"model.path={ROOT}/configs/models/count_tiny", "model.init=random", "optimizer.lr=5e-3"),
+    *(f"model.path={COUNT_MODEL}", "model.init=random", "optimizer.lr=5e-3"),
     *("data.train_args.count=37", "data.evaluation_args.count=5", "batch.prompts_per_step=6"),
     *("batch.tokens_per_microbatch=60", f"run.steps={STEPS}", "run.checkpoint_every_steps=1000"),
+    f"run.grace_s={LATE_S}",
 )
 
 
@@ -63,60 +67,66 @@ def before_each_update(run, act):
 def tell_one_rank(run, step):
     if step == 8 and run.groups.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert run.stop_signal.came(within_s=60)
+        assert run.stop_signal.came(within_s=LATE_S)
 
 
-@pytest.mark.parametrize(("run", "loss"), [(pairs, "preference/loss"), (answers, "supervised/loss")])
+# test_interrupts.py stops training on answers as well.
+@pytest.mark.parametrize(
+    ("run", "loss"),
+    [(pairs, "preference/loss"), pytest.param(answers, "supervised/loss", marks=pytest.mark.thorough)],
+)
 def test_run_that_a_notice_stops_ends_with_the_bits_of_one_that_none_came_to(run, loss, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert exit_codes(start(whole, run)) == [0, 0], whole.with_suffix(".txt").read_text()
+    check_end(start(whole, run), whole.with_suffix(".txt"))
     output = parts.with_suffix(".txt")
-    stopped = exit_codes(start(parts, before_each_update(run, tell_one_rank)))
-    assert stopped == [EXIT_STOPPED] * 2, output.read_text()
+    check_end(start(parts, before_each_update(run, tell_one_rank)), output, EXIT_STOPPED)
     assert newest_checkpoint(parts) == len(steps_of(parts)) == 9 and not (parts / "final").exists()
     assert "stopped after step 9 on another rank's stop signal; --resume auto" in output.read_text()
-    assert exit_codes(start(parts, run)) == [0, 0], output.read_text()
+    check_end(start(parts, run), output)
     assert "resumed after step 9" in output.read_text()
     losses = [[step[loss] for step in steps_of(folder)] for folder in (parts, whole)]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
     assert weights(parts) == weights(whole)
 
 
-def stand_still(run, step):
-    if step == 2:
-        run.hang_watch.limit_s = 4.0  # not before: on a busy machine the first phases last as long
-        if run.groups.rank == 1:
+def stands_still_from(is_late):
+    """What the second rank does in its third step, and makes that file of; from then on a phase has a limit."""
+
+    def stand_still(run, step):
+        if step == 2 and run.groups.rank == 1:
             with run.timers("update"):
-                time.sleep(60)
+                is_late.touch()
+                time.sleep(LATE_S)
+        if step == 2:
+            wait_until(is_late.exists)
+            run.hang_watch.limit_s = 3.0 * SLOWNESS  # for this rank to enter the collective that the other does not
+
+    return stand_still
 
 
 def test_rank_that_stands_still_is_named_and_ends_the_run(tmp_path):
     folder = tmp_path / "run"
-    first, late = start(folder, before_each_update(pairs, stand_still))
+    first, late = start(folder, before_each_update(pairs, stands_still_from(tmp_path / "is_late")))
     try:
-        assert exit_codes([first]) == [1]
+        check_end([first], folder.with_suffix(".txt"), 1)
     finally:
-        os.kill(late, signal.SIGKILL)
-        exit_codes([late])
+        killed(late)
     text = " ".join(folder.with_suffix(".txt").read_text().split())
     assert "in phase 'update' for" in text and "rank 1 did not enter collective" in text, text
     assert len(steps_of(folder)) == 2 and "in stand_still" in (folder / "hang" / "rank-1.txt").read_text()
 
 
-def test_second_run_in_a_folder_is_refused_until_the_first_is_gone(tmp_path):
+def test_second_run_in_a_folder_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_lock, "take", functools.partial(file_lock.take, patience_s=0.1))
     folder = tmp_path / "run"
     (first,) = start(folder, answers, "run.steps=100000", ranks=1)
     try:
-        deadline = time.monotonic() + 60
-        while not logged(folder):
-            assert not has_ended(first) and time.monotonic() < deadline, folder.with_suffix(".txt").read_text()
-            time.sleep(0.05)
+        wait_for_steps(folder, 1, lambda: has_ended(first), folder.with_suffix(".txt").read_text)
         # Two ranks: the one that has no part in the lock ends as well, and neither has touched what is there.
         assert exit_codes(start(folder, pairs, "run.steps=1")) == [1, 1]
         text = folder.with_suffix(".txt").read_text()
         assert f"run.folder = '{folder}': process {first} on" in text and "or name another folder" in text, text
         assert not has_ended(first) and not list(folder.glob("previous-*"))
     finally:
-        os.kill(first, signal.SIGKILL)
-        exit_codes([first])
+        killed(first)
     assert exit_codes(start(folder, answers, "run.steps=1", ranks=1)) == [0]

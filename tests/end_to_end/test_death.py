@@ -1,23 +1,22 @@
 """SIGKILL any process of a run. A killed server is restarted and the run goes on. Where anything else dies, the others
-are gone within 30 s, and one line says who died.
+end, and one line says who died.
 """
 
+import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-import time
 
 import psutil
 import pytest
 
-from tests.kit.runs import COUNT, ROOT, environment, steps_of
+from megatron_rl.launch.process_exit import is_alive
+from tests.kit.programs import STARTED, started_programs
+from tests.kit.runs import COUNT, family, launched, logged, steps_of, wait_for_steps
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-TOOK_AT_MOST_S = 30.0
 PROMPTS, SAMPLES = 8, 4
 SMALL = (f"batch.prompts_per_step={PROMPTS}", f"generation.n_samples={SAMPLES}", "data.evaluation=")
 VICTIMS = {"servers": (1, 2), "rank 0": (2, 1), "rank 1": (2, 1), "rollout 0": (1, 1), "launcher": (2, 1)}
@@ -25,116 +24,90 @@ VICTIMS = {"servers": (1, 2), "rank 0": (2, 1), "rank 1": (2, 1), "rollout 0": (
 
 
 @pytest.fixture
-def start_run():
-    """Starts runs, and kills what a failed test leaves of them."""
-    started = []
-    yield lambda *args: start(started, *args)
-    for process in started:
-        if process.poll() is None:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()
-            process.communicate()
+def start_run(tmp_path, monkeypatch):
+    """start_run(ranks, setting, ...): the launcher of a run that has trained its first step."""
+    monkeypatch.setenv(STARTED, str(tmp_path / "started.jsonl"))
+    with contextlib.ExitStack() as at_end:
+
+        def start(ranks, *overrides):
+            folder, output = tmp_path / "run", tmp_path / "output.txt"
+            settings = (*SMALL, "warm_start.updates=0", "run.steps=100000", f"run.folder={folder}", *overrides)
+            launcher = at_end.enter_context(launched(output, "--ranks", str(ranks), COUNT, *settings))
+            wait_for_steps(folder, 1, lambda: launcher.poll() is not None, output.read_text)
+            return launcher
+
+        yield start
 
 
-def start(started, folder, ranks, *overrides):
-    arguments = [COUNT, *SMALL, "warm_start.updates=0", "run.steps=100000", f"run.folder={folder}", *overrides]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.launch", "--ranks", str(ranks), *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    started.append(process)
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and '"step"' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
-        time.sleep(0.2)
-    return process
-
-
-def family(process):
-    """Return the run's processes by role."""
-    roles = {"launcher": psutil.Process(process.pid)}
-    for child in roles["launcher"].children(recursive=True):
-        line = " ".join(child.cmdline())
-        if "megatron_rl.tools.embedded_server.server" in line:
-            roles[f"server {line.partition('server-')[2].partition('.')[0]}"] = child
-        elif "megatron_rl.rewards" in line:
-            pass  # the rollout process's own
-        elif "megatron_rl.rollout" in line:
-            roles[f"rollout {child.environ()['RANK']}"] = child
-        elif "megatron_rl.train" in line:
-            roles[f"rank {child.environ()['RANK']}"] = child
-    return roles, [roles["launcher"], *roles["launcher"].children(recursive=True)]
+def roles(folder):
+    """Return the pids of the run's programs that are there, by role."""
+    found = {}
+    for pid, (rank, command) in started_programs(folder / "started.jsonl").items():
+        module = command[command.index("-m") + 1].removeprefix("megatron_rl.")
+        number = re.search(r"server-(\d+)", " ".join(command))
+        role = {
+            "launch": "launcher",
+            "train": f"rank {rank}",
+            "rollout": f"rollout {rank}",
+            "tools.embedded_server.server": f"server {number and number[1]}",
+        }[module]
+        if psutil.pid_exists(pid):
+            found[role] = pid
+    return found
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_the_others_end_and_one_line_says_who_died(start_run, victim, tmp_path):
     ranks, servers = VICTIMS[victim]
     layout = (f"parallel.tensor={ranks}", f"rollout.server_count={servers}")
-    process = start_run(tmp_path / "run", ranks, *layout, "rollout.server_restarts=0")
-    roles, everyone = family(process)
+    launcher = start_run(ranks, *layout, "rollout.server_restarts=0")
+    pids, everyone = roles(tmp_path), family(launcher.pid)
     started = [f"rank {number}" for number in range(ranks)] + [f"server {number}" for number in range(servers)]
-    assert roles.keys() == {"launcher", "rollout 0", *started}
-    victims = [role for role in roles if role.startswith("server")] if victim == "servers" else [victim]
+    assert pids.keys() == {"launcher", "rollout 0", *started}
+    victims = [role for role in pids if role.startswith("server")] if victim == "servers" else [victim]
     for role in victims:
-        os.kill(roles[role].pid, signal.SIGKILL)
-    started = time.monotonic()
-    _, alive = psutil.wait_procs(everyone, timeout=TOOK_AT_MOST_S)
-    assert not alive, f"{alive} outlived {victim} by {time.monotonic() - started:.0f} s"
-    output = process.communicate(timeout=5)[0]
+        os.kill(pids[role], signal.SIGKILL)
+    wait_until(lambda: not alive(everyone), lambda: f"{alive(everyone)} outlive {victim}")
+    output = (tmp_path / "output.txt").read_text()
     # A server whose call failed before its death was seen has the call's reason, not the signal.
     said = [line for line in output.splitlines() if "died" in line or "was killed" in line]
     for role in victims:
-        assert len([line for line in said if str(roles[role].pid) in line]) == 1, output
+        assert len([line for line in said if str(pids[role]) in line]) == 1, output
     assert "Traceback" not in output, output
+
+
+def alive(processes):
+    return [process for process in processes if is_alive(process.pid)]
 
 
 def test_training_goes_on_while_servers_are_killed_and_restarted(start_run, tmp_path):
     folder = tmp_path / "run"
-    process = start_run(folder, 2)  # two rollout ranks, each with a client of its own
-    printed: list[str] = []
-
-    def read():
-        for line in process.stdout:
-            printed.append(line)
-
-    threading.Thread(target=read, daemon=True).start()
+    launcher = start_run(2)  # two rollout ranks, each with a client of its own
+    printed = (tmp_path / "output.txt").read_text
 
     def restarts():
         # By SIGKILL, or where a call failed before that was seen: by its supervisor, for that reason.
-        return len(re.findall(r"rollout server \d \(pid \d+\) was killed.*; restart \d", "".join(printed)))
+        return len(re.findall(r"rollout server \d \(pid \d+\) was killed.*; restart \d", printed()))
 
     def wait_for(holds):
         """Wait for a step of which it holds, and return the number of the last step."""
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            assert process.poll() is None, "".join(printed)
-            if any(holds(step) for step in steps_of(folder)):
-                return steps_of(folder)[-1]["step"]
-            time.sleep(0.1)
-        raise AssertionError("".join(printed))
+        wait_until(lambda: any(map(holds, steps_of(folder))) or launcher.poll() is not None, printed)
+        assert launcher.poll() is None, printed()
+        return len(logged(folder)) - 1
 
-    roles, everyone = family(process)
-    try:
-        # One of two: the other one gives all replies until the first is back.
-        os.kill(roles["server 0"].pid, signal.SIGKILL)
-        lost = wait_for(lambda step: step["rollout/servers"] == 1)
-        wait_for(lambda step: step["rollout/servers"] == 2 and step["step"] > lost)
-        # Both: the ranks wait for one, and publish the weights of the step once more.
-        roles, everyone = family(process)
-        for number in (0, 1):
-            os.kill(roles[f"server {number}"].pid, signal.SIGKILL)
-        down = wait_for(lambda _: restarts() == 3)
-        wait_for(lambda step: step["rollout/servers"] == 2 and step["step"] > down + 1)
-    finally:
-        everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
-        _, alive = psutil.wait_procs(everyone, timeout=TOOK_AT_MOST_S)
-    assert not alive
+    # One of two: the other one gives all replies until the first is back.
+    os.kill(roles(tmp_path)["server 0"], signal.SIGKILL)
+    lost = wait_for(lambda step: step["rollout/servers"] == 1)
+    wait_for(lambda step: step["rollout/servers"] == 2 and step["step"] > lost)
+    # Both: the ranks wait for one, and publish the weights of the step once more.
+    pids = roles(tmp_path)
+    for number in (0, 1):
+        os.kill(pids[f"server {number}"], signal.SIGKILL)
+    down = wait_for(lambda _: restarts() == 3)
+    wait_for(lambda step: step["rollout/servers"] == 2 and step["step"] > down + 1)
+    everyone = family(launcher.pid)
+    launcher.terminate()
+    wait_until(lambda: not alive(everyone), lambda: f"{alive(everyone)} are left")
     # No prompt was given up, and no version was skipped.
     steps = steps_of(folder)
     assert [step["rollout/episodes_failed"] for step in steps] == [0] * len(steps)

@@ -1,21 +1,25 @@
-"""Each example runs as its README says, on a tiny model and for a step or two."""
+"""Each example runs as its README says, on a tiny model and for a step or two.
+
+`make test` has the one that is a program and one that is a config and a service; the agent's and the debate's
+workflows are trained in test_trained_workflows.py, and answers in test_data_runs.py.
+"""
 
 import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 import threading
 from http.server import ThreadingHTTPServer
 
 import pytest
-from kills import exit_codes
 
 from megatron_rl.train import main
+from tests.kit.forks import check_end
 from tests.kit.ranks import fork, run_ranks
-from tests.kit.runs import ROOT, environment, steps_of
+from tests.kit.runs import ROOT, steps_of
 from tests.kit.talkative_model import make_talkative_model
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
@@ -34,23 +38,16 @@ def model(tmp_path_factory):
 
 
 def run_script(name, *arguments, folder):
-    command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def run_script_in_fork(name, *arguments, folder):
-    """The same in a process that need not import anything."""
+    """Run it in a process that need not import anything; return what it printed."""
 
     def script(words):
         os.chdir(folder)
-        sys.argv = words
-        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        path = ROOT / "examples" / name
+        sys.argv, sys.path[:0] = words, [str(path.parent)]
+        runpy.run_path(str(path), run_name="__main__")
 
     output = folder / "output.txt"
-    codes = exit_codes([fork(script, [name, *map(str, arguments)], output)])
-    assert codes == [0], output.read_text()
+    check_end([fork(script, [name, *map(str, arguments)], output)], output)
     return output.read_text()
 
 
@@ -61,7 +58,8 @@ def launched(config, *overrides):
 
 
 def train(name, model, folder, *overrides):
-    run_ranks(1, launched, name, f"model.path={model}", f"run.folder={folder}", *SMALL, *overrides)
+    settings = (f"model.path={model}", f"run.folder={folder}", *SMALL, *overrides)
+    run_ranks(1, launched, name, *settings, timeout_s=LATE_S)
     return steps_of(folder)
 
 
@@ -72,11 +70,13 @@ def test_own_task_trains_in_one_process_without_a_launcher(model, tmp_path):
     assert (tmp_path / "runs/own_task/final/model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 def test_agent_is_trained_on_both_of_its_replies(model, tmp_path):
     (step,) = train("agent", model, tmp_path / "run")
     assert step["batch/trained_tokens"] > 2 * 2 * 8, "2 prompts x 2 samples have more than one reply of 8 tokens"
 
 
+@pytest.mark.thorough
 def test_debate_trains_each_agents_dialogue(model, tmp_path):
     (step,) = train("debate", model, tmp_path / "run")
     assert step["batch/trained_tokens"] > 2 * 2 * 2 * 8, "each of two agents has more than one reply of 8 tokens"
@@ -95,11 +95,12 @@ def test_search_tool_is_asked_by_the_policy(model, tmp_path):
     assert step["batch/trained_tokens"] > 2 * 2 * 8, "some dialogues go on after a search"
 
 
+@pytest.mark.thorough
 def test_distillation_trains_a_student_on_its_teachers_replies(model, tmp_path):
     rows = tmp_path / "replies.jsonl"
-    printed = run_script_in_fork("distillation/teacher.py", model, rows, folder=tmp_path)
+    printed = run_script("distillation/teacher.py", model, rows, folder=tmp_path)
     written = len(rows.read_text().splitlines())
     assert f"{written} replies of the teacher" in printed and 12 <= written <= 16, "by chance a reply is empty"
     settings = (f"model.path={model}", f"data.train={rows}", f"run.folder={tmp_path}/run", "run.steps=2")
-    run_ranks(1, main, [str(ROOT / "examples/distillation/config.yaml"), *settings])
+    run_ranks(1, main, [str(ROOT / "examples/distillation/config.yaml"), *settings], timeout_s=LATE_S)
     assert len(steps_of(tmp_path / "run")) == 2

@@ -13,6 +13,7 @@ from megatron_rl.data.tasks import count_ones
 from megatron_rl.servers.supervisor import start_servers
 from megatron_rl.types import FinetuneSpec, GenerationConfig
 from tests.kit.ranks import run_ranks
+from tests.kit.waiting import LATE_S
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "count_tiny"
 
@@ -55,7 +56,7 @@ def random_model(tmp_path):
 
 @pytest.mark.parametrize("actor", ["FSDPReinforceActor", "MegatronReinforceActor"])
 def test_guide_remax_takes_the_step_of_its_formula(actor, random_model, tmp_path):
-    found = run_ranks(1, composed_loop, actor, random_model, tmp_path / "servers")[0]
+    found = run_ranks(1, composed_loop, actor, random_model, tmp_path / "servers", timeout_s=LATE_S)[0]
     batch, stats, weights, exported = found
     assert list(exported) == ["time/rollout", "time/train_step", "time/update_weights", "time/step"]
     assert len(batch) == 8 and len(set(batch["rewards"].tolist())) > 2

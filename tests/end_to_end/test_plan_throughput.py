@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kills import exit_codes, start_ranks
+
+from tests.kit.forks import exit_codes, start_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # it measures time, of a machine that is nobody else's
 DECODE_MS, STEPS = 5.0, 8
 
 

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kills import served_by
 
-from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.config import load_config
 from megatron_rl.engine import manifest
-from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import COUNT, ROOT, evaluations_of, steps_of
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
@@ -27,21 +26,14 @@ FROM_SERVERS = ("mismatch/", "rollout/")
 journal has is not generated again."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One server outlives all these runs, which start in a second each then."""
-    model, folder = ROOT / "configs" / "models" / "count_tiny", tmp_path_factory.mktemp("servers")
-    with Supervisor(RolloutConfig(backend="embedded"), model, folder, dummy_weights=True) as servers:
-        yield served_by(servers)
-
-
 def experiment(config, overrides, resume):
     os.chdir(ROOT)
     train(load_config(config, list(overrides)), resume=resume)
 
 
 def run(folder, server, *overrides, config=COUNT, resume="", ranks=1):
-    run_ranks(ranks, experiment, config, (*server, f"run.folder={folder}", *overrides), resume)
+    settings = (*server, f"run.folder={folder}", *overrides)
+    run_ranks(ranks, experiment, config, settings, resume, timeout_s=LATE_S)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +87,7 @@ def test_a_run_resumes_in_another_layout(warm, server, tmp_path):
     assert evaluations_of(folder)[-1]["accuracy"] == evaluations_of(whole)[-1]["accuracy"]
 
 
-@pytest.mark.parametrize("resumed_on", [2, 1])
+@pytest.mark.parametrize("resumed_on", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_prompts_sampled_by_their_rates_are_resumed_too(server, tmp_path, resumed_on):
     overrides = ("warm_start.updates=15", f"warm_start.folder={tmp_path}/warm", *SAME_RUN, "data.train_args.count=24")
     overrides += ("data.sampling=variance", "data.least_chance=0.05")

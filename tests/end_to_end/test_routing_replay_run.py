@@ -34,7 +34,8 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("backend", SERVERS)
+# Real SGLang, which takes half a minute to start, says its routes in the form that the embedded server has from it.
+@pytest.mark.parametrize("backend", ["embedded", pytest.param("sglang", marks=pytest.mark.thorough)])
 def test_a_run_trains_stale_tokens_on_the_experts_that_its_servers_chose(backend, model, tmp_path, request):
     if backend == "sglang":
         request.getfixturevalue("needs_sglang")
@@ -56,7 +57,6 @@ def test_a_run_trains_stale_tokens_on_the_experts_that_its_servers_chose(backend
         "rollout.server_count=1",
         f"rollout.backend={backend}",
         f"rollout.server_args={json.dumps(SERVERS[backend])}",
-        timeout_s=200,
     )
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 4

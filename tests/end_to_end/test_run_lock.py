@@ -11,33 +11,33 @@ from megatron_rl.config import load_config
 from megatron_rl.launch import file_lock
 from megatron_rl.run.evaluate_command import evaluate
 from megatron_rl.train import train
-from tests.kit.ranks import run_ranks
-from tests.kit.runs import COUNT, ROOT
+from tests.kit.forks import killed
+from tests.kit.ranks import fork, run_ranks
+from tests.kit.runs import COUNT, COUNT_MODEL, ROOT
+from tests.kit.waiting import LATE_S, wait_until
 
-MODEL = f"model.path={ROOT}/configs/models/count_tiny"
+MODEL = f"model.path={COUNT_MODEL}"
 
 
 @pytest.fixture
-def owner_of(monkeypatch):
+def owner_of(monkeypatch, tmp_path_factory):
     """Has another process keep a folder by a lock of that name, and returns its pid."""
     monkeypatch.setattr(file_lock, "take", functools.partial(file_lock.take, patience_s=0.1))
-    started = []
+    has_it, started = tmp_path_factory.mktemp("owner") / "has_it", []
+
+    def keep(folder, name):
+        file_lock.keep_folder(folder, name, "a run")
+        has_it.touch()
+        signal.pause()
 
     def start(folder, name):
-        has_it, tells = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            file_lock.keep_folder(folder, name, "a run")
-            os.write(tells, b".")
-            signal.pause()
-        started.append(pid)
-        assert os.read(has_it, 1) == b"."
-        return pid
+        started.append(fork(lambda args: keep(*args), (folder, name), has_it.with_name("output.txt")))
+        wait_until(has_it.exists)
+        return started[-1]
 
     yield start
     for pid in started:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        killed(pid)
 
 
 def starts(folder):
@@ -56,7 +56,7 @@ def test_a_second_run_of_rl_without_checkpoints_is_refused_by_all_its_ranks_with
 ):
     pid = owner_of(tmp_path, "run.lock")
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\n')
-    for refusal in run_ranks(2, starts, tmp_path):
+    for refusal in run_ranks(2, starts, tmp_path, timeout_s=LATE_S):
         assert refusal.startswith(f"run.folder = '{tmp_path}': process {pid} on "), refusal
         assert "(since 20" in refusal and "wait until that one has ended, or kill it, or name another" in refusal
     assert names(tmp_path) == ["metrics.jsonl", "run.lock"], "nothing was written, renamed or started"

@@ -1,38 +1,35 @@
 """The trace of a real step: every rank, reply and request is in it, where and when it was."""
 
 import pytest
-from kills import TENSOR, exit_codes, experiment, served_by, start_ranks
 
-from megatron_rl.config import RolloutConfig
-from megatron_rl.servers.supervisor import Supervisor
 from tests.chrome_trace import read_trace
-from tests.kit.runs import ROOT, steps_of
+from tests.kit.forks import check_end, start_ranks
+from tests.kit.runs import experiment, served_by, steps_of
+from tests.kit.waiting import LATE_S, SLOWNESS
 
 pytestmark = pytest.mark.slow
 
 SMALL = ("batch.prompts_per_step=6", "generation.n_samples=4", "data.evaluation=", "run.save_at_end=false")
 SMALL += ("warm_start.updates=0", "run.steps=3", "telemetry.trace_steps=[1]")
 REPLIES = 24
-CLOCKS_DIFFER_NS = 1_000_000
-"""A server and its client each take the difference of their two clocks once, some microseconds apart, on a busy
-machine; an error of the kind that is looked for here would be of the order of the clocks' own difference, years."""
-
-AFTER_NS = 2_000_000_000
-"""A busy machine may take so long from the end of a step to the end of its recording."""
+CLOCKS_DIFFER_NS = int(1e8 * SLOWNESS)
+"""A server and its client each take the difference of their two clocks once, and a busy machine may keep them waiting
+between the two; an error of the kind that is looked for here would be of the order of the clocks' own difference.
+"""
+AFTER_NS = int(1e9 * LATE_S)
+"""So long after its step, a recording ends at the latest."""
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    model, folder = ROOT / "configs" / "models" / "count_tiny", tmp_path_factory.mktemp("servers")
-    with Supervisor(RolloutConfig(backend="embedded", server_count=2), model, folder, dummy_weights=True) as supervisor:
-        yield supervisor
+def servers(two_servers):
+    return two_servers
 
 
 def traced(folder, servers, ranks, *overrides):
     """Train on forked ranks; return the trace of step 1 and what metrics.jsonl says of that step."""
     output = folder / "output.txt"
     settings = (*SMALL, *served_by(servers), f"run.folder={folder / 'run'}", *overrides)
-    assert exit_codes(start_ranks(ranks, experiment, settings, output)) == [0] * ranks, output.read_text()
+    check_end(start_ranks(ranks, experiment, settings, output), output)
     (path,) = (folder / "run" / "trace").iterdir()
     assert path.name == "step-1.json.gz" and f"trace: {path}" in " ".join(output.read_text().split())
     assert f"trace/{path.name}" in (folder / "run" / "report.html").read_text()
@@ -60,7 +57,7 @@ def check_servers(trace, servers):
 
 
 def test_two_ranks_and_two_servers_in_one_step(tmp_path, servers):
-    trace, step = traced(tmp_path, servers, 2, *TENSOR)
+    trace, step = traced(tmp_path, servers, 2, "parallel.tensor=2")
     assert trace.processes == [
         "rank 0",
         "rank 1",

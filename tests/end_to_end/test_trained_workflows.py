@@ -9,14 +9,13 @@ import os
 
 import pytest
 import torch
-from kills import exit_codes, served_by, start_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rl.config import RolloutConfig, load_config
+from megatron_rl.config import load_config
 from megatron_rl.run.rl_run import RLRun
-from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import train
-from tests.kit.runs import COUNT, ROOT, steps_of
+from tests.kit.forks import check_end, start_ranks
+from tests.kit.runs import COUNT, ROOT, rollout_servers, served_by, steps_of
 from tests.kit.talkative_model import make_talkative_model
 
 pytestmark = pytest.mark.slow
@@ -55,8 +54,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    config = RolloutConfig(backend="embedded")
-    with Supervisor(config, model, tmp_path_factory.mktemp("servers"), dummy_weights=True) as servers:
+    with rollout_servers(tmp_path_factory.mktemp("servers"), model=model) as servers:
         yield served_by(servers)
 
 
@@ -84,8 +82,7 @@ def trained(model, server, tmp_path):
         workflow += (f"rollout.workflow_args={json.dumps(WORKFLOWS[name])}",)
         workflow += (f"algo.advantage={ESTIMATORS[name]}",) if name in ESTIMATORS else ()
         output = tmp_path / "output.txt"
-        codes = exit_codes(start_ranks(1, train_and_keep, (*settings, *workflow), output))
-        assert codes == [0], output.read_text()
+        check_end(start_ranks(1, train_and_keep, (*settings, *workflow), output), output)
         return torch.load(tmp_path / "run" / "batch.pt", weights_only=False), steps_of(tmp_path / "run")
 
     return run

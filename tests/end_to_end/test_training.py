@@ -3,15 +3,14 @@
 import itertools
 
 import pytest
-from kills import exit_codes, served_by, start_ranks
 
 from megatron_rl.algo.actor import PolicyActor
-from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.run_token import token_in
-from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import main
+from tests.kit.forks import check_end, start_ranks
 from tests.kit.ranks import run_ranks
-from tests.kit.runs import COUNT, ROOT, evaluations_of, mean, steps_of, train_forked, train_under_torchrun
+from tests.kit.runs import COUNT, evaluations_of, mean, served_by, steps_of, train_forked, train_under_torchrun
+from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
@@ -24,19 +23,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def warm(folder):
-    """The kept warm start: one run makes it, all others start from its bits. 128 replies a step are enough to learn."""
-    arguments = (f"warm_start.folder={folder}/warm", "batch.prompts_per_step=16")
-    train_forked(COUNT, *arguments, "run.steps=2", f"run.folder={folder}/one")
-    return arguments
+def warm(folder, warm_start):
+    """The kept warm start, from whose bits all runs start, and one run that has done so."""
+    train_forked(COUNT, *warm_start, "run.steps=2", f"run.folder={folder}/one")
+    return warm_start
+
+
+def policy_of(warm):
+    return warm[0].removeprefix("warm_start.folder=")
 
 
 @pytest.fixture(scope="module")
-def servers(folder):
-    """Two servers for one run after the other; the first two runs start theirs themselves."""
-    model, config = ROOT / "configs" / "models" / "count_tiny", RolloutConfig(backend="embedded", server_count=2)
-    with Supervisor(config, model, folder / "servers", dummy_weights=True) as supervisor:
-        yield served_by(supervisor)
+def servers(two_servers):
+    """Two for one run after the other; the first two runs start theirs themselves."""
+    return served_by(two_servers)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ def four_ranks(folder, warm):
     """The output of the run."""
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "optimizer.lr=1e-3", f"run.steps={STEPS}")
     settings, output = (COUNT, *warm, *layout, f"run.folder={folder}/four"), folder / "four.txt"
-    codes = exit_codes(start_ranks(4, lambda settings: main(list(settings)), settings, output))
-    assert codes == [0] * 4, output.read_text()
+    check_end(start_ranks(4, lambda settings: main(list(settings)), settings, output), output)
     return output.read_text()
 
 
@@ -116,7 +115,7 @@ def test_a_step_whose_updates_are_all_skipped_keeps_its_version_and_the_next_one
     folder, warm, servers
 ):
     more = ("run.steps=3", "rollout.publication=delta", "rollout.max_staleness=1", f"run.folder={folder}/skipped")
-    run_ranks(1, first_step_skipped, [COUNT, *warm, *servers, *more])
+    run_ranks(1, first_step_skipped, [COUNT, *warm, *servers, *more], timeout_s=LATE_S)
     steps = steps_of(folder / "skipped")
     assert [step["policy/skipped_updates"] for step in steps] == [2, 0, 0]
     assert [step["policy/version"] for step in steps] == [0, 1, 2]
@@ -126,7 +125,7 @@ def test_a_step_whose_updates_are_all_skipped_keeps_its_version_and_the_next_one
 
 def test_demo_config_passes_its_checks_where_the_model_is(folder, warm, capfd):
     # The demo's own model may not be there; everything else of its config is checked against the kept warm start.
-    train_forked("configs/demo.yaml", f"model.path={folder}/warm", "generation.max_new_tokens=4", "--dry-run")
+    train_forked("configs/demo.yaml", f"model.path={policy_of(warm)}", "generation.max_new_tokens=4", "--dry-run")
     out = capfd.readouterr().out
     assert "prompts_per_step: 8" in out and "path:" in out
 
@@ -136,7 +135,7 @@ def test_one_started_run_can_be_followed_by_another_from_its_weights(folder, war
         COUNT,
         *servers,
         "warm_start.updates=0",
-        f"model.path={folder}/warm",
+        f"model.path={policy_of(warm)}",
         "model.init=hf",
         "run.steps=1",
         "rollout.publication=delta",

@@ -15,7 +15,7 @@ class StuckInTheThirdStep(RLVRWorkflow):
 
     async def arun_episode(self, engine, data):
         if self.answered >= 16 and "prompt_index" in data and "TEST_NOT_STUCK" not in os.environ:
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         self.answered += 1
         return await super().arun_episode(engine, data)
 
@@ -29,7 +29,7 @@ class StuckInAnEvaluation(RLVRWorkflow):
         if "prompt_index" not in data and "TEST_STUCK_FROM" in os.environ:
             if self.answered >= int(os.environ["TEST_STUCK_FROM"]):
                 Path(os.environ["TEST_STUCK_FILE"]).touch()
-                await asyncio.sleep(1000)
+                await asyncio.Event().wait()
             self.answered += 1
         return await super().arun_episode(engine, data)
 
@@ -42,7 +42,7 @@ class RewardsHangFromTheThirdStepOn(RLVRWorkflow):
     async def arun_episode(self, engine, data):
         if self.answered >= 16 and "prompt_index" in data and "TEST_NOT_STUCK" not in os.environ:
             await asyncio.gather(*map(engine.agenerate, self.sample_requests(data)))
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         self.answered += 1
         return await super().arun_episode(engine, data)
 

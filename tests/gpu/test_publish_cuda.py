@@ -1,8 +1,6 @@
 """What the publisher does on a GPU is what it does on a CPU: checksums and buckets."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.shared_bucket import SharedBucket
 from megatron_rl.weights.update_group import checksum
 from tests.kit.in_process import some_tensors, specs_of
+from tests.kit.interpreters import run_python
 
 pytestmark = pytest.mark.gpu
 ROW, TILE = 8 * CHECKSUM_COLUMNS, 4 * 8192
@@ -130,7 +129,6 @@ def test_another_process_reads_a_bucket_on_the_gpu():
     for value in (1, 3):  # the second time, in the same memory
         bucket.flat.fill_(value)
         torch.cuda.synchronize()
-        command = [sys.executable, "-c", READ_A_BUCKET, json.dumps(bucket.handle())]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-        assert int(done.stdout) == 1000 * value
+        done = run_python(READ_A_BUCKET, json.dumps(bucket.handle()))
+        assert done.returncode == 0 and int(done.stdout) == 1000 * value, done.stderr
     assert bucket.close() is None

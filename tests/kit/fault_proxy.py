@@ -85,6 +85,8 @@ class FaultProxy:
         self.met: list[str] = []
         self.answers_left: int | None = None
         """Calls of /generate until it answers none; None is no end."""
+        self.unanswered = 0
+        """Those that came after."""
         self._thread = EventLoopThread("fault proxy")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -109,6 +111,7 @@ class FaultProxy:
     async def _forward(self, http: web.Request) -> web.StreamResponse:
         if http.path == "/generate" and self.answers_left is not None:
             if self.answers_left == 0:
+                self.unanswered += 1
                 await asyncio.Event().wait()
             self.answers_left -= 1
         fault = self._next_fault() if http.path == "/generate" else None

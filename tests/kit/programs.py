@@ -2,8 +2,8 @@
 
 What such a program imports takes it three to five seconds, and whoever uses this has imported it. A fork is given what
 a command line would have: arguments, environment, open files, a session of its own. That the programs start from a
-command line is proven by the runs that a launcher starts (test_death.py, test_stopping.py, test_training.py) and by
-the servers of tests/servers.
+command line is proven by the runs of test_stopping.py and test_training.py that a launcher and torchrun start, by
+those of tests/slurm, and by the servers of tests/servers.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ with start_up.importing():
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.cli": cli.main,
+    "megatron_rl.launch": local.main,
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
     "megatron_rl.tools.embedded_server.server": embedded_server.main,
     "megatron_rl.train": train.main,
 }
 STARTERS = (local, rollout_process, server_process, megatron_rl.run.run)
 """The modules that start them."""
+STARTED = "TESTS_STARTED_PROGRAMS"
+"""Of the environment: a file to which each start of one of PROGRAMS adds a line, its pid, its rank and its command."""
 POLL_S = 0.01
 COMMAND = """#!{python} -SE
 import json, os, socket, sys
@@ -122,7 +125,16 @@ def start(command: list[str], **options: Any) -> Forked | subprocess.Popen[bytes
     os.close(says_so)
     os.read(is_ready, 1)  # it has its session by now, in which its owner may kill it
     os.close(is_ready)
+    if STARTED in os.environ:
+        with open(os.environ[STARTED], "a") as file:
+            file.write(json.dumps([pid, options["env"].get("RANK"), command]) + "\n")
     return Forked(pid, command)
+
+
+def started_programs(file: Path) -> dict[int, tuple[str | None, list[str]]]:
+    """Return rank and command of what was started while STARTED named that file, by pid."""
+    lines = map(json.loads, file.read_text().splitlines())
+    return {pid: (rank, command) for pid, rank, command in lines}
 
 
 def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -181,6 +193,7 @@ def _become(
     says_so: int,
     *,
     env: dict[str, str],
+    cwd: Path | None = None,
     stdin: int | None = None,
     stdout: Any = None,
     stderr: Any = None,
@@ -207,6 +220,7 @@ def _become(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(env)
+        os.chdir(cwd or os.getcwd())
         sys.argv = [module, *command[command.index(module) + 1 :]]
         _forget_modules_of_tests()
         if "-P" not in command:

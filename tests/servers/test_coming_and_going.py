@@ -8,11 +8,11 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from kills import has_ended, run_until_killed
 
 from megatron_rl.launch.server_registry import Lease, Registration, registered_urls
 from tests.kit.client_calls import ask, publish_checked, start
-from tests.kit.runs import ROOT, environment, steps_of
+from tests.kit.forks import has_ended
+from tests.kit.runs import ROOT, environment, run_until_killed, steps_of
 from tests.kit.scripted_server import EMBEDDED, never
 from tests.kit.waiting import LIMIT_S, wait_until
 

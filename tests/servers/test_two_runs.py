@@ -1,11 +1,11 @@
 """Servers given by URL serve one run after another, also after one that was killed."""
 
 import pytest
-from kills import has_ended, run_until_killed, served_by
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.supervisor import Supervisor
-from tests.kit.runs import COUNT, ROOT, steps_of, train_forked
+from tests.kit.forks import has_ended
+from tests.kit.runs import COUNT, ROOT, run_until_killed, served_by, steps_of, train_forked
 from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow

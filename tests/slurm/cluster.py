@@ -13,14 +13,16 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.kit.waiting import LATE_S, wait_until
 
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue", "sacct", "munge", "setpriv")
 DAEMONS = ("slurmctld", "slurmd", "munged")
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240.0
+POLL_S = 0.2
+"""Between two questions to the cluster, each of which starts a process."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 NODES = ("n1", "n2", "n3", "n4")
 GPU_NODES = NODES[2:]
@@ -45,8 +47,10 @@ SelectTypeParameters=CR_CPU
 MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
-# SIGTERM comes so long before SIGKILL: twice the default, as a tests' machine is a busy one.
-KillWait=60
+# SIGTERM comes so long before SIGKILL, and daemons answer each other so late, as a tests' machine may be a busy one.
+KillWait=600
+MessageTimeout=100
+BatchStartTimeout=600
 SlurmdParameters=config_overrides
 JobCompType=jobcomp/filetxt
 JobCompLoc={root}/jobs.txt
@@ -62,7 +66,7 @@ NodeName=n1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=2000 State=UNKN
 NodeName=n2 NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=2000 State=UNKNOWN
 NodeName=n3 NodeAddr=127.0.0.1 Port={ports[3]} CPUs=8 Gres=gpu:2 RealMemory=2000 State=UNKNOWN
 NodeName=n4 NodeAddr=127.0.0.1 Port={ports[4]} CPUs=8 Gres=gpu:2 RealMemory=2000 State=UNKNOWN
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4 GraceTime=120
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4 GraceTime=600
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=gpu Nodes=n3,n4 MaxTime=INFINITE State=UP
 """
@@ -78,7 +82,7 @@ class Cluster:
     def __call__(self, *command: str, **more: str) -> str:
         """Run a command with more in its environment and return what it printed, or else what it said as an error."""
         done = subprocess.run(
-            command, env=self.environment | more, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+            command, env=self.environment | more, cwd=ROOT, capture_output=True, text=True, timeout=LATE_S
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout or done.stderr
@@ -108,15 +112,9 @@ class Cluster:
 
     def wait_for_state(self, job: str, name: str, *states: str) -> None:
         """Wait until the job has one of the states; AssertionError shows its log where it ended in another."""
-        wait_until(lambda: self.state(job) in {*states, *ENDED}, lambda: f"{self.state(job)}: {self.told(name)}")
+        what = lambda: f"{self.state(job)}: {self.told(name)}"  # noqa: E731
+        wait_until(lambda: self.state(job) in {*states, *ENDED}, what, limit_s=LATE_S, poll_s=POLL_S)
         assert self.state(job) in states, f"{self.state(job)}: {self.told(name)}"
-
-
-def wait_until(condition: Callable[[], bool], complaint: Callable[[], str], patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"after {patience_s:g} s: {complaint()}"
-        time.sleep(0.2)
 
 
 def missing() -> str:
@@ -153,12 +151,12 @@ def running_cluster(root: Path) -> Iterator[dict[str, str]]:
         for node in NODES:
             daemons.append(_start(root, environment, "slurmd", "-D", "-N", node, "-f", str(config)))
         idle = {node: "idle" for node in NODES}
-        wait_until(lambda: _states(environment) == idle, lambda: f"not idle: {_daemons_said(root)}", 60.0)
+        wait_until(lambda: _states(environment) == idle, lambda: f"not idle: {_daemons_said(root)}", poll_s=POLL_S)
         yield environment
     finally:
         _ask(environment, "scancel", "--user", "root", "--full")
         with contextlib.suppress(AssertionError):  # slurmd ends what is left
-            wait_until(lambda: not _ask(environment, "squeue", "--noheader"), lambda: "jobs are left", 30.0)
+            wait_until(lambda: not _ask(environment, "squeue", "--noheader"), limit_s=30.0, poll_s=POLL_S)
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:
@@ -176,9 +174,7 @@ def _start_munge(root: Path, environment: dict[str, str]) -> subprocess.Popen[by
     files = [f"--{name}-file={root}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     daemon = _start(root, environment, "munged", "--force", "--foreground", f"--socket={munge_socket}", *files)
     try:
-        wait_until(
-            lambda: bool(_ask(environment, "munge", "-n", "-S", str(munge_socket))), lambda: _daemons_said(root), 60
-        )
+        wait_until(lambda: _ask(environment, "munge", "-n", "-S", str(munge_socket)), lambda: _daemons_said(root))
     except AssertionError:
         daemon.kill()
         raise
@@ -197,7 +193,7 @@ def _daemon(name: str) -> str | None:
 
 def _ask(environment: dict[str, str], *command: str) -> str:
     """What a command prints; '' where it fails."""
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LATE_S).stdout
 
 
 def _states(environment: dict[str, str]) -> dict[str, str]:

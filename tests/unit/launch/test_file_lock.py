@@ -3,30 +3,27 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_rl.launch import file_lock
+from tests.kit.interpreters import start_python
 
-ROOT = Path(__file__).parents[3]
 OWNER = """
-import os, sys, time
+import os, signal, sys
 from pathlib import Path
 from megatron_rl.launch import file_lock
 file_lock.sign(file_lock.take(Path(sys.argv[1]), by_process=True), os.getpid())
 writer = os.fork()  # as a checkpoint's
 if writer:
     print(writer, flush=True)
-time.sleep(100)
+signal.pause()
 """
 
 
 def test_lock_of_a_process_ends_with_it_and_not_with_what_it_has_forked(tmp_path):
     path = tmp_path / "run.lock"
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, path], stdout=subprocess.PIPE, cwd=ROOT)
+    owner = start_python(OWNER, path)
     writer = int(owner.stdout.readline())
     try:
         with pytest.raises(file_lock.LockHeld, match=rf"process {owner.pid} on .* keeps the lock"):
@@ -40,3 +37,4 @@ def test_lock_of_a_process_ends_with_it_and_not_with_what_it_has_forked(tmp_path
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left if isinstance(left, int) else left.pid, signal.SIGKILL)
         owner.stdout.close()
+        owner.stderr.close()

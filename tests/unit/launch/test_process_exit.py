@@ -1,13 +1,11 @@
 """A process that is done ends with its exit code, whatever its other threads are at."""
 
 import io
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
 from megatron_rl.launch.process_exit import is_alive
+from tests.kit.interpreters import run_python
 
 LETS_GO_OF_A_GROUP = """
     import atexit, os, signal, sys, threading, time
@@ -22,7 +20,7 @@ LETS_GO_OF_A_GROUP = """
         peer = os.fork()
         group = join_update_group(address="127.0.0.1", port=port, rank=int(peer == 0), world_size=2, name="weights")
         if peer == 0:
-            time.sleep(60)
+            signal.pause()
         atexit.register(os.kill, peer, signal.SIGKILL)
         left = [group, dist.broadcast(torch.ones(10_000_000), group=group, group_src=0, async_op=True)]
         leave_update_group(left[0])
@@ -35,12 +33,9 @@ LETS_GO_OF_A_GROUP = """
 """
 
 
-def run(script):
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
-
-
+@pytest.mark.slow  # it imports torch
 def test_a_peer_that_takes_nothing_does_not_change_the_exit_code():
-    ended = run(LETS_GO_OF_A_GROUP)
+    ended = run_python(LETS_GO_OF_A_GROUP)
     assert ended.returncode == 75 and not ended.stderr, ended.stderr
 
 
@@ -71,7 +66,7 @@ ENDS = """
     ],
 )
 def test_everything_else_is_as_sys_exit_has_it(ending, code, said):
-    ended = run(ENDS.format(ending=ending))
+    ended = run_python(ENDS.format(ending=ending))
     assert ended.returncode == code and ended.stderr.endswith(said) and bool(ended.stderr) == bool(said)
     *threads, last = ended.stdout.splitlines()
     assert sorted(threads) == ["not a daemon", "submitted"] and last == "registered"

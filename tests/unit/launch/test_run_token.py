@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.launch import run_token
 from megatron_rl.launch.run_token import servers_of, token_in
+from tests.kit.waiting import LIMIT_S
 
 
 def refused(path):
@@ -34,7 +35,7 @@ def test_those_who_make_it_at_once_get_the_same(tmp_path):
     link = os.link
 
     def link_together(*paths):
-        late.wait(10)
+        late.wait(LIMIT_S)
         link(*paths)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as pool:

@@ -2,13 +2,13 @@
 
 import os
 import threading
-import time
 
 import pytest
 
 from megatron_rl.launch import slurm
 from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.tools.embedded_server import serve_command
+from tests.kit.waiting import wait_until
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "16(x3)"}
 SHAPE = "rollout.server_args=[--tp,16,--dp-size,4,--enable-dp-attention]"
@@ -20,7 +20,7 @@ if [[ $2 = hostnames ]]; then printf 'n1\\nn2\\nn3\\n'; else echo "NodeName=$3 N
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """job(setting, ...): three nodes of 8 GPUs, on which srun writes its command down and waits to be ended."""
-    commands = {"scontrol": SCONTROL, "srun": f'#!/bin/bash\necho "$@" >>{tmp_path}/steps\nexec sleep 60\n'}
+    commands = {"scontrol": SCONTROL, "srun": f'#!/bin/bash\necho "$@" >>{tmp_path}/steps\nexec sleep infinity\n'}
     for name, text in commands.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -40,11 +40,10 @@ def job(tmp_path, monkeypatch):
 
 
 def steps(tmp_path, count):
-    deadline = time.monotonic() + 10
-    while len(lines := (tmp_path / "steps").read_text().splitlines() if (tmp_path / "steps").exists() else []) < count:
-        assert time.monotonic() < deadline, lines
-        time.sleep(0.02)
-    return lines
+    """Return the steps that were started, once they are so many."""
+    lines = lambda: (tmp_path / "steps").read_text().splitlines()  # noqa: E731
+    wait_until(lambda: (tmp_path / "steps").exists() and len(lines()) >= count)
+    return lines()
 
 
 def test_a_server_that_no_node_holds_is_one_step_on_two_whose_parts_start_and_die_together(job, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.launch.server_registry import PROTOCOL, Lease, Registration, registered_urls, wait_for_servers
+from tests.kit.waiting import wait_until
 
 
 def registration(url="http://a:1", run="r", **fields):
@@ -49,23 +50,14 @@ def test_clock_of_this_host_does_not_matter(tmp_path, monkeypatch):
 
 
 def test_lease_is_renewed_while_the_server_is_well(tmp_path):
-    def eventually(expected):
-        deadline = time.monotonic() + 10
-        while registered_urls(tmp_path, "r") != expected and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return registered_urls(tmp_path, "r") == expected
-
     is_well = [True]
     with Lease(tmp_path, registration(lease_s=0.5), is_well=lambda: is_well[0]) as lease:
         first = lease.path.stat().st_mtime
-        deadline = time.monotonic() + 10
-        while lease.path.stat().st_mtime < first + 0.5 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert lease.path.stat().st_mtime >= first + 0.5
+        wait_until(lambda: lease.path.stat().st_mtime >= first + 0.5)
         is_well[0] = False
-        assert eventually([])
+        wait_until(lambda: registered_urls(tmp_path, "r") == [])
         is_well[0] = True
-        assert eventually(["http://a:1"])
+        wait_until(lambda: registered_urls(tmp_path, "r") == ["http://a:1"])
 
 
 def test_restarted_server_takes_its_own_place(tmp_path):

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import psutil
 import pytest
@@ -12,13 +12,7 @@ import pytest
 from megatron_rl.launch import signs_of_life
 from megatron_rl.launch.signs_of_life import LOOK_S, SILENT_S, SignsOfLife, StoppedProcesses
 from megatron_rl.servers.event_loop import Beat, EventLoopThread
-
-
-def until(holds):
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.kit.waiting import LIMIT_S, wait_until
 
 
 def test_by_default_whoever_is_silent_is_named_within_a_minute():
@@ -27,34 +21,35 @@ def test_by_default_whoever_is_silent_is_named_within_a_minute():
 
 @pytest.fixture
 def process():
-    with subprocess.Popen(["sleep", "60"]) as started:
+    with subprocess.Popen(["sleep", "infinity"]) as started:
         yield started
         started.kill()
 
 
 def test_a_stopped_process_is_named_once_with_the_way_out_and_again_when_it_is_back(process):
-    said = []
-    signs = SignsOfLife([StoppedProcesses()], say=said.append, silent_s=0.2)
+    said, looks = [], []
+    signs = SignsOfLife([StoppedProcesses(), lambda: looks.append(1) or {}], say=said.append, silent_s=0.2)
     signs.start()
     process.send_signal(signal.SIGSTOP)
-    until(lambda: said)
-    time.sleep(0.3)
+    wait_until(lambda: said)
+    before = len(looks)
+    wait_until(lambda: len(looks) >= before + 3)
     (line,) = said
-    who = f"process 'sleep 60' (pid {process.pid}), which a signal has stopped,"
-    assert line.startswith(f"{who} has given no sign of life for 0 s") and f"kill -CONT {process.pid}" in line
+    who = f"process 'sleep infinity' (pid {process.pid}), which a signal has stopped,"
+    assert line.startswith(f"{who} has given no sign of life for ") and f"kill -CONT {process.pid}" in line
     process.send_signal(signal.SIGCONT)
-    until(lambda: len(said) == 2)
+    wait_until(lambda: len(said) == 2)
     assert said[1] == f"{who} is back, or gone."
     signs.close()
 
 
 def test_a_stopped_rank_is_named_by_its_number(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": "3"}) as rank:
+    with subprocess.Popen(["sleep", "infinity"], env=os.environ | {"RANK": "3"}) as rank:
         try:
             rank.send_signal(signal.SIGSTOP)
             stopped = StoppedProcesses(descends=False)
-            until(lambda: [who for who in stopped() if who.startswith(f"rank 3 (pid {rank.pid})")])
+            wait_until(lambda: [who for who in stopped() if who.startswith(f"rank 3 (pid {rank.pid})")])
         finally:
             rank.kill()
 
@@ -64,11 +59,13 @@ def test_a_stopped_process_of_the_rewards_is_named_though_its_environment_cannot
         raise psutil.AccessDenied(process.pid)
 
     monkeypatch.setattr(psutil.Process, "environ", refuse)
-    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", "megatron_rl.rewards"]
+    sleeping = [sys.executable, "-c", "import signal; signal.pause()", "megatron_rl.rewards"]
     with subprocess.Popen(sleeping) as rewards:
         try:
             rewards.send_signal(signal.SIGSTOP)
-            until(lambda: [who for who in StoppedProcesses()() if who.startswith("a process of the rewards (pid ")])
+            wait_until(
+                lambda: [who for who in StoppedProcesses()() if who.startswith("a process of the rewards (pid ")]
+            )
         finally:
             rewards.kill()
 
@@ -101,8 +98,10 @@ def test_an_event_loop_that_something_keeps_from_its_work_says_for_how_long():
     thread = EventLoopThread("test")
     beat = Beat(thread.loop)
     thread.loop.call_soon_threadsafe(beat.begin)
-    until(lambda: beat.stands_still_s == 0.0)
-    thread.loop.call_soon_threadsafe(time.sleep, 1.6)
-    until(lambda: beat.stands_still_s > 0.3)
-    until(lambda: beat.stands_still_s == 0.0 and beat.lag_s > 0.3)
+    wait_until(lambda: beat.stands_still_s == 0.0)
+    goes_on = threading.Event()
+    thread.loop.call_soon_threadsafe(goes_on.wait, LIMIT_S)
+    wait_until(lambda: beat.stands_still_s > 0.3)
+    goes_on.set()
+    wait_until(lambda: beat.stands_still_s == 0.0 and beat.lag_s > 0.3)
     thread.stop()

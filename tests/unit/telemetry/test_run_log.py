@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from megatron_rl.telemetry.run_log import RunLog, Sample, clock, read_run, sparkline
+from tests.kit.interpreters import run_python
 
 METRICS = {
     "reward/mean": 0.25,
@@ -167,15 +165,14 @@ def test_torn_last_line_is_dropped_and_the_run_goes_on(tmp_path):
 
 
 def test_killed_process_loses_no_logged_step(tmp_path):
-    script = (
-        "import os, signal, sys\n"
-        "from megatron_rl.telemetry.run_log import RunLog\n"
-        "log = RunLog(sys.argv[1], 9)\n"
-        "for step in range(5): log.log_step(step, {'reward/mean': 0.5})\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, env=os.environ)
-    assert done.returncode == -signal.SIGKILL
+    script = """
+        import os, signal, sys
+        from megatron_rl.telemetry.run_log import RunLog
+        log = RunLog(sys.argv[1], 9)
+        for step in range(5): log.log_step(step, {'reward/mean': 0.5})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert run_python(script, tmp_path).returncode == -signal.SIGKILL
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 import urllib.request
 
@@ -12,6 +11,8 @@ from rich.console import Console
 from megatron_rl.config import TelemetryConfig
 from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.sinks import Prometheus, Sink, Sinks
+from tests.kit.interpreters import run_python
+from tests.kit.waiting import LATE_S
 
 
 def write_run(folder, config, *, steps=2, first_step=0):
@@ -68,7 +69,8 @@ sinks.log(1, {{"reward/mean": 0.5}})
 sinks.close()
 """
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "PATH": "/usr/bin:/bin"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+    done = run_python(code, env=environment)
+    assert done.returncode == 0, done.stderr
     assert list((tmp_path / "trackio").glob("sinks*"))
 
 
@@ -79,7 +81,7 @@ def test_prometheus_offers_the_newest_numbers(tmp_path):
     sinks.log(2, {"reward/mean": 0.5})
     [sink] = sinks._open
     assert isinstance(sink, Prometheus)
-    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=LATE_S) as answer:
         text = answer.read().decode()
     assert 'megatron_rl_reward_mean{run="run 7"} 0.5' in text
     assert 'megatron_rl_finished_steps{run="run 7"} 2.0' in text
