@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def test_it_is_one_of_the_fewest_requests_and_the_avoided_one_only_alone(calls, 
     assert chosen in others and len(chosen.calls) == min(len(server.calls) for server in others)
 
 
+@pytest.mark.slow
 def test_the_ring_beats_the_first_of_the_fewest_and_two_choices_with_old_news(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_spread

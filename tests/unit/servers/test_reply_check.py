@@ -110,7 +110,7 @@ def test_reply_that_is_what_was_asked_for_is_taken(make, end):
     assert part.spans == [("3", 2), ("4", 2)] and newest_of(part, asked) == 4
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from([embedded, sglang]), st.sampled_from(sorted(ENDS)), st.data())
 def test_reply_spoilt_in_any_field_is_refused_or_is_what_it_was(make, end, data):
     asked, reason = ENDS[end]

@@ -96,13 +96,15 @@ def outcome(read):
     return (*rest, sampled.ids.tolist(), sampled.ids.dtype, sampled.logprobs.view(torch.int32).tolist())
 
 
-@settings(max_examples=1000, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
 @given(bodies())
 def test_both_readers_take_the_same_replies_to_the_bit_and_refuse_the_same(body):
     assert outcome(lambda: read_reply([body], ASKED)) == outcome(lambda: check_reply(parsed(body), ASKED))
 
 
-@settings(max_examples=1000, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
 @given(bodies())
 def test_what_is_left_is_json_exactly_where_the_whole_was_and_says_the_same(body):
     found = ops.reply_tokens(bytearray(body), **LIMITS)
