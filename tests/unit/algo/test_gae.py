@@ -12,6 +12,7 @@ from megatron_rl.algo.reward_shaping import at_the_end
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.ops import packed_gae
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.examples import max_examples
 
 
 def recursion(rewards, values, mask, cu_seqlens, discount, trace_decay, bootstrap):
@@ -33,7 +34,7 @@ share = st.floats(0.0, 1.0)
 sequences = st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=8)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=max_examples(50, 150), deadline=None, derandomize=True, database=None)
 @given(sequences, share, share, st.integers(0, 2**31))
 def test_gae_equals_the_recursion_on_ragged_masks(masks, discount, trace_decay, seed):
     generator = torch.Generator().manual_seed(seed)

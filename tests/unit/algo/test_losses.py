@@ -20,6 +20,7 @@ from megatron_rl.algo.selection import but_covariant, covariances, high_entropy,
 from megatron_rl.batch import packing
 from megatron_rl.config import LOSSES, AlgorithmConfig, CorrectionConfig
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.examples import max_examples
 from tests.unit.loss_definitions import defined_loss, is_rejected
 from tests.unit.ragged import LENGTHS, UNTRAINED, parts_of, ragged_batch
 
@@ -423,7 +424,7 @@ def test_marked_tokens_keep_their_advantage_and_reach_the_loss():
 NUMBERS = st.sampled_from([0.0, -0.0, 1e-42, 0.1, 0.2, 0.30000001, 0.3, 2.0, 3e19, math.inf, math.nan])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=max_examples(60, 200), deadline=None, derandomize=True, database=None)
 @given(st.lists(st.lists(st.tuples(NUMBERS, st.booleans()), max_size=9), max_size=6), st.floats(0.01, 1.0))
 def test_tokens_are_selected_as_by_sorting_all_of_them(sequences, share):
     flat = [token for sequence in sequences for token in sequence]

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from megatron_rl.batch import exchange, packing
 from megatron_rl.batch.step_batch import StepBatch
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.examples import max_examples
 
 BUDGETS = st.integers(1, 120)  # from one that most sequences exceed to one that holds several
 SEEDS = st.integers(0, 2**16)
-random_batches = settings(max_examples=350, deadline=None, derandomize=True, database=None)
+random_batches = settings(max_examples=max_examples(100, 350), deadline=None, derandomize=True, database=None)
 
 
 @st.composite

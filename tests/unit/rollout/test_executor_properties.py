@@ -25,12 +25,13 @@ from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import Trajectory, TrajectoryBatch
 from tests.kit.counting_engine import CountingEngine
+from tests.kit.examples import max_examples
 from tests.kit.simulated_time import Deadlock, simulate
 
 SECONDS = st.sampled_from([0.0, 0.0, 0.1, 1.0, 3.0, 10.0, 50.0])  # equal ones often: things happen at once
 ENDS = st.one_of(st.just("group"), st.sampled_from(["group", "uniform", "none", "error", "refusal"]))
 UPDATES = st.lists(st.booleans().map(lambda b: not b), min_size=1, max_size=3)
-worlds_examples = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+worlds_examples = settings(max_examples=max_examples(40, 80), deadline=None, derandomize=True, database=None)
 
 # A prompt's last event -> what may follow it.
 FOLLOWERS = {

@@ -30,6 +30,7 @@ from megatron_rl.workflows.conversation import ChatTemplate, Conversation, Plain
 from megatron_rl.workflows.environments import MOST_CALLS, Environment, SelfCorrection, ToolUse, Turn
 from megatron_rl.workflows.multi_turn import EnvironmentTimeout
 from megatron_rl.workflows.tools import Calculator, Search, ToolError, calculate, run_call, split_tool_calls
+from tests.kit.examples import max_examples
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 
@@ -70,7 +71,7 @@ def asked(text):
     return {"messages": [{"role": "user", "content": text}]}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=max_examples(20, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), is_chat=st.booleans())
 def test_a_trajectory_is_exactly_what_was_served_and_generated(any_tokenizer, seed, is_chat):
     engine = RecordingEngine(any_tokenizer, seed=seed)

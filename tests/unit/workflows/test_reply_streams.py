@@ -14,6 +14,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import AgentWorkflow
 from megatron_rl.workflows.streamed_text import HALF, split_thoughts, sure_parts
 from megatron_rl.workflows.tool_formats import FORMATS
+from tests.kit.examples import max_examples
 from tests.kit.replies import RecordingEngine
 from tests.kit.waiting import until
 from tests.unit.agent_relay import here
@@ -47,7 +48,7 @@ def whole_parts(text, *, is_open, shows_thoughts, tools):
     return thoughts, said if not calls or any(call.fault for call in calls) else content
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=max_examples(300, 1500), deadline=None)
 @given(
     st.lists(st.sampled_from(WORDS), max_size=8).map("".join),
     st.booleans(),

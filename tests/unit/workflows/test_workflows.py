@@ -131,11 +131,15 @@ def test_reward_that_hangs_is_an_error(tokenizer):
         told.wait()
 
     workflow = RLVRWorkflow(never_ends, GenerationConfig(), tokenizer, reward_timeout_s=0.05)
-    try:
-        with pytest.raises(RuntimeError, match="never_ends: no reward within 0.05 s; 1 of its calls"):
-            run(workflow, OneReplyEngine(tokenizer), prompt="a")
-    finally:
-        told.set()
+
+    async def episode():
+        try:
+            await workflow.arun_episode(OneReplyEngine(tokenizer), {"prompt": "a"})
+        finally:
+            told.set()  # or the event loop would wait for the thread at its end
+
+    with pytest.raises(RuntimeError, match="never_ends: no reward within 0.05 s; 1 of its calls"):
+        asyncio.run(episode())
 
 
 def test_aborted_reply_is_not_scored(tokenizer):
