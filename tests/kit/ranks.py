@@ -30,7 +30,7 @@ LATER = (
     "dist_checkpointing.strategies.filesystem_async",
     "dist_checkpointing.strategies.state_dict_saver",
 )
-"""Modules of megatron.core that each rank would import for an engine or a checkpoint; not all versions have them all."""
+"""Modules of megatron.core that each rank would import for an engine or a checkpoint; some versions lack some."""
 with start_up.importing():
     import megatron_rl.engine.megatron_engine  # noqa: F401  the children inherit the import
 
