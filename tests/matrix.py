@@ -177,7 +177,10 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def run(name: str, tests: Sequence[str] = TESTS, *, workers: int = 2) -> Outcome:
-    """Run tests of a copy of the tree with a pair's versions. RuntimeError where pytest itself failed."""
+    """Run tests of a copy of the tree with a pair's versions. RuntimeError where pytest itself failed.
+
+    workers: 0 runs them in pytest's own process.
+    """
     python, tree, report = environment(name), _copied_tree(name), FOLDER / name / "report.xml"
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", *tests, f"--junitxml={report}", "-n", str(workers)]

@@ -4,7 +4,7 @@ A test says what it proves with `@pytest.mark.proves(table, row, column)`, where
 that name (of a list, for each entry). A cell is proven where all tests of the session that claim it passed. The page is
 compared once all of them have run, in however many processes, as in `make test-all`; `make readme-tables` rewrites it.
 
-`make test` leaves tests out that claim cells (`-m "not thorough"`), and so the comparison: what was not tried has not
+`make test` leaves tests out that claim cells (`-m 'not thorough'`), and so the comparison: what was not tried has not
 been disproved. A cell whose test ran and failed is found there by that test itself.
 """
 

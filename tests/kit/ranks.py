@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
 import os
 import pickle
 import signal
@@ -21,8 +24,22 @@ from megatron_rl.launch.ports import free_port
 from tests.kit.waiting import SLOWNESS
 
 platform.prepare()
+LATER = (
+    "models.mimo",
+    "dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.state_dict_saver",
+)
+"""Modules of megatron.core that each rank would import for an engine or a checkpoint; some versions lack some."""
 with start_up.importing():
     import megatron_rl.engine.megatron_engine  # noqa: F401  the children inherit the import
+
+    for module in LATER:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"megatron.core.{module}")
+# Each rank's torch asks for its backends, for which Python would read a file of every package: a tenth of a second.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+importlib.metadata.entry_points(group="torch.distributed.backends")
 
 HANGS_S = 500.0 * SLOWNESS
 """After which a world is ended that hangs: before pytest ends the test, which would not say where its ranks are."""
