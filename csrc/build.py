@@ -241,9 +241,9 @@ def build(cuda: str = "auto", architectures: tuple[str, ...] | None = None) -> l
     return built
 
 
-def resources() -> dict[str, dict[str, int]]:
-    """Registers of every kernel on every architecture, as ptxas reports them; a spill raises."""
-    jobs = [(name, unit) for name, units in cubin_units().items() for unit in units]
+def resources(architectures: tuple[str, ...] = ARCHITECTURES) -> dict[str, dict[str, int]]:
+    """Registers of every kernel by architecture, as ptxas reports them; a spill raises."""
+    jobs = [(name, unit) for name, units in cubin_units(architectures).items() for unit in units]
     found: dict[str, dict[str, int]] = {name: {} for name, _ in jobs}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for (name, _), said in zip(jobs, pool.map(lambda job: ptxas_report(job[1]), jobs), strict=True):
@@ -251,10 +251,10 @@ def resources() -> dict[str, dict[str, int]]:
     return found
 
 
-def cubin_units() -> dict[str, list[Unit]]:
+def cubin_units(architectures: tuple[str, ...]) -> dict[str, list[Unit]]:
     """The kernels' machine code: one file for each source and architecture."""
     units: dict[str, list[Unit]] = {}
-    for architecture in ARCHITECTURES:
+    for architecture in architectures:
         flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-Xptxas=-v", "-cubin")
         sources = sorted((SOURCES / "kernels").glob("*.cu"))
         units[f"sm_{architecture}"] = [Unit(source, (str(nvcc()), *flags)) for source in sources]
@@ -299,15 +299,15 @@ def nvdisasm() -> str | None:
     return shutil.which("nvdisasm", path=os.pathsep.join(places))
 
 
-def report() -> dict:
+def report(architectures: tuple[str, ...] = ARCHITECTURES) -> dict:
     """Registers, instructions and predictions of every kernel (csrc/sass_report.py): what resources.json holds."""
     if nvcc() is None or nvdisasm() is None:
         missing = "nvcc" if nvcc() is None else "nvdisasm"
         raise BuildError(
             f"{missing} is not found: the report reads machine code. pip install nvidia-cuda-nvdisasm has nvdisasm"
         )
-    registers = resources()
-    cubins = {name: [unit.object.with_suffix(".cubin") for unit in units] for name, units in cubin_units().items()}
+    registers, units = resources(architectures), cubin_units(architectures)
+    cubins = {name: [unit.object.with_suffix(".cubin") for unit in of_one] for name, of_one in units.items()}
     return sass_report()["report"](nvcc_version(), str(nvdisasm()), cubins, registers)
 
 

@@ -197,6 +197,7 @@ def run_suite(tmp_path):
     return run
 
 
+@pytest.mark.thorough  # fifteen interpreters; `make test` has the tables, the answers, and the command without them
 @pytest.mark.slow
 def test_the_whole_suite_runs_through_on_stand_ins_and_begins_with_its_answers(run_suite, suite):
     import suite_bars

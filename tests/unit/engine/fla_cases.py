@@ -1,9 +1,9 @@
 """A program that runs flash-linear-attention's own kernels on the CPU, in Triton's interpreter.
 
-TRITON_INTERPRET=1 python fla_cases.py OUTPUT    # before triton is imported, so this needs an interpreter of its own
+TRITON_INTERPRET=1 python fla_cases.py TREE OUTPUT    # before triton is imported: an interpreter of its own
 
-It pickles, for each tree of TREES, result and gradients of a delta net's kernels and of its plain torch:
-{(tree, form): [tensor]}.
+It pickles the result and gradients of a delta net's kernels and of its plain torch on a tree of TREES:
+{form: [tensor]}.
 """
 
 import builtins
@@ -79,12 +79,9 @@ def computed(form: str, segments: torch.Tensor, seed: int) -> list[torch.Tensor]
 def main() -> None:
     warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
     prepare()
-    found = {
-        (tree, form): computed(form, torch.tensor(segments), seed=3)
-        for tree, segments in TREES.items()
-        for form in ("fla", "torch")
-    }
-    Path(sys.argv[1]).write_bytes(pickle.dumps(found))
+    tree, output = sys.argv[1:]
+    found = {form: computed(form, torch.tensor(TREES[tree]), seed=3) for form in ("fla", "torch")}
+    Path(output).write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

@@ -19,20 +19,19 @@ PACKAGE = Path(sys.prefix) / "share" / "fla"  # where `make` puts it
 HAS_PACKAGE = (PACKAGE / "fla").is_dir() and importlib.util.find_spec("triton") is not None
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    output = tmp_path_factory.mktemp("fla") / "found.pickle"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{PACKAGE}"}
-    done = subprocess.run([sys.executable, PROGRAM, output], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return pickle.loads(output.read_bytes())
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_PACKAGE, reason=f"fla-core is not in {PACKAGE}, or there is no triton")
-@pytest.mark.parametrize("tree", ["apart", "forked"])
-def test_the_packages_kernels_give_results_and_gradients_of_plain_torch(tree, found):
-    for kernels, plain in zip(found[tree, "fla"], found[tree, "torch"], strict=True):
+@pytest.mark.parametrize(
+    "tree",
+    ["forked", pytest.param("apart", marks=pytest.mark.thorough)],  # it has a sequence of its own, too
+)
+def test_the_packages_kernels_give_results_and_gradients_of_plain_torch(tree, tmp_path):
+    output = tmp_path / "found.pickle"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{PACKAGE}"}
+    done = subprocess.run([sys.executable, PROGRAM, tree, output], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = pickle.loads(output.read_bytes())
+    for kernels, plain in zip(found["fla"], found["torch"], strict=True):
         assert plain.norm() > 0 and (kernels - plain).norm() <= 1e-5 * plain.norm()
 
 

@@ -323,6 +323,7 @@ def test_forward_flops_are_twice_the_parameters_and_grow_with_keys(tmp_path):
     assert forward_flops(model, 10, 0, 100) - forward_flops(model, 10, 0, 0) == 10 * 2 * 2 * 4096 * 100 * 32
 
 
+@pytest.mark.slow
 def test_best_split_is_the_fastest_that_fits(tmp_path):
     for staleness in (0, 2):
         config = large(
@@ -455,7 +456,8 @@ def test_too_few_gpus_for_both_are_refused_with_turns_as_the_way_out():
 
 
 # Models of three sizes in layouts, batches and clusters drawn at random: about half of them do not fit at first.
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
 def test_what_a_plan_recommends_passes_its_own_check_and_the_launchers(seed, tmp_path):
     chance, refused = random.Random(seed), 0
     for number in range(5):

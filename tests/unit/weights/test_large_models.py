@@ -29,6 +29,8 @@ WITH_ALL_LAYERS = [
     for name in RANKS
 ]
 
+pytestmark = pytest.mark.slow
+
 
 def write_without_contents(model, folder):
     """Write a model's folder as it is published, with an index and files of a few GB, whose tensors are holes."""
