@@ -27,7 +27,7 @@ from tests.kit.waiting import SLOWNESS  # noqa: E402
 platform.prepare()  # before any test imports megatron.core
 
 HANGS_S = 600.0
-pytest_plugins = ["tests.order", "tests.proofs", "tests.kit.servers", "tests.kit.tokenizers"]
+pytest_plugins = ["tests.order", "tests.proofs", "tests.kit.tokenizers", "tests.kit.servers"]
 
 
 @pytest.hookimpl(tryfirst=True)
