@@ -38,6 +38,7 @@ pytest_plugins = [
     "tests.progress",
     "tests.proofs",
     "tests.kit.tokenizers",
+    "tests.kit.http",
     "tests.kit.servers",
     "tests.kit.rehearsals",
 ]

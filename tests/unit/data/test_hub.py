@@ -7,19 +7,21 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from huggingface_hub import constants
 
+from megatron_rl.data import data_files
+from megatron_rl.data.prompts import load_prompts
+from tests.kit.http import Answer, answered_by
 from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
 NEEDED = "{0} is not installed: pip install 'megatron-rl[data]'".format
-pytest.importorskip("datasets", reason=NEEDED("datasets"))
+datasets = pytest.importorskip("datasets", reason=NEEDED("datasets"))
 pyarrow = pytest.importorskip("pyarrow", reason=NEEDED("pyarrow"))
 
 ROOT = Path(__file__).parents[3]
@@ -42,9 +44,8 @@ import json, sys
 from megatron_rl.data import data_files
 from megatron_rl.data.prompts import PromptIterator, load_prompts
 
-answer_s, wanted = json.loads(sys.argv[1])
-data_files.ANSWER_S = answer_s
-for source, split, state in wanted:
+data_files.ANSWER_S = float(sys.argv[2])
+for source, split, state in json.loads(sys.argv[1]):
     try:
         iterator = PromptIterator(load_prompts(source, {"split": split}, key="data.train"), seed=3)
     except ValueError as error:
@@ -57,66 +58,42 @@ for source, split, state in wanted:
 """
 
 
-class Hub(ThreadingHTTPServer):
+class Hub:
     """The part of the hub's API that a download asks, with one data set of one commit."""
 
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files, self.asked = files, []
-        super().__init__(("127.0.0.1", 0), HubRequest)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class HubRequest(BaseHTTPRequestHandler):
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
-    server: Hub
 
-    def answer(self) -> None:
-        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path, api = urlsplit(self.path).path, f"/api/datasets/{NAME}"
-        self.server.asked.append(f"{self.command} {path}")
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files, self.asked, self.url = files, [], ""
+
+    def answer(self, method: str, path: str, body: bytes) -> Answer:
+        path, api = urlsplit(path).path, f"/api/datasets/{NAME}"
+        self.asked.append(f"{method} {path}")
         if path in (api, f"{api}/revision/main", f"{api}/revision/{self.COMMIT}"):
-            siblings = [{"rfilename": file} for file in self.server.files]
-            self.send({"id": NAME, "sha": self.COMMIT, "siblings": siblings, "private": False, "tags": []})
-        elif path.startswith(f"{api}/tree/{self.COMMIT}"):
+            siblings = [{"rfilename": file} for file in self.files]
+            return Answer({"id": NAME, "sha": self.COMMIT, "siblings": siblings, "private": False, "tags": []})
+        if path.startswith(f"{api}/tree/{self.COMMIT}"):
             folder = path.removeprefix(f"{api}/tree/{self.COMMIT}").removeprefix("/")
-            found = [self.about(file) for file in self.server.files if file.startswith(folder)]
-            self.send(found) if found else self.refuse("EntryNotFound")
-        elif path == f"{api}/paths-info/{self.COMMIT}":
-            sent = json.loads(content) if content.startswith(b"{") else parse_qs(content.decode())
-            self.send([self.about(file) for file in sent["paths"] if file in self.server.files])
-        elif path.startswith(f"/datasets/{NAME}/resolve/"):
-            self.send_file(path.split("/", 6)[-1])
-        else:
-            self.refuse("RepoNotFound")
-
-    do_GET = do_HEAD = do_POST = answer
+            found = [self.about(file) for file in self.files if file.startswith(folder)]
+            return Answer(found) if found else not_found("EntryNotFound")
+        if path == f"{api}/paths-info/{self.COMMIT}":
+            sent = json.loads(body) if body.startswith(b"{") else parse_qs(body.decode())
+            return Answer([self.about(file) for file in sent["paths"] if file in self.files])
+        if path.startswith(f"/datasets/{NAME}/resolve/"):
+            file = path.split("/", 6)[-1]
+            if file not in self.files:
+                return not_found("EntryNotFound")
+            headers = {"ETag": f'"{self.about(file)["oid"]}"', "X-Repo-Commit": self.COMMIT}
+            return Answer(self.files[file], headers=headers)
+        return not_found("RepoNotFound")
 
     def about(self, file: str) -> dict[str, object]:
-        content = self.server.files[file]
+        content = self.files[file]
         return {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
-    def send_file(self, file: str) -> None:
-        if file not in self.server.files:
-            return self.refuse("EntryNotFound")
-        self.send(self.server.files[file], ETag=f'"{self.about(file)["oid"]}"', **{"X-Repo-Commit": self.COMMIT})
 
-    def refuse(self, code: str) -> None:
-        self.send({"error": "not found"}, status=404, **{"X-Error-Code": code})
-
-    def send(self, content: object, *, status: int = 200, **headers: str) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
+def not_found(code: str) -> Answer:
+    return Answer({"error": "not found"}, status=404, headers={"X-Error-Code": code})
 
 
 def parquet(rows):
@@ -129,17 +106,17 @@ def parquet(rows):
 def hub():
     files = {"README.md": CARD.encode(), "mixed.parquet": parquet([{"question": "1?"}])}
     files |= {"train.parquet": parquet(TRAIN), "test.parquet": parquet(TRAIN[:1]), "hard.parquet": parquet(HARD)}
-    with Hub(files) as server:
-        yield server
-        server.shutdown()
+    hub = Hub(files)
+    with answered_by(hub.answer) as hub.url:
+        yield hub
 
 
-def load(url, folder, *wanted, offline=False, answer_s=LATE_S):
+def load(url, folder, *wanted, offline=False):
     """Load `(source, split, state)` in one process, as clients read their settings when they are imported."""
     environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(folder), "HF_HUB_OFFLINE": str(int(offline))}
     environment |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps([answer_s, wanted])],
+        [sys.executable, "-c", LOAD, json.dumps(wanted), str(LATE_S)],
         env=environment,
         capture_output=True,
         text=True,
@@ -172,14 +149,19 @@ def test_data_set_that_the_hub_does_not_have_is_named_with_its_key(hub, tmp_path
         assert answer["error"].startswith(f"data.train = {source!r}: ") and message in answer["error"]
 
 
-def test_hub_that_does_not_answer_is_given_up_and_not_asked_again(tmp_path):
+def test_hub_that_does_not_answer_is_given_up_and_not_asked_again(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(data_files, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
         ports = silent.getsockname()[1], closed.getsockname()[1]
         closed.close()
         for port in ports:
-            (answer,) = load(f"http://127.0.0.1:{port}", tmp_path, (f"hf:{NAME}", "train", None), answer_s=0.2)
-            assert f"data.train = 'hf:{NAME}': cannot be read (the hub at http://127.0.0.1:{port}" in answer["error"]
-            assert "does not answer, HF_HUB_OFFLINE=1" in answer["error"]
+            monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+            with pytest.raises(ValueError, match="does not answer, HF_HUB_OFFLINE=1") as raised:
+                load_prompts(f"hf:{NAME}", {"split": "train"}, key="data.train")
+            reason = f"data.train = 'hf:{NAME}': cannot be read (the hub at http://127.0.0.1:{port}"
+            assert str(raised.value).startswith(reason)
         # `datasets` itself would go on for minutes.
         silent.setblocking(False)
         silent.accept()[0].close()

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import random
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -31,6 +29,7 @@ from megatron_rl.workflows.environments import MOST_CALLS, Environment, SelfCorr
 from megatron_rl.workflows.multi_turn import EnvironmentTimeout
 from megatron_rl.workflows.tools import Calculator, Search, ToolError, calculate, run_call, split_tool_calls
 from tests.kit.examples import max_examples
+from tests.kit.http import Answer, answered_by
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 
@@ -348,30 +347,19 @@ def test_what_a_call_says_can_always_be_tokenised(tokenizer):
 def test_search_shows_what_the_service_found():
     seen = []
 
-    class Service(BaseHTTPRequestHandler):
-        def do_POST(self):
-            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            found = {"results": [{"title": f"t{n}", "text": "x" * 50} for n in range(5)]} if len(seen) < 2 else {}
-            answer = json.dumps(found).encode()
-            self.send_response(422 if seen[-1]["query"] == "" else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def service(method, path, body):
+        seen.append(json.loads(body))
+        found = {"results": [{"title": f"t{n}", "text": "x" * 50} for n in range(5)]} if len(seen) < 2 else {}
+        return Answer(found, status=422 if seen[-1]["query"] == "" else 200)
 
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Service) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        search = Search(f"http://127.0.0.1:{server.server_port}/", top=2, characters=10)
+    with answered_by(service) as url:
+        search = Search(f"{url}/", top=2, characters=10)
         assert asyncio.run(search(query="fox")) == "[1] t0\nxxx\n\n[2] t1\nxxx"
         assert seen == [{"query": "fox", "top": 2}]
         with pytest.raises(ToolError, match="refuses this query"):  # the policy's own: it hears of it
             asyncio.run(search(query=""))
         with pytest.raises(RuntimeError, match="KeyError"):  # the service's fault: the episode fails, no reward of 0
             asyncio.run(search(query="fox"))
-        server.shutdown()
 
 
 # -- several replies, several agents

@@ -374,22 +374,33 @@ def test_an_honest_agent_gets_its_reward_beside_what_others_try(task):
     assert asyncio.run(work(task, *map(CHEATS.get, tried), honest))[0] == 1.0
 
 
+RACES = ("leaves a daemon that kills the verifier", "waits for the tests")
+"""Cheats that gain where they are quicker than the verifier."""
+
+
 def test_the_cheats_are_real(task):
     """Where tests, processes and reward are not kept apart, they gain."""
 
-    async def naive(name):
+    async def gains(name):
         world = TaskFolder({"task": str(task)}, **OPTIONS)
         try:
             await world.opening()
             container = world.container
             await container.begin(["tests", "logs"])
             await container.put({"tests": task / "tests"}, "/")
-            await container.run(CHEATS[name], "/app", world.recipe.env, time_s=3.0)
+            await container.run(CHEATS[name], "/app", world.recipe.env, time_s=LATE_S)
             path = {"PATH": f"/app:{world.recipe.env['PATH']}", "PYTHONPATH": "/app"}
-            code, _ = await container.run(VERIFY, "/app", world.recipe.env | path, time_s=5.0)
-            return name, await container.read("/logs/verifier/reward.txt") == "1\n"
+            verifier_s = 1.0 if name.startswith("makes the verifier") else LATE_S
+            await container.run(VERIFY, "/app", world.recipe.env | path, time_s=verifier_s)
+            return await container.read("/logs/verifier/reward.txt") == "1\n"
         finally:
             await world.close()
 
-    gained = [name for name, gains in asyncio.run(side_by_side([naive(name) for name in CHEATS])) if gains]
-    assert len(gained) >= 8, gained
+    async def gains_at_last(name):
+        for _ in range(30 if name in RACES else 1):
+            if await gains(name):
+                return True
+        return False
+
+    gained = asyncio.run(side_by_side(map(gains_at_last, CHEATS)))
+    assert sum(gained) >= 8, dict(zip(CHEATS, gained, strict=True))
