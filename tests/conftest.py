@@ -38,7 +38,6 @@ pytest_plugins = [
     "tests.progress",
     "tests.proofs",
     "tests.kit.tokenizers",
-    "tests.kit.http",
     "tests.kit.servers",
     "tests.kit.rehearsals",
 ]

@@ -71,7 +71,9 @@ class Progress:
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         if report.skipped and not hasattr(report, "wasxfail"):
             return "skipped", "", "SKIPPED"
-        return ("passed", "", "PASSED") if report.when == "call" and report.passed else None
+        if report.when == "call" and not hasattr(report, "wasxfail"):
+            return report.outcome, "", report.outcome.upper()
+        return None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = "thorough" if "thorough" in report.keywords else "test"
