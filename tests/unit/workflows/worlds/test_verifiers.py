@@ -97,7 +97,16 @@ def test_a_world_that_fails_or_hangs_and_a_verifier_that_raises_are_no_rewards(r
         lead(rollouts, rows[world], reply)
 
 
-def test_a_rubric_that_compares_rollouts_is_refused():
+@pytest.fixture
+def own_signal_handlers():
+    """Put this process's handlers back: an environment that is made here takes those for its own end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_rubric_that_compares_rollouts_is_refused(own_signal_handlers):
     rollout = Rollout(f"{HOME}:compared", {})
     with pytest.raises(ValueError, match="its rubric compares rollouts"):
         asyncio.run(rollout("http://127.0.0.1:1/v1", "key", {}))
