@@ -27,18 +27,6 @@ def example(word: str, page: Path = ROOT / "README.md") -> str:
     return body
 
 
-def test_first_command_is_near_the_top_and_the_whole_is_short():
-    lines = README.splitlines()
-    assert len(lines) <= 140
-    first = next(i for i, line in enumerate(lines, start=1) if line.startswith("make "))
-    assert first <= 40
-
-
-def test_opening_is_two_sentences():
-    opening = README.split("\n\n")[1]
-    assert len(re.findall(r"[.!?](?:\s|$)", opening)) == 2, opening
-
-
 def test_every_make_target_exists():
     made = [line.split()[1:] for line in commands_of(ROOT / "README.md") if line.startswith("make ")]
     targets = {word for words in made for word in words if "=" not in word}

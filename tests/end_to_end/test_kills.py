@@ -40,6 +40,7 @@ def test_runs_that_are_killed_again_and_again_end_as_if_nobody_had(modes, points
         assert result.is_same == (True if MODES[result.mode].has_same_losses else None), result
 
 
+@pytest.mark.thorough
 def test_an_asynchronous_run_of_two_replicas_is_killed_and_goes_on_with_one(server, tmp_path):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()

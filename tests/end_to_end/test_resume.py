@@ -87,7 +87,8 @@ def test_a_run_resumes_in_another_layout(warm, server, tmp_path):
     assert evaluations_of(folder)[-1]["accuracy"] == evaluations_of(whole)[-1]["accuracy"]
 
 
-@pytest.mark.parametrize("resumed_on", [2, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # test_curriculum.py resumes rates by themselves
+@pytest.mark.parametrize("resumed_on", [2, 1])
 def test_prompts_sampled_by_their_rates_are_resumed_too(server, tmp_path, resumed_on):
     overrides = ("warm_start.updates=15", f"warm_start.folder={tmp_path}/warm", *SAME_RUN, "data.train_args.count=24")
     overrides += ("data.sampling=variance", "data.least_chance=0.05")

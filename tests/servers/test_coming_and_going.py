@@ -143,7 +143,7 @@ def test_other_data_heads_learn_of_servers_from_the_one_that_publishes(honest, c
     assert ask(head).output_tokens == [2, 3] and old.generations() == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # from command lines; the tests above have a client whose servers come and go
 def test_run_takes_the_server_that_comes_and_outlives_the_one_that_is_killed(tmp_path):
     registry, folder, output = tmp_path / "registry", tmp_path / "coming", tmp_path / "output.txt"
     model = str(ROOT / "configs" / "models" / "count_tiny")

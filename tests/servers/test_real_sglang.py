@@ -245,6 +245,7 @@ def test_server_that_came_late_takes_the_current_weights_from_their_folder_and_s
     assert (reply.output_tokens, reply.output_versions) == (reference_greedy(other_tiny_model, PROMPT, 16), [5] * 16)
 
 
+@pytest.mark.thorough  # it starts a second one; test_supervisor.py kills embedded servers
 def test_killed_server_is_restarted_and_serves_only_once_it_was_published_to(
     connect, real_supervisor, real_sglang, tiny_model, other_tiny_model
 ):
