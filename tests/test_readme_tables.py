@@ -4,6 +4,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 from tests import proofs
 from tests.proofs import Proofs, family_name, layout_name
 
@@ -18,6 +20,7 @@ def test_gradient(layout):
 SHOWN = "<!-- proven: layouts -->\n| layout | policy |\n|---|---|\n| 1 process, TP2 | yes |\n<!-- end -->\n"
 
 
+@pytest.mark.thorough
 def test_session_fails_where_the_page_shows_more_than_its_tests_proved(tmp_path):
     (tmp_path / "tests").mkdir()
     shutil.copy(proofs.__file__, tmp_path / "tests" / "proofs.py")

@@ -103,6 +103,7 @@ def test_prompts_sampled_by_their_rates_are_resumed_too(server, tmp_path, resume
     assert len(state["rates"]["rates"]) == expected[3]["data/rated_prompts"]
 
 
+@pytest.mark.thorough  # test_replay_buffer.py resumes one by itself
 def test_the_replay_buffer_is_resumed_too_and_fresh_groups_are_as_young_as_without(server, tmp_path):
     overrides = ("warm_start.updates=15", f"warm_start.folder={tmp_path}/warm", *SAME_RUN, "correction.weight=clamp")
     overrides += ("replay.groups_per_step=3", "replay.max_age_steps=4", "reward_shaping.running=mean_std")

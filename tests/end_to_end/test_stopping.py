@@ -50,6 +50,7 @@ def settings(server, tmp_path_factory):
     return settings, losses(folder / "whole")
 
 
+@pytest.mark.thorough  # test_interrupts.py and Slurm's job stop a launcher as well
 def test_the_launcher_passes_the_signal_on_and_its_exit_code_says_resume(settings, tmp_path):
     settings, _ = settings
     folder, output = tmp_path / "run", tmp_path / "output.txt"
@@ -106,7 +107,7 @@ def tells_of_its_third_rollout(run, is_there):
     return telling_run
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(staleness, settings, tmp_path, monkeypatch):
     settings, expected = settings
     folder, output, is_there = tmp_path / "run", tmp_path / "output.txt", tmp_path / "is_there"

@@ -122,7 +122,13 @@ def runs_of(mask):
     return int((mask[1:] & ~mask[:-1]).sum())
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+REPEATED = ("Debate", "BestOfN")
+"""Their dialogues are those of Agent and Judged."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(it, marks=pytest.mark.thorough if it in REPEATED else ()) for it in WORKFLOWS]
+)
 def test_a_workflow_trains_exactly_the_tokens_that_it_had_generated(name, model, trained):
     batch, steps = trained(name)
     check_step(model, batch, steps[0])

@@ -297,7 +297,7 @@ def test_notice_is_not_kept_waiting_by_the_reference_of_all_pairs(tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("*")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_resumed_run_compares_with_the_reference_of_its_start(tmp_path):
     keep = ("run.checkpoint_every_steps=2", "optimizer.lr=5e-3")
     whole = run_ranks(1, run_of, "count_dpo", "run.steps=4", f"run.folder={tmp_path}/whole", *keep)[0]

@@ -313,7 +313,7 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
         assert logprobs == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # the next test has a server compute published adapters
 def test_every_trained_token_is_of_the_adapters_that_it_names(tiny_model, with_adapters, tmp_path):
     lora = ("lora.rank=4", "lora.alpha=64", "rollout.publication=adapters", "rollout.interruption=abort")
     arguments = asynchronous(*lora, "algo.kl_coefficient=0.01", "run.save_every_steps=1", "batch.updates_per_step=1")

@@ -31,7 +31,6 @@ LARGE = [
 KINDS = {
     "math_llama3_70b_8nodes": "dense layers, in stages",
     "math_qwen3_30b_a3b_4nodes": "mixtures",
-    "math_deepseek_v3_64nodes": "latent attention",
     "math_llama3_70b_lora_2nodes": "adapters",
     "math_qwen3_30b_a3b_1node": "the optimizer on the CPU",
 }

@@ -157,7 +157,7 @@ def test_file_that_is_not_gguf_is_refused(tmp_path):
         convert_gguf(tmp_path / "absent.gguf", tmp_path / "hf")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_smollm2_answers_in_a_sentence(tmp_path):
     try:
         source = find_smollm2()

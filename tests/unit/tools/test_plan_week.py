@@ -186,7 +186,7 @@ def test_settings_that_a_config_may_not_have_are_left_out(monkeypatch):
     assert list(week_text.settings(plan)["interruption"]) == ["abort"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_says_what_a_week_gives(capsys):
     models = ["--models", str(ROOT / "tests" / "model_configs")]
     main(["plan", str(ROOT / "configs" / "math_llama3_70b_8nodes.yaml"), *models, "--nodes", "8", "--week"])

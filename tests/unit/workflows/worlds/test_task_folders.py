@@ -141,7 +141,9 @@ def recipe(tmp_path, *lines, images=("a*",), skips=(), files=("x.txt", "src/y.tx
     return read_dockerfile(tmp_path / "Dockerfile", tmp_path, images=images, skips=skips)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.02, 0.04, 0.08])
+@pytest.mark.parametrize(
+    "after_s", [0.0, 0.02, *(pytest.param(s, marks=pytest.mark.thorough) for s in (0.002, 0.01, 0.04, 0.08))]
+)
 def test_a_container_whose_keeper_dies_while_a_phase_begins_leaves_nothing_behind(after_s):
     """A first process that outlived its keeper held the keeper's pipe, for whose end `close` waited without end."""
 
