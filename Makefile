@@ -31,7 +31,7 @@ OLDEST ?= 1
 HALF ?=
 # How many tests run at the same time; the tests of a file stay together, the long ones come first.
 WORKERS ?= 2
-PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --progress
+PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --progress -o console_output_style=classic
 # How many times `make soak` kills a run.
 POINTS ?= 50
 # How long `make soak-chaos` goes on.

@@ -53,7 +53,8 @@ class Progress:
 
     def line(self) -> str:
         share, elapsed_s = self.done_s / self.whole_s, time.monotonic() - self.begun
-        left = f", about {max(1, round(elapsed_s * (1 / share - 1) / 60))} min left" if 0.03 < share < 1.0 else ""
+        is_known = share > 0.03 and self.done < self.count
+        left = f", about {max(1, round(elapsed_s * (1 / share - 1) / 60))} min left" if is_known else ""
         wrong = f", {self.failed} failed" if self.failed else ""
         return f"{share:4.0%}  {self.done:,} of {self.count:,} tests{wrong}, {elapsed_s / 60:.1f} min{left}"
 
