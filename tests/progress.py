@@ -99,6 +99,8 @@ class Progress:
         for path, seconds in files.most_common(SLOWEST):
             terminalreporter.line(f"{seconds:8.1f} s  {path}")
         terminalreporter.line(f"{files.total():8.1f} s  all files, one after the other")
+        if self.config.option.markexpr not in (*SETS, ""):
+            return  # a part of a set says nothing of its files
         MEASURED.parent.mkdir(exist_ok=True)
         MEASURED.write_text(json.dumps(self.seconds, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
