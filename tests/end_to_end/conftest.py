@@ -1,4 +1,4 @@
-"""What these tests' runs share, for a session: the programs' imports, servers, and a warm start.
+"""Fixtures that the runs of a session share: imported programs, servers, and a warm start.
 
 The programs that runs start are forked from the processes that start them, and import nothing.
 """

@@ -19,7 +19,7 @@ from tests.kit.waiting import LATE_S, wait_until
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 1.0
-"""Of a phase, once the test has seen that the run stands still; before that it may be as slow as it likes."""
+"""Limit of a phase, set once the test has seen that the run stands still. Before that a phase has none."""
 SMALL = ("batch.prompts_per_step=4", "generation.n_samples=4", "data.evaluation=", "run.save_at_end=false")
 SMALL += ("warm_start.updates=0", f"run.phase_timeout_s={LATE_S}", f"run.grace_s={LATE_S}")
 REPLIES = 16

@@ -1,4 +1,4 @@
-"""What tests do with a client of rollout servers: ask for replies, publish, look at its servers."""
+"""Calls that tests make on a client of rollout servers: ask for replies, publish, look at its servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many random examples a test tries: enough to find what breaks in `make test`, and more in `make test-all`."""
+"""Number of random examples that a test tries: few in `make test`, more in `make test-all`."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class FaultProxy:
         self.answers_left: int | None = None
         """Calls of /generate until it answers none; None is no end."""
         self.unanswered = 0
-        """Those that came after."""
+        """Calls of /generate that were left without an answer after that."""
         self._thread = EventLoopThread("fault proxy")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"

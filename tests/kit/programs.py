@@ -56,7 +56,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
 STARTERS = (local, rollout_process, server_process, megatron_rl.run.run)
 """The modules that start them."""
 STARTED = "TESTS_STARTED_PROGRAMS"
-"""Of the environment: a file to which each start of one of PROGRAMS adds a line, its pid, its rank and its command."""
+"""Environment variable with the path of a file. Each start of one of PROGRAMS adds a line: pid, rank and command."""
 POLL_S = 0.01
 COMMAND = """#!{python} -SE
 import json, os, socket, sys

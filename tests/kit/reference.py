@@ -24,7 +24,7 @@ from tests.kit.run_tokens import AUTHORIZED
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 BUCKET_BYTES = 40_000
-"""Of a tiny model's publication: it has several."""
+"""Small enough that a tiny model is published in several buckets."""
 
 
 @torch.no_grad()
