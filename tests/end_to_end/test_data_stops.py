@@ -90,7 +90,7 @@ def test_run_that_a_notice_stops_ends_with_the_bits_of_one_that_none_came_to(run
 
 
 def stands_still_from(is_late):
-    """Return a step in which, from the third on, the second rank stops and creates `is_late`. Phases have a limit then."""
+    """Return a step whose second rank stops the third time and creates `is_late`. Phases have a limit from then on."""
 
     def stand_still(run, step):
         if step == 2 and run.groups.rank == 1:
