@@ -175,6 +175,7 @@ def start(
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
     assert groups.rank in groups.replicas[groups.data.rank], "megatron.core orders ranks in another way"
+    platform.let_gloo_listeners_wait()
     return groups
 
 

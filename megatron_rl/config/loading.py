@@ -7,6 +7,7 @@ import difflib
 import io
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -38,7 +39,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         refuse_computed_values(merged)
         refuse_unknown_keys(TrainConfig, merged, "")
         wrap_single_values(TrainConfig, merged)
-        config = OmegaConf.merge(OmegaConf.structured(TrainConfig), merged)
+        config = OmegaConf.merge(defaults(), merged)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise ValueError(
@@ -56,6 +57,12 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         found = member(OmegaConf.to_container(merged, resolve=False), key)
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key} = {found!r}: {reason}; correct it in {path} or on the command line.") from error
+
+
+@cache
+def defaults() -> DictConfig:
+    """Return every option and its default, which OmegaConf takes longer to find than to copy."""
+    return OmegaConf.structured(TrainConfig)
 
 
 def read_sections(path: Path) -> DictConfig:
