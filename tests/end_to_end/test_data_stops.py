@@ -104,6 +104,7 @@ def stands_still_from(is_late):
     return stand_still
 
 
+@pytest.mark.thorough
 def test_rank_that_stands_still_is_named_and_ends_the_run(tmp_path):
     folder = tmp_path / "run"
     first, late = start(folder, before_each_update(pairs, stands_still_from(tmp_path / "is_late")))

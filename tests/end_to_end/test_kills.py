@@ -69,6 +69,7 @@ def writes_slowly_on_the_second_rank(overrides):
     experiment(overrides)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_one_rank_of_two_had_written_when_the_other_was_killed_is_none(server, tmp_path):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()

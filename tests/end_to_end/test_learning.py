@@ -95,6 +95,7 @@ def with_critic(learn):
     return learn("ppo", "configs/count_ppo_critic.yaml", *arguments, FAST, ranks=2, until=values_are_in_band)
 
 
+@pytest.mark.thorough
 def test_counting_is_learned_by_ppo_with_its_critic_in_another_layout(with_critic):
     check_band(with_critic)
     steps = steps_of(with_critic)

@@ -158,6 +158,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(warm, server,
     ]
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before(warm, server, tmp_path, capfd):
     whole, overrides = warm
     folder = tmp_path / "run"

@@ -171,6 +171,7 @@ def stuck_in_an_evaluation(settings, tmp_path, monkeypatch):
     return overrides, tmp_path / "is_stuck"
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_a_notice_cuts_short_is_begun_again_by_the_next_life(
     stuck_in_an_evaluation, tmp_path, monkeypatch
 ):

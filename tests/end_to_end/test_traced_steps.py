@@ -88,6 +88,7 @@ def test_two_ranks_and_two_servers_in_one_step(tmp_path, servers):
     assert sorted(first) == [(1, f"server {url}") for url in sorted(servers.urls)]
 
 
+@pytest.mark.thorough
 def test_an_asynchronous_step_shows_what_happened_in_its_time_on_both_heads(tmp_path, servers):
     trace, _ = traced(tmp_path, servers, 2, "rollout.max_staleness=2", "correction.weight=mask")
     assert {"rollouts of rank 0", "rollouts of rank 1"} <= set(trace.processes)

@@ -184,6 +184,7 @@ COMPARED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "tp2_dp2", pytest.param("tp2_pp2_dp2", marks=pytest.mark.thorough)])
 def test_a_batch_is_that_of_all_data_parallel_ranks_to_the_last_bit(layout):
     ((one, metrics),) = run_ranks(1, advantages_of_a_step, "1")

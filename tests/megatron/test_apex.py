@@ -58,6 +58,7 @@ def found(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family,layout", CASES)
 def test_gradients_that_apex_accumulates_are_the_same(family, layout, found):
     (plain, stats, none), (fused, fused_stats, calls) = (found[family, layout, has_apex] for has_apex in (False, True))

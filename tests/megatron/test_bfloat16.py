@@ -41,6 +41,7 @@ def exact(tmp_path_factory):
     return folder, run_ranks(1, float32_logprobs, folder)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.thorough)])
 def test_bfloat16_is_near_float32_and_trains(layout, exact, tmp_path):
     folder, exact_logprobs = exact

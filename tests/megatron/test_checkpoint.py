@@ -83,10 +83,10 @@ def resume_and_save(folder, layout, source, target, options, in_background):
     "family,links",
     [
         ("llama_tied", ["1", "tp2_pp2", "pp2_vpp2"]),
-        ("qwen3", ["cp2", "dp2_distributed"]),
         *(
             pytest.param(*chain, marks=pytest.mark.thorough)
             for chain in (
+                ("qwen3", ["cp2", "dp2_distributed"]),
                 ("llama_tied", ["1", "tp2_pp2", "pp2", "pp2_vpp2", "dp2_distributed"]),
                 ("qwen3", ["dp2_distributed", "tp2_pp2_distributed", "cp2", "tp2_sp", "dp2"]),
             )
@@ -170,7 +170,7 @@ def by_turns(folder, targets, links):
     return weights
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_resume_with_an_adam_that_counts_in_its_groups_raises_no_key_error_and_goes_on_counting(tmp_path):
     make_model("llama", tmp_path / "model")
     links = {
@@ -187,6 +187,7 @@ def test_resume_with_an_adam_that_counts_in_its_groups_raises_no_key_error_and_g
                 torch.testing.assert_close(value, expected[number][tensor], rtol=0, atol=1e-6, msg=f"{name} {number}")
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_trained_can_be_saved_and_resumed(tmp_path):
     make_model("llama", tmp_path / "model")
     expected = run_ranks(1, uninterrupted, tmp_path / "model", 1)[0][0]
@@ -228,6 +229,7 @@ def draw_resumed(folder, target):
     return draw()
 
 
+@pytest.mark.slow
 def test_each_rank_resumes_its_own_random_numbers_and_another_layout_the_first_ranks(tmp_path):
     make_model("llama", tmp_path / "model")
     target = tmp_path / "checkpoint"
@@ -261,6 +263,7 @@ def lose_the_writer(folder, target):
     return first, second, third
 
 
+@pytest.mark.slow
 def test_a_killed_writer_is_reported_and_leaves_the_earlier_checkpoint(tmp_path):
     make_model("llama", tmp_path / "model")
     first, second, third = run_ranks(2, lose_the_writer, tmp_path / "model", tmp_path / "checkpoint")[0]
@@ -317,6 +320,7 @@ def lose_one_of_the_writers(folder, target):
     return forks, raised
 
 
+@pytest.mark.slow
 def test_a_lost_process_of_a_writer_fails_that_checkpoint_on_all_ranks_at_once_and_leaves_no_orphan(tmp_path):
     make_model("llama", tmp_path / "model")
     ranks = run_ranks(2, lose_one_of_the_writers, tmp_path / "model", tmp_path / "checkpoint")
@@ -346,6 +350,7 @@ def save_weights_to_a_full_disk(folder, target, kind):
     assert (target / "model.safetensors").read_bytes() != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MegatronEngine, FSDPEngine])
 def test_weights_that_a_full_disk_does_not_take_are_named_on_all_ranks_which_go_on(kind, tmp_path):
     make_model("llama", tmp_path / "model")
@@ -385,6 +390,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_by_every_rank_with_the_file(checkpoint, tmp_path):
     for kind, (damage, _) in DAMAGE.items():
         shutil.copytree(checkpoint / "whole", tmp_path / kind)
@@ -481,6 +487,7 @@ def trained(tmp_path_factory):
     return folder / "model", folder / "checkpoint"
 
 
+@pytest.mark.slow
 def test_upstream_distributed_adam_still_needs_its_fix(trained):
     with pytest.raises(AssertionError, match="KeyError: 'step'"):
         run_ranks(2, without_fix, *trained)

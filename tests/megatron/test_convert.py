@@ -53,6 +53,7 @@ def converted(tmp_path_factory):
     return {family: (folders[family], said[family][0], loaded[family][0]) for family in CONVERTED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
 def test_there_and_back_again_returns_the_same_bytes_and_loads_in_any_layout(family, converted):
     folder, said, weights = converted[family]
@@ -91,6 +92,7 @@ def save_both(folder, checkpoint, exported):
     engine.save(exported)
 
 
+@pytest.mark.slow
 def test_a_training_checkpoint_becomes_what_the_engine_exports_and_transformers_loads_it(tmp_path):
     model = make_model("qwen3", tmp_path / "model")
     for path in COUNT_TINY.glob("tokenizer*"):
@@ -163,7 +165,7 @@ def digests(folder):
     return tensors
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_conversion_never_holds_half_of_the_model_in_memory(tmp_path):
     make_model("llama", tmp_path / "tiny")
     size = write_middling_model(tmp_path, 16_000_000)

@@ -118,6 +118,7 @@ def test_values_and_scores_equal_transformers(family, layout, value_models, rank
         torch.testing.assert_close(ours_scores, scores, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "cp2"])
 def test_values_and_scores_of_groups_that_share_their_prompts_are_the_same(layout, folder):
     batch = make_groups()
@@ -136,6 +137,7 @@ def two_updates(folder, layout, batch, tokens_per_microbatch=64, options=None):
     return stats, {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
+@pytest.mark.slow
 def test_update_does_not_depend_on_the_microbatch_split(folder):
     splits = (64, 1, 13, 1000)  # some together; every sequence alone; uneven; all in one
     found = run_each(1, two_updates, {tokens: (folder, "1", critic_batch(), tokens) for tokens in splits})
@@ -153,6 +155,7 @@ def export(folder, layout, target):
     make_engine(folder, LAYOUTS[layout][1], head="value").save(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2", FOUR_RANKS])
 def test_hf_to_megatron_to_hf_returns_the_same_bytes(layout, tmp_path):
     folders = {family: tmp_path / family for family in ("llama", "qwen3_tied_one_kv_head")}
@@ -182,6 +185,7 @@ def critic_of_a_policy(policy_folder, target):
     return start, moved, reset, engine.forward(make_batch())
 
 
+@pytest.mark.slow
 def test_critic_from_a_policy_starts_at_zero_and_is_kept_as_a_classifier(tmp_path):
     folders = {family: tmp_path / family for family in ("llama", "qwen2_tied")}
     for family, folder in folders.items():
@@ -214,6 +218,7 @@ def one_more(engine):
     return [stats], {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
+@pytest.mark.slow
 def test_critic_resumes_in_another_layout(folder, tmp_path):
     before = run_ranks(2, save_checkpoint, folder, "tp2_sp", tmp_path / "checkpoint")[0]
     assert_same_updates(run_ranks(2, load_checkpoint, folder, "pp2", tmp_path / "checkpoint")[0], before)
@@ -245,6 +250,7 @@ def both_in_one_process(folder, tmp_path_factory):
 
 
 # Other axes on each side, and each side once with another number of data-parallel ranks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy_layout", "critic_layout"),
     [
@@ -276,6 +282,7 @@ def scores_of_all(folder, layout, batch):
 
 
 # Two replicas of two ranks each; and more replicas than trajectories, so that one computes nothing.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout", "count"), [(4, ParallelConfig(tensor=2), 12), (3, ParallelConfig(), 2)], ids=["dp2_tp2", "idle"]
 )

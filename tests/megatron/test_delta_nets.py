@@ -35,6 +35,7 @@ def separate_prompts(folders):
     return run_each(1, two_updates, of_groups(folders, "1", {"share_prompts": False}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.thorough)])
 def test_replies_that_fork_the_state_of_their_prompt_give_the_same_update(layout, folders, separate_prompts):
     for family, ranks in run_each(LAYOUTS[layout][0], two_updates, of_groups(folders, layout, {})).items():
@@ -80,6 +81,7 @@ def by_kernels(folder, layout):
         return two_updates(folder, layout, make_groups(), "logprobs", 64, {"delta_kernel": "fla"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2_sp", marks=pytest.mark.thorough)])
 def test_kernels_that_take_packed_sequences_and_states_give_the_same_update(layout, folders, separate_prompts):
     for family in folders if layout == "1" else ["qwen3_next"]:
@@ -99,6 +101,7 @@ def test_gradient_equals_float64_autograd(folders):
         hf_gradients(folders[family], batch, ranks[0][0][0])
 
 
+@pytest.mark.slow
 def test_heads_are_divided_without_sequence_parallelism_too(folders, separate_prompts):
     ranks = run_ranks(2, two_updates, *of_groups(folders, "tp2", {})["qwen3_5"])
     assert_same_updates(ranks[0], separate_prompts["qwen3_5"][0])

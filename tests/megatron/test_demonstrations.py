@@ -111,7 +111,8 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2_pp2", "dp2", "cp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1", pytest.param("tp2_pp2", marks=pytest.mark.thorough), "dp2", "cp2"])
 def test_demonstrations_weigh_what_they_are_said_to(layout, folder, tmp_path):
     ranks = run_ranks(LAYOUTS[layout][0], trained, folder, layout)
     for name, algo in ALGORITHMS.items():

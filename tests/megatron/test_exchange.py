@@ -107,6 +107,7 @@ def asked(layout, other_layout):
 
 
 # From two replicas to as many as there are ranks, and to one of all ranks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "other"),
     [
@@ -154,6 +155,7 @@ SIZES = {"sequences": 24, "mean": 4096, "longest": 16_384, "samples": 8, "prompt
 LARGE = {"replicas": 512, "planned": 16_384, "planned_mean": 16_384}
 
 
+@pytest.mark.slow
 def test_no_rank_receives_a_tenth_more_than_what_it_trains(bench):
     args = SimpleNamespace(**SIZES, **LARGE, repeats=1)
     for replicas, tensor, of_everything in ((4, 1, 2.0), (2, 2, 0.9)):  # by what the kernel counts at their sockets

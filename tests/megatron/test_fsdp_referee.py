@@ -111,6 +111,7 @@ def ranks_of(backend, world, folder):
 
 
 # World 1 and 2, whose odd number of vocabulary rows FSDP2 cuts unevenly, against the plainest and a split Megatron.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world,layout", [(1, "1"), (2, "1"), (2, "tp2_sp"), pytest.param(2, "tp2_pp2", marks=pytest.mark.thorough)]
 )
@@ -181,6 +182,7 @@ def two_updates_of_one_sequence(folder):
     return stats, {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
+@pytest.mark.slow
 def test_a_rank_without_trajectories_keeps_step(tied):
     alone, both = (run_ranks(world, two_updates_of_one_sequence, tied)[0] for world in (1, 2))
     assert_same_updates(both, alone)

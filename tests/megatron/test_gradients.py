@@ -92,6 +92,7 @@ BUDGETS = (16, 200)
 """At 16 families are cut, and their parts compute the prompt again."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", BUDGETS)
 @pytest.mark.parametrize("layout", ["1", "cp2", *OTHERS])
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,6 +121,7 @@ def test_an_update_tells_the_logprobs_it_was_computed_from(layout, model_folder)
             torch.testing.assert_close(found, before, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rank_without_trajectories_keeps_step(model_folder):
     alone = make_batch(lengths=(9,))
     one = run_ranks(1, two_updates, model_folder, "1", alone, "logits")[0]
@@ -160,6 +162,7 @@ def frozen(folder):
     return before, same, reference.forward(batch), policy.forward(batch)
 
 
+@pytest.mark.slow
 def test_reference_stays_while_the_policy_moves(model_folder):
     for before, same, after, moved in run_ranks(4, frozen, model_folder):
         assert torch.equal(before, same) and torch.equal(before, after)
@@ -176,6 +179,7 @@ def evaluate(folder, layout):
     return evaluated, trained, all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "tp2_pp2", "dp2"])
 def test_eval_batch_returns_the_loss_and_changes_nothing(layout, model_folder):
     for evaluated, trained, unchanged in run_ranks(LAYOUTS[layout][0], evaluate, model_folder, layout):
@@ -209,6 +213,7 @@ MEGATRON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2"])
 def test_recomputed_activations_and_fused_functions_give_the_same_update(layout, model_folder, one_process):
     given = (model_folder, layout, make_batch(), "logprobs", 64)

@@ -226,7 +226,8 @@ def stopped(folder: str, victim: int) -> bool:
     return is_named
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_rank_that_is_stopped_is_known_to_the_other_long_before_its_phase_has_lasted_too_long(
     victim, tmp_path, monkeypatch
 ):

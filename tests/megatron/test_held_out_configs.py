@@ -100,6 +100,7 @@ def cases(request, tmp_path_factory):
     return changes, found, {case: (ours[case], hf_logprobs(models[case], batch)) for case in folders}
 
 
+@pytest.mark.slow
 def test_what_is_read_has_transformers_logits(cases):
     changes, _, logits = cases
     for case, (ours, theirs) in logits.items():
@@ -108,6 +109,7 @@ def test_what_is_read_has_transformers_logits(cases):
             assert (ours[sequence] - logprobs).abs().max() <= 1e-5, wrong
 
 
+@pytest.mark.slow
 def test_what_is_refused_has_the_name_of_a_field_that_differs(cases):
     changes, refused, _ = cases
     for case, message in refused.items():

@@ -100,6 +100,7 @@ def of_groups(folders, layout, options):
 SELECTIVE = {"megatron": {"recompute_granularity": "selective"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "cp2_ep2", pytest.param("cp2_tp2", marks=pytest.mark.thorough)])
 def test_shared_prompts_give_the_same_update_of_latent_attention(layout, folders, separate_prompts):
     cases = {part: of_groups(folders, layout, options) for part, options in [("kept", {}), ("formed", SELECTIVE)]}
@@ -128,6 +129,7 @@ def bias_in_bfloat16(folder, target):
     engine.save(target)
 
 
+@pytest.mark.slow
 def test_router_bias_is_neither_rounded_nor_trained(folders, tmp_path):
     run_ranks(4, bias_in_bfloat16, folders["deepseek_v3"], tmp_path)
     before, after = (load_file(path / "model.safetensors") for path in (folders["deepseek_v3"], tmp_path))
@@ -179,6 +181,7 @@ def places_in_stream(folder, layout):
     return len(met) == len(export.specs), all(met)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2_pp2_ep2", pytest.param("tp2_ep2_etp2", marks=pytest.mark.thorough)])
 def test_ranks_can_meet_between_any_two_tensors_of_a_stream(layout, folders):
     cases = {family: (folders[family], layout) for family in ("qwen3_moe", "deepseek_v3")}

@@ -99,8 +99,8 @@ def layouts_of(family):
     return FEW if family in VARIANTS else SPARSE if family in MIXTURES else DENSE
 
 
-QUICK = ("1", "tp2_sp", "pp2_vpp2", "ep2")
-"""Each way to cut a family once: its matrices, its layers and its experts. test_theorems.py has pairs of them."""
+QUICK = ("1", "tp2_sp", "ep2")
+"""Each way to cut a family's matrices and experts. test_theorems.py and test_uneven_pipelines.py cut its layers."""
 
 
 def marks_of(family, layout):
@@ -203,6 +203,7 @@ def test_gradient_equals_float64_autograd(family, updated):
     hf_gradients(folders[family], make_batch(), stats[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2_pp2", marks=pytest.mark.thorough), "cp2"])
 @pytest.mark.parametrize("family", UPDATED)
 def test_update_does_not_depend_on_the_layout(family, layout, updated):
@@ -220,6 +221,7 @@ def random_init(folder, layout):
     return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks,layouts",
     [

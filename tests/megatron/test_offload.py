@@ -72,6 +72,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", KINDS)
 def test_offloading_between_phases_changes_no_bit_and_empties_the_device(ranks, tmp_path):
     make_model("qwen3", tmp_path)
@@ -105,6 +106,7 @@ def take_turns(folder, checkpoint):
     return there, copied, loaded
 
 
+@pytest.mark.slow
 def test_engines_that_share_a_device_are_there_one_at_a_time(tmp_path):
     make_model("llama", tmp_path / "model")
     for there, copied, loaded in run_ranks(2, take_turns, tmp_path / "model", tmp_path / "checkpoint"):

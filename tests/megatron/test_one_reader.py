@@ -56,6 +56,7 @@ def starts(tmp_path_factory):
     return folders, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_part_of_a_shard_is_read_once_in_the_world_and_all_replicas_have_it(name, starts):
     folders, found = starts

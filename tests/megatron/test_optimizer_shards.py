@@ -48,6 +48,7 @@ def host_bytes(folder):
     return allocated.bytes, 12 * sum(parameter.numel() for parameter in engine.parameters())
 
 
+@pytest.mark.slow
 def test_a_distributed_optimizer_is_not_gathered_on_every_host_for_a_checkpoint(tmp_path):
     make_model("llama", tmp_path)
     for allocated, whole in run_ranks(2, host_bytes, tmp_path):
@@ -72,7 +73,7 @@ def save_as_upstream_does(folder, target):
     return weights_of(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_checkpoint_with_gathered_states_of_before_still_loads(tmp_path):
     folder, target = tmp_path / "model", tmp_path / "checkpoint"
     make_model("llama", folder)

@@ -42,6 +42,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("pp2_vpp2_dp2", marks=pytest.mark.thorough)])
 def test_overlap_gives_the_same_bits(layout, folder):
     plain, overlapped = (run_ranks(LAYOUTS[layout][0], three_updates, folder, layout, o) for o in (False, True))

@@ -55,7 +55,7 @@ def fresh():
     return [line.split() for line in ran.stdout.splitlines()[-2:]]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fixes_are_applied_where_another_package_has_its_own_loader_for_every_file(fresh):
     """With beartype imported none was: each checkpoint left a process of 300 MB behind where a run was killed."""
     assert fresh[0] == ["Loader", "megatron_rl.platform.upstream"]
@@ -104,6 +104,7 @@ def test_preparing_after_megatron_was_imported_is_refused():
 
 
 # below the size at which oneDNN takes over, above it, strided operands, an empty one
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows,inner,columns", [(8, 16, 8), (256, 300, 200), (1, 4096, 2048), (0, 16, 8), (300, 1, 20000)]
 )

@@ -147,8 +147,11 @@ def assert_as_defined(ranks, expected):
             assert error <= TOLERANCE, f"{case}, microbatches of {split}: {name} differs by {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.thorough if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
+    # One process, and the axes that divide a pair: between replicas, and within a sequence.
+    "layout",
+    [pytest.param(layout, marks=() if layout in ("1", "dp2", "cp2") else pytest.mark.thorough) for layout in SPLITS],
 )
 def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
     ranks = run_ranks(LAYOUTS[layout][0], updates, "megatron", folders, layout, SPLITS[layout], CASES)
@@ -212,10 +215,10 @@ def run_of(config, *settings):
     return read_run(loaded.run.folder)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "other"),
-    [("count_dpo", "dp2"), pytest.param("count_reward_model", "tp2_sp", marks=pytest.mark.thorough)],
+    [("count_dpo", "dp2"), ("count_reward_model", "tp2_sp")],
 )
 def test_run_is_the_same_on_two_ranks(config, other, tmp_path):
     runs = {}

@@ -27,6 +27,7 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_passes_the_checks(model, tmp_path, name):
     overrides = [f"model.path={model}", "generation.max_new_tokens=16"]

@@ -95,6 +95,7 @@ def of_all(ranks, batch):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_the_servers_with_replay_and_not_without(family, layout, served, ran):
@@ -142,6 +143,7 @@ RECOMPUTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family,layout",
     [
@@ -162,6 +164,7 @@ def test_recomputed_layers_replay_the_routes_of_their_own_microbatch(family, lay
         assert_same_updates(recomputed[0][1], plain[0][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2_sp", marks=pytest.mark.thorough), "cp2_ep2"])
 def test_a_shared_prompt_is_computed_once_along_its_servers_experts(layout, served):
     server, _, _, other = served("qwen3_moe")
@@ -196,6 +199,7 @@ def refused(folder, layout, batch):
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.hf_tensors())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "pp2"])  # on stages without the first mixture, too
 def test_a_shifted_missing_or_truncated_map_is_refused_by_name_and_never_trained_on(layout, served):
     server, _, folder, _ = served("qwen3_moe")

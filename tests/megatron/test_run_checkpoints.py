@@ -113,6 +113,7 @@ def starts_beside_another(folder):
         wait_for_earlier_processes(folder, groups)
 
 
+@pytest.mark.slow
 def test_no_rank_resumes_a_run_that_another_process_goes_on_with(tmp_path):
     lock = journal.take_lock(tmp_path / "journal", 1)
     file_lock.sign(lock, 123)

@@ -79,6 +79,7 @@ def interpolated(folder):
     return found
 
 
+@pytest.mark.slow
 def test_interpolated_proximal_policy_is_the_formula_in_every_update_of_the_step(folder):
     found = run_ranks(1, interpolated, folder)[0]
     for loss, expected, _, (moved, age) in found:
@@ -105,6 +106,7 @@ def recomputed(folder):
     return count, found, actor.engine.get_version()
 
 
+@pytest.mark.slow
 def test_recomputed_proximal_policy_costs_the_first_update_no_pass(folder):
     passes, found, _ = run_ranks(1, recomputed, folder)[0]
     assert passes == UPDATES - 1

@@ -111,6 +111,7 @@ def test_updates_by_the_kernels_of_cuda_are_those_of_a_cpu(layout, budgets, fami
         assert (in_place > 0) == (shared_keys == "flex")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "cp2"])
 def test_a_head_with_a_sink_has_its_share_of_the_sum(layout, folder_of):
     *updates, in_place = run_ranks(LAYOUTS[layout][0], as_on_cuda, folder_of("gpt_oss", layout), layout, "flex", 200)[0]

@@ -32,8 +32,8 @@ WORLDS = {
     "dp2 distributed": (2, "dp2", {"distributed": True, "overlap": True}),
     "fsdp": (2, "fsdp", {}),
 }
-THOROUGH = ("one", "tp2")
-"""Where all ranks see the same numbers."""
+THOROUGH = ("one", "tp2", "ep2", "dp2")
+"""Where all ranks see the same numbers, and what replicas with the distributed optimizer have too."""
 
 
 def engine_of(folder, world, groups=None, head="policy"):
@@ -220,6 +220,7 @@ def critic_lives(folder, world):
     return undisturbed, life(other.train(), batch, VALUE_LOSS, [[returns]] * 3)
 
 
+@pytest.mark.slow
 def test_the_same_of_a_critic(folders):
     ranks = run_ranks(2, critic_lives, folders["value"], "dp2 distributed")
     assert_same_lives(ranks)
@@ -248,6 +249,7 @@ def answers_run(folder, bad_steps, *settings):
     return read_run(folder)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_behind_skipped_updates_and_counts_them(tmp_path):
     (run,) = run_ranks(1, answers_run, tmp_path, (1, 2), "run.most_skipped_updates=2")
     assert [step["supervised/skipped_updates"] for step in run.steps] == [0, 1, 1, 0, 0]

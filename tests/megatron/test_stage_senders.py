@@ -62,6 +62,7 @@ def run(folder, layout, faults, flat_below=1 << 18):
     return main, others[: count - 1], others[count - 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat_below", [0, 1 << 18], ids=["tensors", "flat"])
 @pytest.mark.parametrize(
     "layout", ["pp2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("pp2_ep2", "pp4_ep2"))]
@@ -77,6 +78,7 @@ def test_every_stage_sends_and_all_servers_hold_all_of_it(layout, flat_below, fo
         assert all(torch.equal(of_server[name], tensor) for name, tensor in streamed.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat_below", [0, 1 << 18], ids=["tensors", "flat"])
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2_ep2", marks=pytest.mark.thorough)])
 def test_a_server_that_dies_in_a_round_costs_the_other_nothing(layout, flat_below, folder):
@@ -86,6 +88,7 @@ def test_a_server_that_dies_in_a_round_costs_the_other_nothing(layout, flat_belo
     assert all(torch.equal(held[0][name], tensor) for name, tensor in streamed.items())
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_another_stage_is_found(folder):
     wrong = "model.layers.3.mlp.experts.3.down_proj.weight"  # of the last stage, which rank 0 does not have
     (*_, failure), _, _ = run(folder, "pp2_ep2", [wrong])

@@ -91,6 +91,7 @@ def test_update_is_that_of_the_definition_in_float64(layout, folder, expected):
     assert_as_defined(run_ranks(LAYOUTS[layout][0], updates, "megatron", folder, layout, SPLITS[layout]), expected)
 
 
+@pytest.mark.slow
 def test_the_same_on_fsdp(folder, expected):
     assert_as_defined(run_ranks(2, updates, "fsdp", folder, "dp2", (1, 30)), expected)
 
@@ -103,6 +104,7 @@ def rates_of_a_warm_start(backend, folder):
     return [training.update(answers_of_batch()).lr for step in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_warm_start_has_its_own_rate_whatever_the_schedule_of_what_comes_after(backend, folder):
     assert run_ranks(1, rates_of_a_warm_start, backend, folder) == [[0.25] * 3]
@@ -148,6 +150,7 @@ def test_folder_that_cannot_be_written_is_named(tmp_path):
         run_ranks(1, run_of, f"run.folder={tmp_path}/file/run")
 
 
+@pytest.mark.slow
 def test_run_says_how_many_rows_it_leaves_out(tmp_path, capfd):
     rows = [{"prompt": "1?", "answer": "1" * count} for count in (1, 2, 30, 4, 40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

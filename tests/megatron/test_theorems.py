@@ -26,6 +26,7 @@ from megatron_rl.engine.packed_rows import own_rows
 from megatron_rl.ops import gather_logprobs
 from megatron_rl.parallel import Axis
 from megatron_rl.types import TrajectoryBatch
+from tests.kit.examples import IS_THOROUGH
 from tests.kit.models import LAYOUTS, VOCAB, make_batch, make_engine, make_model, make_value_model, share_of
 from tests.kit.ranks import run_ranks
 
@@ -83,11 +84,11 @@ GRID = {
 }
 
 
-FAST = ("tp2_sp", "pp2_vpp2", "dp2_distributed", "cp2")
-"""Each axis of a dense model once: enough for `make test-fast`."""
-QUICK = (*FAST, "tp2_pp2", "tp2_ep2")
-"""And experts, and two pairs of axes: enough for `make test`, where test_mixtures.py has experts over context ranks and
-test_fsdp_referee.py the other backend."""
+FAST = ("tp2_sp", "cp2")
+"""A matrix and a sequence that are divided: enough for `make test-fast`."""
+QUICK = (*FAST, "pp2_vpp2", "dp2_distributed", "tp2_pp2", "tp2_ep2")
+"""Each axis of a dense model, experts, and two pairs of axes: enough for `make test`, where test_mixtures.py has experts
+over context ranks and test_fsdp_referee.py the other backend."""
 
 
 def marks_of(line):
@@ -128,17 +129,21 @@ SEEDS = (0, 1, 2)
 
 
 def cases_of(line):
-    """(loss, batch, microbatches) of a line: each loss and each count, two losses with the sparse batch and with trees.
+    """(loss, batch, microbatches) of a line: each loss and each count, a loss with the sparse batch and one with trees.
 
-    Any three lines in a row have all pairs of loss and count; one process runs all but what it is compared with.
+    Any three lines in a row have all pairs of loss and count; one process runs all but what it is compared with. `make
+    test-all` has another loss with the sparse batch, and with trees.
     """
     number, losses = list(GRID).index(line), list(LOSSES)
     if line == "1":
         some = [(loss, *rest) for loss in losses for rest in (("sparse", 2), ("full", 2), ("full", 5))]
         return some + [(loss, f"trees {seed}", None) for loss in losses for seed in SEEDS]
     full = [(loss, "full", COUNTS[(number + i) % 3]) for i, loss in enumerate(losses)]
-    sparse = [(losses[(number + i) % len(losses)], "sparse", 2) for i in range(2)]
-    return full + sparse + [(losses[(number + i) % len(losses)], f"trees {(number + i) % 3}", None) for i in (0, 2)]
+    some = (0, 1) if IS_THOROUGH else (0,)
+    sparse = [(losses[(number + i) % len(losses)], "sparse", 2) for i in some]
+    return (
+        full + sparse + [(losses[(number + 2 * i) % len(losses)], f"trees {(number + 2 * i) % 3}", None) for i in some]
+    )
 
 
 def batch_of(kind):

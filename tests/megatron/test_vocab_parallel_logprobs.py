@@ -86,6 +86,7 @@ def profiled_step(folder):
     return {event.key for event in profile.key_averages()}
 
 
+@pytest.mark.slow
 def test_a_training_step_runs_the_operators_and_no_eager_softmax(tmp_path):
     make_model("llama", tmp_path)
     ran = run_ranks(1, profiled_step, tmp_path)[0]

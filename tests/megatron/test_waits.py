@@ -49,6 +49,7 @@ def shapes_of_hops(folder, layout):
     return asked, known, before, stats.loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2", "pp2_vpp2", pytest.param("cp2_tp2_pp2", marks=pytest.mark.thorough)])
 def test_stages_know_the_shapes_that_upstream_asks_for_at_each_hop(layout, tmp_path):
     make_model("qwen3_tied_one_kv_head", tmp_path)
@@ -193,6 +194,7 @@ def work_under_way(folder, operation):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family,operation,forward,backward",
     # Two matrices of the queries, and two gradients of each; the three products of a rotation, and two gradients.

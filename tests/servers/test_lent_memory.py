@@ -41,7 +41,7 @@ def wait_for_a_reply(servers):
     wait_until(lambda: any(used_tokens(url) for url in servers.urls), "no reply begins", poll_s=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_released_memory_goes_back_to_the_system(tiny_model, tmp_path, from_command_lines):
     """In a process with the environment that a launcher gives it, by which it hands freed memory back."""
     folder = tmp_path / "wide"

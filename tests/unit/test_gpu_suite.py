@@ -90,6 +90,7 @@ def test_a_cost_has_every_column(clock):
     assert set(clock.ceilings(1 << 10)) == {"copy", "read"}
 
 
+@pytest.mark.slow
 def test_every_table_runs_and_agrees_with_float64(suite, clock, report, capsys, monkeypatch):
     import checksum_table
     import logits_tables

@@ -54,6 +54,7 @@ def sequences(microbatch):
     return [(n, slice(a, b)) for n, a, b in zip(numbers, edges[:-1], edges[1:], strict=True)]
 
 
+@pytest.mark.slow
 @random_batches
 @given(batches(), BUDGETS, st.integers(0, 3))
 def test_every_token_is_packed_once_in_order_within_the_budget(batch, budget, spare):
@@ -106,6 +107,7 @@ def shares_of(batch, updates, ranks, **options):
     return found
 
 
+@pytest.mark.slow
 @random_batches
 @given(batches(), st.integers(1, 4), st.integers(1, 5), SEEDS)
 def test_shares_partition_every_update_and_updates_the_batch(batch, ranks, updates, seed):
@@ -162,6 +164,7 @@ def history(microbatch, row):
     raise AssertionError(f"row {row} is in no segment")
 
 
+@pytest.mark.slow
 @random_batches
 @given(families(), BUDGETS, st.booleans())
 def test_every_row_of_a_shared_prompt_sees_its_own_sequence_and_routes_and_nothing_else(batch, budget, final_rows):
@@ -206,6 +209,7 @@ def beginnings_in(batch, indices):
     return {(group[i], tuple(ids[edges[i] : stop])) for i in indices for stop in range(edges[i] + 1, edges[i + 1] + 1)}
 
 
+@pytest.mark.slow
 @random_batches
 @given(families(), BUDGETS)
 def test_each_distinct_row_is_computed_once_and_a_family_is_cut_where_that_costs_least(batch, budget):

@@ -589,6 +589,7 @@ def test_remax_takes_a_workflow_of_whatever_name(load):
     assert config.rollout.workflow == "mine:GreedyBaseline"
 
 
+@pytest.mark.slow
 def test_boundaries_are_allowed(load):
     load("batch.prompts_per_step=2", "batch.updates_per_step=16")
     load("generation.n_samples=2")
@@ -653,6 +654,7 @@ def test_overrides_set_a_value_and_can_empty_it(tmp_path):
     assert (config.data.train_args, config.data.evaluation, config.generation.stop) == ({}, "", ["a", "b"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

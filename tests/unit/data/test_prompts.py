@@ -191,6 +191,7 @@ def test_iterator_without_prompts_is_refused():
         PromptIterator([])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [tasks.addition, tasks.count_ones, tasks.sort_digits, tasks.copy_letters])
 def test_held_out_problems_are_disjoint_from_training_for_every_seed(task):
     held_out = {p["prompt"] for p in task("held_out", seed=5)}
@@ -258,6 +259,7 @@ def test_addition_refuses_what_it_does_not_have(arguments, message):
         tasks.addition(**arguments)
 
 
+@pytest.mark.slow
 def test_reasoning_gym_items_become_messages_with_an_instruction():
     pytest.importorskip(
         "reasoning_gym", reason="reasoning-gym is not installed (the extra megatron-rl[tasks] brings it)"

@@ -144,6 +144,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "reply"), PROGRAMS, ids=lambda value: " ".join(value) if isinstance(value, dict) else ""
 )

@@ -60,6 +60,7 @@ LENGTHS = st.integers(1, 11)
 TREES = st.lists(st.lists(st.tuples(LENGTHS, st.integers(0, 9)), min_size=1, max_size=5), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(TREES, st.sampled_from([1, 4, 64]), st.integers(0, 1000))
 def test_chunks_give_what_the_recurrence_gives_and_forks_take_the_state_along(trees, size, seed):

@@ -78,6 +78,7 @@ def test_a_query_sees_the_rows_of_its_dialogue_up_to_its_own_and_blocks_are_coun
             assert set(tiles[q].any(-1).any(-1).nonzero()[:, 0].tolist()) == {*partial, *full}, "and none in vain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40])
 def test_result_log_sum_and_gradients_are_those_of_each_dialogue_alone(window):
     segments, seen_by_row = packed([(150, 0), (60, 0), (30, 1), (200, 0), (10, 2), (5, 9), (70, 0)])
@@ -103,6 +104,7 @@ def test_result_log_sum_and_gradients_are_those_of_each_dialogue_alone(window):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_most_blocks_of_a_forked_dialogue_are_left_out():
     """Ten turns, each with four branches of thoughts that are dropped: keys copied before each segment were 5 times."""
     steps = [(512, 0)]

@@ -40,6 +40,7 @@ def test_ranks_get_the_gpus_that_servers_leave():
     assert places(2, "rollout.servers=[http://elsewhere:1]") == Places(ranks=2, rank_gpus=["0", "1"])
 
 
+@pytest.mark.slow
 def test_training_on_data_has_every_gpu_for_its_ranks_and_starts_by_the_one_entry(monkeypatch):
     for config in (PAIRS, ANSWERS):
         assert places(0, config=config) == Places(ranks=1)

@@ -49,6 +49,7 @@ def test_clock_of_this_host_does_not_matter(tmp_path, monkeypatch):
     assert registered_urls(tmp_path, "r") == ["http://b:1"]
 
 
+@pytest.mark.slow
 def test_lease_is_renewed_while_the_server_is_well(tmp_path):
     is_well = [True]
     with Lease(tmp_path, registration(lease_s=0.5), is_well=lambda: is_well[0]) as lease:

@@ -48,6 +48,7 @@ def test_discounted_returns_by_hand():
     assert returns.tolist() == [2.0, 0.0, 2.0, 4.0]
 
 
+@pytest.mark.slow
 def test_obeys_torchs_rules_and_names_bad_input():
     tensors = case((3, 4))
     opcheck(library.packed_gae.default, (*tensors, 0.9, 0.8))

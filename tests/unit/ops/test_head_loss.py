@@ -193,6 +193,7 @@ def test_a_loss_whose_gradient_is_in_main_grad_cannot_be_scaled_any_more():
         (2 * loss).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [PpoOptions(), PpoOptions(sequence_ratio=True)], ids=["by token", "by sequence"])
 def test_compiles_without_a_break(options):
     hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(33, 8).requires_grad_()

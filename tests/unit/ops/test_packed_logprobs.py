@@ -189,6 +189,7 @@ def test_a_gradient_in_16_bits_is_the_float32_gradient_rounded(dtype):
         ops.logprob_grad_into(found[:3], logits, *rest)
 
 
+@pytest.mark.slow
 def test_operators_obey_torchs_rules_and_compile_without_a_break():
     logits, labels = rows(width=20)
     x = logits.requires_grad_()

@@ -234,6 +234,7 @@ def test_bits_repeat_with_any_number_of_threads():
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
+@pytest.mark.slow
 def test_obeys_torchs_rules_and_compiles_without_a_break():
     logprobs, proximal, behavior, advantages, mask, ref, entropy, weights = case(torch.float32)
     own, h = logprobs.requires_grad_(), entropy.requires_grad_()

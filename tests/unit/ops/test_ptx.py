@@ -264,6 +264,7 @@ def test_a_kernel_without_its_faults_is_clean_and_gives_the_same_bits_in_every_o
     assert not said and all(other == ("", first) for other in others)
 
 
+@pytest.mark.slow
 def test_the_advantage_kernel_alone_gives_what_its_definition_does():
     found, state = planted("gae")(0, 0)[1], 0.0
     for i in reversed(range(1500)):
@@ -339,6 +340,7 @@ def launch_small(machine, name, order=0, given=(0,) * 4, threads=32, **sizes):
     return said, second[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAITING)
 def test_threads_that_wait_or_race_wrongly_are_found(small, name):
     blocks = 2 if name in ("two_blocks_write", "no_fence") else 1

@@ -17,16 +17,9 @@ RECORDED = json.loads((CSRC / "resources.json").read_text())
 PERCENT, MICROSECONDS, HEADS = sass["PERCENT"], sass["MICROSECONDS"], sass["HEADS"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(build["nvcc"]() is None, reason="needs nvcc")
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        # Each takes ptxas as long as the others. Hopper's kernels have clusters as well.
-        pytest.param(name, marks=() if name == "90a" else pytest.mark.thorough)
-        for name in build["ARCHITECTURES"]
-    ],
-)
+@pytest.mark.parametrize("architecture", build["ARCHITECTURES"])
 def test_no_kernel_spills_or_takes_more_registers_or_is_predicted_slower_than_recorded(architecture):
     registers = build["resources"]((architecture,))  # a spill is an error here, whatever the compiler
     if build["nvcc_version"]() != RECORDED["nvcc"]:

@@ -39,6 +39,7 @@ LENGTH, MOST_S = 350_000, 2.0
 """32,000 beginnings of a call took a minute; each reader takes a tenth of a second at most."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_no_text_holds_its_reader_for_long(reader):
     for begin, unit in TEXTS:

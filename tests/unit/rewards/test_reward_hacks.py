@@ -73,6 +73,7 @@ PROGRAM_HACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAM_HACKS.values(), ids=PROGRAM_HACKS)
 def test_an_assertion_is_not_fooled(program):
     for test in (

@@ -251,6 +251,7 @@ def test_a_program_is_run_against_its_tests(reply, share):
     assert score(code.program_output, reply, "", tests=SUM) == float(share == 1.0)
 
 
+@pytest.mark.slow
 def test_a_program_has_its_time_for_all_tests_together():
     slow = "import time\ntime.sleep(0.3)\nprint('a')"
     tests = [{"input": "", "output": "a"}] * 3
@@ -258,6 +259,7 @@ def test_a_program_has_its_time_for_all_tests_together():
     assert score(code.program_output, slow, "", tests=tests, time_s=LATE_S) == 1.0
 
 
+@pytest.mark.slow
 def test_assertions_run_after_the_program():
     tests = ["assert twice(2) == 4", "assert twice('a') == 'aa'", "assert twice(0) == 0"]
     assert score(code.assertions, "def twice(x): return x + x", "", tests=tests) == 1.0
@@ -298,6 +300,7 @@ def test_countdown_computes_four_operations_and_nothing_else(reply, reward, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_reasoning_gyms_scorers_run_locked_in(tmp_path):
     pytest.importorskip("reasoning_gym")
     item = tasks.reasoning_gym("countdown", count=1, seed=3)[0]
@@ -339,6 +342,7 @@ def test_math_answers_are_compared_as_mathematics(reply, answer, reward):
     assert score(mathematics.math_answer, reply, answer) == reward
 
 
+@pytest.mark.slow
 def test_hostile_mathematics_ends_in_time_and_does_nothing(tmp_path):
     pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
     texts = ["9^{9^{9^{9}}}", "(x+1)^{100000}", "(" * 3000, f"__import__('os').mkdir('{tmp_path}/new')"]
@@ -361,6 +365,7 @@ def test_math_without_its_package_says_what_to_install(monkeypatch):
         score(mathematics.math_answer, "1", "1")
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_gives_json_or_fails():
     assert evaluate(lambda x: [x, "a"], 1, time_s=LATE_S, memory_bytes=1 << 28) == [1, "a"]
     for function, words in [
@@ -384,6 +389,7 @@ def test_a_kernel_that_hides_no_files_is_warned_of(monkeypatch):
     sandbox.check_lockable.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sandbox.hides_files(), reason="this kernel has no Landlock")
 def test_locked_text_reads_no_file_but_what_is_installed(tmp_path):
     secret = tmp_path / "token"

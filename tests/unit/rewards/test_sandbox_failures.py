@@ -102,6 +102,7 @@ def test_text_that_ends_without_a_result_has_failed(end):
         WAYS["a function"](f"import os, time; {end}")
 
 
+@pytest.mark.slow
 def test_a_limit_of_processor_time_is_not_the_host():
     """One second, which the kernel ends in the same way as it ends a process for want of memory."""
     spins = subprocess.Popen(

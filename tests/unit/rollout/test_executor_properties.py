@@ -207,6 +207,7 @@ def is_excuse(error):
     return "times each and" in str(error) or "were rejected on the way" in str(error)
 
 
+@pytest.mark.slow
 @worlds_examples
 @given(worlds())
 def test_asynchronous_training_keeps_every_promise(world):

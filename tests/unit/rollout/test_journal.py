@@ -526,6 +526,7 @@ def live(folder, run_attempt, saved, workflow, steps, ranks, chance):
 
 
 # Runs of one rollout rank, of as many as there are, and of another number in every attempt.
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(1,), (2,), (3, 1, 2)])
 def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(ranks, tmp_path):
     kills = replayed = 0

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.executor import RolloutExecutor
@@ -101,6 +103,7 @@ def kill_in_the_third_step(folder):
     return str(process.pid)
 
 
+@pytest.mark.slow
 def test_a_killed_dialogue_goes_on_in_its_restored_world_and_no_step_is_done_twice(tmp_path):
     killed = kill_in_the_third_step(tmp_path)
     batch, generated = play(tmp_path, 2)

@@ -72,6 +72,7 @@ steps_of_groups = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40, derandomize=True, database=None)
 @given(steps_of_groups, st.integers(1, 5), st.integers(1, 6), st.data())
 def test_the_buffer_has_the_newest_solved_group_of_each_prompt_as_it_was_within_its_bounds(
@@ -108,6 +109,7 @@ def one_step(step, rank=0):
     return {number: group(number, [1.0, float(chance.random() < 0.3)]) for number in numbers}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20, derandomize=True, database=None)
 @given(st.integers(1, 3), st.sets(st.integers(0, 9), min_size=1, max_size=3))
 def test_a_killed_run_replays_what_it_would_have_replayed(tmp_path_factory, ranks, kills):

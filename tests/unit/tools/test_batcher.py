@@ -210,6 +210,7 @@ def test_decoding_ragged_rows_equals_the_full_forward(decoder):
             )
 
 
+@pytest.mark.slow
 def test_a_request_has_the_routes_of_all_rows_that_it_read_also_of_a_prefix_that_it_took_over(tmp_path):
     model = hf_model("qwen3_moe")
     decoder, common = load(model, tmp_path), prompt_of(70)
@@ -298,6 +299,7 @@ def test_the_last_possible_uniform_draws_a_possible_token():
 
 
 # 40: the short sort decides; 3000 > 1024 with flat probabilities: the full sort is needed.
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [40, 3000])
 @pytest.mark.parametrize("top_k, top_p, min_p", [(5, 1, 0), (-1, 0.6, 0), (-1, 1, 0.3), (8, 0.5, 0.1), (-1, 0.95, 0)])
 def test_filters_equal_a_plain_reference(vocab_size, top_k, top_p, min_p):
@@ -529,6 +531,7 @@ def test_an_exclusive_call_waits_for_accepted_requests_and_holds_later_ones(deco
     assert seen == [(True, False)]
 
 
+@pytest.mark.slow
 def test_a_full_cache_retracts_the_youngest_and_changes_no_token(decoder):
     def crowd() -> list[Request]:
         return [make_request(prompt_of(30, i), rid=str(i), sampling_seed=i, max_new_tokens=150) for i in range(6)]
@@ -585,6 +588,7 @@ def test_stopping_answers_everyone(decoder):
         assert future.result(LIMIT_S).finish_reason["status_code"] == 503
 
 
+@pytest.mark.slow
 def test_commands_that_come_while_one_looks_through_them_do_not_end_the_thread(decoder):
     """An exclusive command waits, so that all later ones are looked through while others append."""
     with running(decoder) as batcher:

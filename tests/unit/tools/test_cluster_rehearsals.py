@@ -31,10 +31,9 @@ LARGE = [
 KINDS = {
     "math_llama3_70b_8nodes": "dense layers, in stages",
     "math_qwen3_30b_a3b_4nodes": "mixtures",
-    "math_llama3_70b_lora_2nodes": "adapters",
     "math_qwen3_30b_a3b_1node": "the optimizer on the CPU",
 }
-"""What `make test` rehearses."""
+"""What `make test` rehearses; test_plan_rehearsed.py has adapters."""
 CONFIGS = [pytest.param(path, id=path.stem, marks=() if path.stem in KINDS else pytest.mark.thorough) for path in LARGE]
 WITH_ALL_LAYERS = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
 """One stage, and several."""

@@ -526,6 +526,7 @@ def test_text_fits_on_a_screen_and_says_what_is_not_checked(count_words, capsys)
     assert command[6:-3] == [*count_words[1:], "batch.prompts_per_step=16"] and command[-2] == "--ranks"
 
 
+@pytest.mark.slow
 def test_prompts_are_as_long_as_the_config_lets_them_be_or_as_a_file_says(count_words, tmp_path, capsys):
     def prompts(*words):
         main([*count_words, "--json", *words])
@@ -553,6 +554,7 @@ def test_prompts_are_as_long_as_the_config_lets_them_be_or_as_a_file_says(count_
         prompts("--lengths", str(lengths), "data.max_prompt_tokens=8")
 
 
+@pytest.mark.slow
 def test_a_plan_reads_config_json_alone(tmp_path, monkeypatch, capsys):
     """No tokenizer, no weights, no data, and no hub."""
     (tmp_path / "qwen3-4b").mkdir()
@@ -569,6 +571,7 @@ def test_a_plan_reads_config_json_alone(tmp_path, monkeypatch, capsys):
         assert "hf download Qwen/Qwen3-8B config.json --local-dir FOLDER/qwen3-8b" in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     ["batch.tokens_per_microbatch=65536", "megatron.recompute_granularity=selective", "optimizer.distributed=false"],
@@ -584,6 +587,7 @@ def test_nothing_that_the_command_line_gave_is_changed(given, tmp_path):
     main(["plan", *words, *changes])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes, gpus, server_args", [(2, 8, "[]"), (3, 4, "[--tp,2]"), (1, 4, "[]"), (2, 2, "[]")])
 def test_a_slurm_job_places_what_the_plan_asks_for(nodes, gpus, server_args, count_words, capsys):
     settings = (f"rollout.server_args={server_args}", "batch.prompts_per_step=256")

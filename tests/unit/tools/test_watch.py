@@ -117,6 +117,7 @@ class Versioned(RecordingEngine):
         return 4
 
 
+@pytest.mark.slow
 def test_the_status_of_thousands_of_episodes_is_as_small_as_that_of_a_few(tmp_path):
     engine, sizes = Versioned(make_tokenizer(), ends=("stop",)), {}
 

@@ -32,6 +32,7 @@ def after(old, change):
     return bits
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(changes())
 @example((torch.tensor([-(2**31)], dtype=torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32)))

@@ -29,7 +29,7 @@ print(json.dumps([f"{kernel.gpu_tensor_hash(tensor, reduce_chunk=2):016x}" for t
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_hash_is_that_of_sglangs_kernel():
     if not KERNEL.is_file():
         pytest.skip(f"{KERNEL} is not installed; run scripts/install_sglang_cpu.sh with this interpreter")

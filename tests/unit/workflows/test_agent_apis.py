@@ -216,6 +216,7 @@ def test_what_is_malformed_is_refused_by_the_name_of_its_field(tokenizer, path, 
 # --- Streams, hosts and certificates
 
 
+@pytest.mark.slow
 def test_a_stream_shows_that_it_lives_until_its_reply_is_there(tokenizer, monkeypatch):
     monkeypatch.setattr(agent_proxy, "SIGN_OF_LIFE_S", 0.05)
     may_end = threading.Event()

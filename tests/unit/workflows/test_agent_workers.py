@@ -52,6 +52,7 @@ def run(workers, data, *, name="prompt-0", timeout_s=LATE_S):
     return asyncio.run(workers.run("http://127.0.0.1:1/v1", "key", data, name=name, timeout_s=timeout_s))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["busy", "sleep", "in C"])
 def test_an_agent_is_killed_at_its_deadline_with_all_that_it_started(workers, tmp_path, how):
     pids = tmp_path / "pids"

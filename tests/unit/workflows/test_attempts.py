@@ -333,6 +333,7 @@ class Troubled(TimedEngine):
         ]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(troubles(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 60)))
 def test_whatever_fails_each_group_is_had_once_or_given_up_and_nothing_is_left_over(troubles, attempts, ends_at):

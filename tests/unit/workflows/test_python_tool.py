@@ -66,6 +66,7 @@ def test_a_program_has_some_threads_and_cannot_take_the_hosts():
     assert show("print(1)") == "1", "another has its own"
 
 
+@pytest.mark.slow
 def test_late_and_endless_programs_are_killed_and_said_to_be():
     assert show("import time\nwhile True: time.sleep(60)", time_s=0.3) == (
         "error: the program did not end within 0.3 s"

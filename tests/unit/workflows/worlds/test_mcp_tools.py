@@ -19,6 +19,7 @@ from tests.kit.waiting import LATE_S
 from tests.unit.workflows.test_conversations import asked
 
 pytest.importorskip("mcp.server.mcpserver", reason="mcp is not installed: pip install 'megatron-rl[worlds]'")
+pytestmark = pytest.mark.slow
 
 SHOP = str(Path(__file__).with_name("mcp_shop.py"))
 BY_PIPES = {"command": [sys.executable, SHOP], "env": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}}

@@ -16,6 +16,8 @@ from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S
 
 pytest.importorskip("openenv.core", reason="openenv-core is not installed: see requirements/worlds.txt")
+pytestmark = pytest.mark.slow
+
 WORLDS = str(Path(__file__).with_name("openenv_worlds.py"))
 
 

@@ -82,6 +82,7 @@ def call(command):
     return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_dialogue_works_on_a_task_and_the_verifier_gives_its_reward(ends):
     """Whether the policy ends it with an answer, or its turns are over."""
@@ -105,12 +106,14 @@ def test_a_dialogue_works_on_a_task_and_the_verifier_gives_its_reward(ends):
     assert trajectory.reward == 1.0 and trajectory.sequence["turns"] == (3 if ends else 2)
 
 
+@pytest.mark.slow
 def test_its_own_solution_solves_the_example_and_nothing_does_not():
     solution = (TASKS / "sum" / "solution" / "solve.sh").read_text()
     assert asyncio.run(work(TASKS / "sum", solution))[0] == 1.0
     assert asyncio.run(work(TASKS / "sum"))[0] == 0.0
 
 
+@pytest.mark.slow
 def test_a_shell_keeps_files_and_processes_and_tells_how_commands_end(task):
     commands = [
         "echo begun > log; (while sleep 0.05; do echo tick >> log; done) &",
@@ -141,6 +144,7 @@ def recipe(tmp_path, *lines, images=("a*",), skips=(), files=("x.txt", "src/y.tx
     return read_dockerfile(tmp_path / "Dockerfile", tmp_path, images=images, skips=skips)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "after_s", [0.0, 0.02, *(pytest.param(s, marks=pytest.mark.thorough) for s in (0.002, 0.01, 0.04, 0.08))]
 )
@@ -239,12 +243,14 @@ def test_an_image_is_refused_unless_the_host_stands_in_for_it(tmp_path):
 # -- verifiers that fail, and agents that cheat
 
 
+@pytest.mark.slow
 def test_a_verifier_that_is_broken_by_itself_fails_the_sample(task):
     (task / "tests" / "test.sh").write_text("echo no reward is written")
     with pytest.raises(ContainerFailed, match="gives no reward, whatever the policy did: no reward is written"):
         asyncio.run(work(task))
 
 
+@pytest.mark.slow
 def test_a_verifier_on_a_host_without_memory_gives_no_reward(task, monkeypatch, tmp_path):
     """Also where it still says something: one of its processes may be the one that was killed."""
     counter = tmp_path / "vmstat"
@@ -370,6 +376,7 @@ def test_cheating_agents_gain_nothing(task, count):
     assert [names for names, (reward, _) in zip(chosen, rewards, strict=True) if reward != 0.0] == []
 
 
+@pytest.mark.slow
 def test_an_honest_agent_gets_its_reward_beside_what_others_try(task):
     honest = "awk '{ sum += $1 } END { print sum }' /app/numbers.txt > /app/sum.txt"
     tried = ["customises python", "leaves a daemon that kills the verifier", "overwrites the reward", "shadows modules"]
@@ -380,6 +387,7 @@ RACES = ("leaves a daemon that kills the verifier", "waits for the tests")
 """Cheats that gain where they are quicker than the verifier."""
 
 
+@pytest.mark.slow
 def test_the_cheats_are_real(task):
     """Where tests, processes and reward are not kept apart, they gain."""
 

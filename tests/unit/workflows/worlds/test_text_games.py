@@ -86,6 +86,7 @@ def test_a_game_that_cannot_be_made_is_named(play):
         play("no-such-game", lambda _: "1")
 
 
+@pytest.mark.slow
 def test_a_game_that_dies_hangs_or_raises_fails_its_sample_and_is_no_reward(play):
     def kill(_):
         (game,) = psutil.Process(play.pools["GuessTheNumber-v0", 1].process.pid).children()

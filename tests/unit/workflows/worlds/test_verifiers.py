@@ -14,6 +14,8 @@ from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 
 pytest.importorskip("verifiers", reason="verifiers is not installed: see requirements/worlds.txt")
+pytestmark = pytest.mark.slow
+
 HOME = "tests.unit.workflows.worlds.verifiers_worlds"
 
 
