@@ -21,11 +21,11 @@ from tests.kit.waiting import LATE_S
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-QUICK = [("phi3_partly_rotated", "1"), ("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("deepseek_v3", "tp2_ep2")]
+QUICK = [("qwen3_moe", "1"), ("phi3_partly_rotated", "1")]
+QUICK += [("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("deepseek_v3", "tp2_ep2")]
 """Each kind of layer and each axis: enough for `make test`."""
 ALONE = (
     "llama",
-    "qwen3_moe",
     "deepseek_v3_yarn_whole_queries",
     "qwen2",
     "qwen3",
