@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit.waiting import SLOWNESS
+
 KEPT = Path(__file__).with_name("seconds.json")
 MEASURED = Path(__file__).parents[1] / "build" / "seconds.json"
 SETS = {"not thorough": ["test"], "thorough": ["thorough"]}
@@ -99,6 +101,7 @@ class Progress:
         for path, seconds in files.most_common(SLOWEST):
             terminalreporter.line(f"{seconds:8.1f} s  {path}")
         terminalreporter.line(f"{files.total():8.1f} s  all files, one after the other")
+        terminalreporter.line(f"{SLOWNESS:8.2f}    times what a loop takes on the machine of the times in CONTRIBUTING")
         if self.config.option.markexpr not in (*SETS, ""):
             return  # a part of a set says nothing of its files
         MEASURED.parent.mkdir(exist_ok=True)

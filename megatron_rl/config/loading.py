@@ -62,7 +62,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 @cache
 def defaults() -> DictConfig:
     """Return every option and its default, which OmegaConf takes longer to find than to copy."""
-    return OmegaConf.structured(TrainConfig)
+    config = OmegaConf.structured(TrainConfig)
+    assert isinstance(config, DictConfig)
+    return config
 
 
 def read_sections(path: Path) -> DictConfig:

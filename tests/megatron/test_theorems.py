@@ -87,8 +87,8 @@ GRID = {
 FAST = ("tp2_sp", "cp2")
 """A matrix and a sequence that are divided: enough for `make test-fast`."""
 QUICK = (*FAST, "pp2_vpp2", "dp2_distributed", "tp2_pp2", "tp2_ep2")
-"""Each axis of a dense model, experts, and two pairs of axes: enough for `make test`, where test_mixtures.py has experts
-over context ranks and test_fsdp_referee.py the other backend."""
+"""Each axis of a dense model, experts, and two pairs of axes: enough for `make test`. Experts over context ranks are in
+test_mixtures.py, the other backend is in test_fsdp_referee.py."""
 
 
 def marks_of(line):

@@ -64,3 +64,15 @@ def test_a_rollout_of_more_than_half_an_hour_ended_the_run():
     timeouts = {timeout for *_, timeout, _ in made}
     assert timeouts and None not in timeouts, "a timeout of torch's own"
     assert min(timeouts) >= timedelta(seconds=7200 + config.run.grace_s)  # the hang watch says first who is late
+
+
+def policies_of_listeners():
+    """How the scheduler treats gloo's listening threads of this rank, and the thread that trains."""
+    parallel.start(ParallelConfig(), seed=1)
+    tasks = Path("/proc/self/task").glob("*")
+    found = {os.sched_getscheduler(int(t.name)) for t in tasks if (t / "comm").read_text() == "gloo_tcp_loop\n"}
+    return found, os.sched_getscheduler(0)
+
+
+def test_gloos_listeners_displace_nobody():
+    assert run_ranks(2, policies_of_listeners) == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
