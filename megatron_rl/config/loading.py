@@ -61,7 +61,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 @cache
 def defaults() -> DictConfig:
-    """Return every option and its default, which OmegaConf takes longer to find than to copy."""
+    """Return every option with its default. They are kept: OmegaConf takes longer to find them than to copy them."""
     config = OmegaConf.structured(TrainConfig)
     assert isinstance(config, DictConfig)
     return config

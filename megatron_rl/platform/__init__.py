@@ -50,7 +50,7 @@ def _is_no_deprecation(record: logging.LogRecord) -> bool:
 
 
 def let_gloo_listeners_wait() -> None:
-    """Make gloo faster where it carries all collectives, after the groups of a layout were made."""
+    """Let gloo's threads not stand in each other's way, where it carries all collectives. Call it once groups exist."""
     if not has_cuda():
         cpu.let_gloo_listeners_wait()
 

@@ -184,8 +184,8 @@ def let_gloo_listeners_wait() -> None:
     """Keep gloo's listening threads from displacing the threads of this process that hold their connection's lock.
 
     A listener wakes for a message, finds the connection locked by a thread that sends, and asks again and again until
-    its turn is over; the sender may be waiting for the same core. A batch thread displaces nobody when it wakes: with
-    few cores a collective takes a quarter of the time, or less. Does nothing where the system is not Linux.
+    its turn is over, while the sender may wait for the same core. A batch thread displaces nobody when it wakes. Does
+    nothing where the system is not Linux.
     """
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or its host lets nobody change that

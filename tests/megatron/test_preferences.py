@@ -149,8 +149,8 @@ def assert_as_defined(ranks, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    # One process, and the axes that divide a pair: between replicas, and within a sequence.
     "layout",
+    # `make test` has one process, and the axes that divide pairs among replicas and a sequence among ranks.
     [pytest.param(layout, marks=() if layout in ("1", "dp2", "cp2") else pytest.mark.thorough) for layout in SPLITS],
 )
 def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):

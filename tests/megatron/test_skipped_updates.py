@@ -33,7 +33,8 @@ WORLDS = {
     "fsdp": (2, "fsdp", {}),
 }
 THOROUGH = ("one", "tp2", "ep2", "dp2")
-"""Where all ranks see the same numbers, and what replicas with the distributed optimizer have too."""
+"""In "one" and "tp2" all ranks see the same numbers. "ep2" and "dp2" divide the batch as "dp2 distributed" does, which
+`make test` runs."""
 
 
 def engine_of(folder, world, groups=None, head="policy"):

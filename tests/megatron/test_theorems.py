@@ -139,11 +139,9 @@ def cases_of(line):
         some = [(loss, *rest) for loss in losses for rest in (("sparse", 2), ("full", 2), ("full", 5))]
         return some + [(loss, f"trees {seed}", None) for loss in losses for seed in SEEDS]
     full = [(loss, "full", COUNTS[(number + i) % 3]) for i, loss in enumerate(losses)]
-    some = (0, 1) if IS_THOROUGH else (0,)
-    sparse = [(losses[(number + i) % len(losses)], "sparse", 2) for i in some]
-    return (
-        full + sparse + [(losses[(number + 2 * i) % len(losses)], f"trees {(number + 2 * i) % 3}", None) for i in some]
-    )
+    sparse = [(losses[(number + i) % len(losses)], "sparse", 2) for i in (0, 1)]
+    trees = [(losses[(number + i) % len(losses)], f"trees {(number + i) % 3}", None) for i in (0, 2)]
+    return [*full, *sparse, *trees] if IS_THOROUGH else [*full, sparse[0], trees[0]]
 
 
 def batch_of(kind):

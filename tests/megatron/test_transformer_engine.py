@@ -24,18 +24,8 @@ HERE = Path(__file__).parent
 QUICK = [("qwen3_moe", "1"), ("phi3_partly_rotated", "1")]
 QUICK += [("qwen3", "tp2_sp"), ("qwen3_moe", "tp2_etp2"), ("deepseek_v3", "tp2_ep2")]
 """Each kind of layer and each axis: enough for `make test`."""
-ALONE = (
-    "llama",
-    "deepseek_v3_yarn_whole_queries",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "mixtral",
-    "deepseek_v3",
-    "glm4_moe",
-    "minimax_m2",
-    "seed_oss",
-)
+ALONE = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "glm4_moe", "minimax_m2", "seed_oss")
+ALONE += ("deepseek_v3", "deepseek_v3_yarn_whole_queries")
 THOROUGH = [("qwen2", "tp2"), *((family, "1") for family in ALONE)]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
 MIXED = [case for case in CASES if (case.values if hasattr(case, "values") else case)[0] in MIXTURES]

@@ -67,7 +67,7 @@ def test_a_rollout_of_more_than_half_an_hour_ended_the_run():
 
 
 def policies_of_listeners():
-    """How the scheduler treats gloo's listening threads of this rank, and the thread that trains."""
+    """Return the scheduling policies that gloo's listening threads have on this rank, and that of its main thread."""
     parallel.start(ParallelConfig(), seed=1)
     tasks = Path("/proc/self/task").glob("*")
     found = {os.sched_getscheduler(int(t.name)) for t in tasks if (t / "comm").read_text() == "gloo_tcp_loop\n"}

@@ -33,7 +33,7 @@ KINDS = {
     "math_qwen3_30b_a3b_4nodes": "mixtures",
     "math_qwen3_30b_a3b_1node": "the optimizer on the CPU",
 }
-"""What `make test` rehearses; test_plan_rehearsed.py has adapters."""
+"""The configs that `make test` rehearses. It rehearses adapters by test_plan_rehearsed.py."""
 CONFIGS = [pytest.param(path, id=path.stem, marks=() if path.stem in KINDS else pytest.mark.thorough) for path in LARGE]
 WITH_ALL_LAYERS = ("gsm8k_qwen3_4b", "math_llama3_70b_8nodes")
 """One stage, and several."""
