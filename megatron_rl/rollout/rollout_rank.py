@@ -177,8 +177,10 @@ class RolloutRank(RolloutService):
 
     def hang_report(self) -> str:
         """Say what is under way, and write it with all stacks to hang/rollout-N.txt. From any thread."""
+        words = self._hang_report.report()
+        # Only now: the rewards' processes write to the same file, and would do so in the middle of a line.
         self.recipe.service.show_stacks()
-        return self._hang_report.report()
+        return words
 
     # -- resume state
 

@@ -5,6 +5,7 @@ The programs that runs start are forked from the processes that start them, and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -24,10 +25,13 @@ def programs_are_forked():
 @pytest.fixture(scope="session")
 def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     """Servers of the counting model, for one run after the other."""
-    with pytest.MonkeyPatch.context() as patch:
-        fork_programs(patch)
-        with rollout_servers(tmp_path_factory.mktemp("servers"), 2) as servers:
-            yield servers
+    servers = rollout_servers(tmp_path_factory.mktemp("servers"), 2)
+    # The patch ends before any test does: tests of other folders start real programs.
+    with contextlib.ExitStack() as at_end:
+        with pytest.MonkeyPatch.context() as patch:
+            fork_programs(patch)
+            at_end.enter_context(servers)
+        yield servers
 
 
 @pytest.fixture(scope="session")
