@@ -54,7 +54,7 @@ help:
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism, on the CPU"
 	@echo "make test       twenty minutes: each promise once, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0)"
 	@echo "make test-all   an hour: every layout, family, kernel, config and version (HALF=1: make test's part, HALF=2: the rest)"
-	@echo "make test-fast  six minutes: the tests to run while working"
+	@echo "make test-fast  three minutes: the tests to run while working"
 	@echo "make test-matrix  tests of engine and units on older and newer versions (NAMES=0.17), and README's table of them"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
 	@echo "make soak-chaos MINUTES=30 of training among servers that lie, hang and die, and trainers that are killed and frozen"

@@ -172,6 +172,7 @@ def test_a_response_that_is_cut_off_says_so(tokenizer):
 # --- What each API refuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [

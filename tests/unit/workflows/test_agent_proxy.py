@@ -212,6 +212,7 @@ def said(**fields):
     return asked(messages=[{"role": "user", "content": "12"} | fields])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "field", "message"),
     [
