@@ -6,8 +6,9 @@ calls that would get it more of either, and a user who owns nothing outside. Its
 each other, and at the phase's end the kernel kills them all, however they were started. A later phase finds their
 files and nothing else of theirs.
 
-Linux on x86_64, as root or where users may make namespaces. Without cgroups memory is bounded for each process, not
-for all together. The standard library alone, as the keeper is started without packages.
+Linux on x86_64, as root or where users may make namespaces. Memory is bounded for each process, not for all together;
+calls for memory that no limit of a process counts are refused. The standard library alone, as the keeper is started
+without packages.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import base64
 import ctypes
 import errno
 import fcntl
+import functools
 import io
 import json
 import os
@@ -36,22 +38,30 @@ from megatron_rl.rewards.sandbox import (
     ALLOW,
     ANY_BIT,
     ARCHITECTURE_AT,
+    ASK,
+    ASKED_ARGUMENTS_AT,
     CLONE,
     CLONE3,
     EQUAL,
+    FAIL,
     KILL_PROCESS,
     LOAD,
+    NEW_LISTENER,
     NUMBER_AT,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
     PR_SET_SECCOMP,
     RETURN,
+    SECCOMP,
+    SET_FILTER,
     X86_64,
     Instruction,
     Program,
     Step,
+    answer_question,
     argument,
+    hear_question,
     limit,
     refuse,
 )
@@ -65,7 +75,8 @@ DRAIN_S, LATE_S = 0.2, 10.0
 than its time the keeper waits for a phase's word."""
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl")
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = {name: name for name in ("null", "full", "random", "urandom")} | {"zero": "full"}
+"""By their names inside. /dev/full reads as zeros too, and cannot be mapped, which would be memory without a limit."""
 RESERVED = ("tests", "logs", "solution")
 """Empty and read-only until a phase has a fresh disk there."""
 FILES = {
@@ -75,6 +86,7 @@ FILES = {
 }
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWCGROUP = 0x2000000
 ANY_NAMESPACE = 0x7E020000 | 0x80  # CLONE_NEWTIME is 0x80
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 DETACH, PIVOT_ROOT, SUBREAPER, DROP_BOUND = 2, 155, 36, 24
@@ -87,6 +99,18 @@ REFUSED = (
     *(442, 443, 467),
 )
 """System calls of x86_64 for mounts, namespaces, keys, modules, clocks, tracing of the kernel, and its rings."""
+UNLIMITED = (29, 64, 68, 240, 278, 319, 444, 447)
+"""System calls whose memory no limit of a process counts: shared memory, semaphores and queues of System V, POSIX
+queues, memory files, pages given to pipes, rules of Landlock. They fail as on a kernel that lacks them."""
+MMAP, IS_SHARED, IS_ANONYMOUS, IS_HUGE = 9, 0x1, 0x20, 0x40000
+PR_SET_THP_DISABLE = 41
+SETSOCKOPT, SOL_SOCKET, BUFFER_SIZES = 54, 1, (7, 8, 32, 33)
+NET_LIMITS = {
+    "core/somaxconn": "16",  # each connection that nobody has accepted holds what was sent
+    "ipv4/tcp_rmem": "4096 65536 212992",
+    "ipv4/tcp_wmem": "4096 65536 212992",
+}
+"""Of the container's own network."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -133,8 +157,8 @@ class Keeper:
             self.show(path)
         for name in ("proc", "dev", *RESERVED):
             os.mkdir(f"{self.root}/{name}")
-        for name in DEVICES:
-            self.show(f"/dev/{name}", read_only=False)
+        for name, device in DEVICES.items():
+            self.show(f"/dev/{device}", f"/dev/{name}", read_only=False)
         for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
             os.symlink(f"/proc/self/fd{target}", f"{self.root}/dev/{name}")
         for name, text in FILES.items():
@@ -148,11 +172,13 @@ class Keeper:
         mount("none", self.root, flags=REMOUNT | BIND | RDONLY | NOSUID)
 
     def new_disk(self, target: str) -> None:
-        options = f"size={self.disk_bytes},mode=755,nr_inodes=100k,uid={self.user},gid={self.user}"
+        # An empty file takes no room on the disk, and a kilobyte of the kernel's.
+        files = min(100_000, self.disk_bytes >> 11)
+        options = f"size={self.disk_bytes},mode=755,nr_inodes={files},uid={self.user},gid={self.user}"
         mount("tmpfs", target, "tmpfs", NOSUID | NODEV, options)
 
-    def show(self, path: str, *, read_only: bool = True) -> None:
-        target = self.root + path
+    def show(self, path: str, shown_as: str | None = None, *, read_only: bool = True) -> None:
+        target = self.root + (shown_as or path)
         if os.path.islink(path) and os.path.dirname(path) == "/":  # as /bin is where it is a part of /usr
             os.symlink(os.readlink(path), target)
         elif os.path.isdir(path):
@@ -244,7 +270,7 @@ def start_phase(channel: socket.socket, root: str, user: int, memory_bytes: int)
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
         check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # or its maps would be root's
-        check(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS), "unshare")
+        check(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP), "unshare")
         map_to_root(user, user)
         pid = os.fork()
     except OSError as error:
@@ -261,10 +287,14 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
     receive(channel, LATE_S)  # from now on the keeper is the parent
     # One that was killed before this line sends no signal, but the channel's end is read below.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    rename_process("container")
     nothing = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1):  # the keeper's own, which who waits for its end waits to see closed
         os.dup2(nothing, number)
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
+    for name, value in NET_LIMITS.items():
+        with suppress(OSError), open(f"{root}/proc/sys/net/{name}", "w") as file:
+            file.write(value)
     for name in ("sys", "sysrq-trigger", "irq", "bus"):  # which root may write, where the container's user is one
         if os.path.exists(f"{root}/proc/{name}"):
             bind(f"{root}/proc/{name}", f"{root}/proc/{name}", read_only=True)
@@ -276,36 +306,118 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
     os.chdir("/")
     with socket.socket() as any_socket:  # loopback is up: its flags are UP and RUNNING
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 0x41))
-    give_up_rights(memory_bytes)
+    shared = SharedMemory(give_up_rights(memory_bytes), memory_bytes)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody inside looks into it, or holds it
-    tasks: dict[str, Callable[..., dict[str, Any]]] = {"run": run, "put": put}
+    tasks: dict[str, Callable[..., dict[str, Any]]] = {"run": functools.partial(run, shared=shared), "put": put}
     send(channel, {})
     while True:
+        shared.grant_until(channel)
         asked = receive(channel, None)
         send(channel, tasks[asked.pop("do")](**asked))
 
 
-def give_up_rights(memory_bytes: int) -> None:
+def rename_process(name: str) -> None:
+    """Write over this process's command line, which names paths of the host and is read in /proc."""
+    with open("/proc/self/stat", "rb") as file:
+        begin, end = (int(field) for field in file.read().rpartition(b")")[2].split()[45:47])
+    text = name.encode()[: end - begin - 1]
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+class SharedMemory:
+    """Grants a phase's shared mappings, up to a number of bytes in all.
+
+    A process that unmaps nearly all of such a mapping keeps its memory, and no limit of the process counts that.
+    """
+
+    def __init__(self, listener: int, left_bytes: int) -> None:
+        """listener: of the filter, which asks before each one. Below 0 the filter refuses them all."""
+        self.listener, self.left_bytes = listener, left_bytes
+
+    def register(self, poll: select.poll) -> None:
+        if self.listener >= 0:
+            poll.register(self.listener, select.POLLIN)
+
+    def grant(self) -> None:
+        """Answer one process that waits for its mapping, if there is one."""
+        with suppress(OSError, EOFError):
+            question = hear_question(self.listener)
+            if question is None:
+                return
+            (size,) = struct.unpack_from("<Q", question, ASKED_ARGUMENTS_AT + 8)
+            size = -(-size // resource.getpagesize()) * resource.getpagesize()
+            has_room = size <= self.left_bytes
+            self.left_bytes -= size * has_room
+            answer_question(self.listener, question, 0 if has_room else errno.ENOMEM)
+
+    def grant_until(self, channel: socket.socket) -> None:
+        """Grant mappings until something arrives from the keeper."""
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        self.register(poll)
+        while channel.fileno() not in (ready := dict(poll.poll())):
+            if self.listener in ready:
+                self.grant()
+
+
+def give_up_rights(memory_bytes: int) -> int:
+    """Return the listener of the filter that this process and its children have from now on, -1 where it asks none."""
     for number in range(64):
         libc.prctl(DROP_BOUND, number, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     check(libc.capset(header, none), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_NOFILE, MOST_OPEN_FILES)
+    # If they are all sockets, they hold no more than a process may take itself.
+    limit(resource.RLIMIT_NOFILE, max(64, min(MOST_OPEN_FILES, memory_bytes // socket_bytes())))
     limit(resource.RLIMIT_NPROC, MOST_PROCESSES)
     limit(resource.RLIMIT_AS, memory_bytes)
-    steps = filter_steps()
-    program = Program(len(steps), (Instruction * len(steps))(*steps))
-    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), 0, 0), "seccomp")
+    limit(resource.RLIMIT_MEMLOCK, 1 << 16)
+    limit(resource.RLIMIT_SIGPENDING, MOST_OPEN_FILES)
+    # A huge page of which one small page is in use is wholly held.
+    libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    program = as_program(filter_steps(ASK))
+    listener = libc.syscall(SECCOMP, SET_FILTER, NEW_LISTENER, ctypes.byref(program))
+    if listener < 0:  # before Linux 5.5, or in a container that has a listener itself
+        program = as_program(filter_steps(FAIL | errno.ENOMEM))
+        check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), 0, 0), "seccomp")
+    return int(listener)
 
 
-def filter_steps() -> list[Step]:
-    """Refuse what would make namespaces or mounts, or reach the kernel past its rights; allow the rest."""
+def socket_bytes() -> int:
+    """Return what a socket holds at most, unless it sets the sizes of its buffers."""
+    sizes = []
+    for name in ("rmem_default", "wmem_default"):
+        with open(f"/proc/sys/net/core/{name}") as file:
+            sizes.append(int(file.read()))
+    return sum(sizes)
+
+
+def as_program(steps: list[Step]) -> Program:
+    return Program(len(steps), (Instruction * len(steps))(*steps))
+
+
+def filter_steps(of_shared: int) -> list[Step]:
+    """Refuse what would make namespaces or mounts, reach the kernel past its rights, or take memory past all limits.
+
+    of_shared: the verdict on shared mappings of no file. All else is allowed.
+    """
     steps: list[Step] = [(LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL_PROCESS)]
     steps += [(LOAD, 0, 0, NUMBER_AT), (AT_LEAST, 0, 1, X32), *refuse(errno.EPERM)]
     for number in REFUSED:
         steps += [(EQUAL, 0, 1, number), *refuse(errno.EPERM)]
+    for number in UNLIMITED:
+        steps += [(EQUAL, 0, 1, number), *refuse(errno.ENOSYS)]
+    mapping = [*argument(3), (ANY_BIT, 0, 1, IS_HUGE), *refuse(errno.ENOMEM)]
+    mapping += [(ANY_BIT, 0, 2, IS_SHARED), (ANY_BIT, 0, 1, IS_ANONYMOUS), (RETURN, 0, 0, of_shared)]
+    mapping += [(RETURN, 0, 0, ALLOW)]
+    steps += [(EQUAL, 0, len(mapping), MMAP), *mapping]
+    # It seems to succeed, and changes nothing: programs ask for more than they need.
+    size = [*argument(1), (EQUAL, 0, 2 + 2 * len(BUFFER_SIZES), SOL_SOCKET), *argument(2)]
+    for name in BUFFER_SIZES:
+        size += [(EQUAL, 0, 1, name), *refuse(0)]
+    size += [(RETURN, 0, 0, ALLOW)]
+    steps += [(EQUAL, 0, len(size), SETSOCKOPT), *size]
     # glibc starts processes by clone where there is no clone3, whose flags a filter cannot see.
     steps += [(EQUAL, 0, 1, CLONE3), *refuse(errno.ENOSYS)]
     steps += [(EQUAL, 0, 4, CLONE), *argument(0), (ANY_BIT, 0, 1, ANY_NAMESPACE & ~0x80), *refuse(errno.EPERM)]
@@ -315,7 +427,9 @@ def filter_steps() -> list[Step]:
     return [*steps, *refuse(errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW)]
 
 
-def run(*, command: str, cwd: str, env: dict[str, str], time_s: float, most_bytes: int) -> dict[str, Any]:
+def run(
+    *, command: str, cwd: str, env: dict[str, str], time_s: float, most_bytes: int, shared: SharedMemory
+) -> dict[str, Any]:
     """Run a command of bash. `code` is its exit status, below 0 a signal's number; None where its time was over.
 
     `is_full`: nothing was run, as there are too many processes.
@@ -336,8 +450,11 @@ def run(*, command: str, cwd: str, env: dict[str, str], time_s: float, most_byte
     until, code, poll = time.monotonic() + time_s, None, select.poll()
     poll.register(reader, select.POLLIN)
     poll.register(ended, select.POLLIN)
+    shared.register(poll)
     while (left_s := until - time.monotonic()) > 0:
         ready = dict(poll.poll(left_s * 1000))
+        if shared.listener in ready:
+            shared.grant()
         if reader in ready:
             try:
                 part = os.read(reader, 1 << 16)
@@ -354,7 +471,7 @@ def run(*, command: str, cwd: str, env: dict[str, str], time_s: float, most_byte
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             poll.unregister(ended)
             until = min(until, time.monotonic() + DRAIN_S)
-        elif code is not None:
+        elif code is not None and not ready:
             break
     if code is None:
         with suppress(ProcessLookupError):

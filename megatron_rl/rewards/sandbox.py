@@ -12,6 +12,7 @@ kernel without Landlock; and, as text that is evaluated beside its own scorer, f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -64,8 +65,8 @@ LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, KILL_PROCESS, FAIL, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 SECCOMP, SET_FILTER, NEW_LISTENER = 317, 1, 1 << 3
 HEAR_QUESTION, ANSWER_QUESTION, GO_ON = 0xC0502100, 0xC0182101, 1
-QUESTION_BYTES = 80
-"""The size of `struct seccomp_notif`, which begins with the question's number."""
+QUESTION_BYTES, ASKED_ARGUMENTS_AT = 80, 32
+"""The size of `struct seccomp_notif`, which begins with the question's number; where the call's arguments begin."""
 X86_64 = 0xC000003E
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 
@@ -173,23 +174,15 @@ class Threads:
 
     def grant(self) -> None:
         """Answer a question of the kernel if one waits to be heard; stop listening where the program has ended."""
-        poll = select.poll()
-        poll.register(self.listener, select.POLLIN)
-        events = dict(poll.poll(0)).get(self.listener, 0)
-        # Before Linux 6.11 hearing waits for ever where nobody asks, as when who asked was killed meanwhile.
-        if not events & select.POLLIN:
-            if events & select.POLLHUP:
-                self._stop_listening()
-            return
-        question = bytearray(QUESTION_BYTES)
         try:
-            fcntl.ioctl(self.listener, HEAR_QUESTION, question)
-            # GO_ON is safe here: what the filter has looked at is in a register, where no other thread can change it.
-            fcntl.ioctl(
-                self.listener, ANSWER_QUESTION, struct.pack("<QqiI", *struct.unpack_from("<Q", question), 0, 0, GO_ON)
-            )
-        except FileNotFoundError:
-            return  # who asked was killed meanwhile
+            question = hear_question(self.listener)
+            if question is None:
+                return
+            # Safe here: what the filter has looked at is in a register, where no other thread can change it.
+            answer_question(self.listener, question)
+        except EOFError:
+            self._stop_listening()
+            return
         except OSError:  # it has ended, or the kernel can only ask
             self._left = 0
         self._left -= 1
@@ -205,6 +198,31 @@ class Threads:
         self._stop_listening()
         self._ours.close()
         self.theirs.close()
+
+
+def hear_question(listener: int) -> bytearray | None:
+    """Return what the kernel asks a filter's listener, None if nobody asks. EOFError once all who could have ended."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    events = dict(poll.poll(0)).get(listener, 0)
+    # Before Linux 6.11 hearing waits for ever where nobody asks, as when who asked was killed meanwhile.
+    if not events & select.POLLIN:
+        if events & select.POLLHUP:
+            raise EOFError
+        return None
+    question = bytearray(QUESTION_BYTES)
+    try:
+        fcntl.ioctl(listener, HEAR_QUESTION, question)
+    except FileNotFoundError:  # who asked was killed meanwhile
+        return None
+    return question
+
+
+def answer_question(listener: int, question: bytearray, error: int = 0) -> None:
+    """Let the call that was asked about go on, or fail with an error."""
+    answer = struct.pack("<QqiI", *struct.unpack_from("<Q", question), 0, -error, 0 if error else GO_ON)
+    with contextlib.suppress(FileNotFoundError):  # who asked was killed meanwhile
+        fcntl.ioctl(listener, ANSWER_QUESTION, answer)
 
 
 def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:

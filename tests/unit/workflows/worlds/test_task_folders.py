@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -269,7 +270,9 @@ def test_a_container_full_of_processes_is_told_to_the_policy_and_fails_a_verifie
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_process)
-    answer = container_module.run(command="true", cwd="/", env={}, time_s=1.0, most_bytes=100)
+    answer = container_module.run(
+        command="true", cwd="/", env={}, time_s=1.0, most_bytes=100, shared=container_module.SharedMemory(-1, 0)
+    )
     container = Container(writable=[], visible=[], disk_mib=1, memory_mib=256)
 
     async def ask(**_):
@@ -414,3 +417,118 @@ def test_the_cheats_are_real(task):
 
     gained = asyncio.run(side_by_side(map(gains_at_last, CHEATS)))
     assert sum(gained) >= 8, dict(zip(CHEATS, gained, strict=True))
+
+
+# -- memory that no limit of a process counts
+
+TAKING = """
+import ctypes, mmap, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype, libc.syscall.restype = ctypes.c_void_p, ctypes.c_long
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+MIB, NONE = 1 << 20, ctypes.c_void_p(-1).value
+
+def call(number, *arguments):
+    given = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    return "taken" if given >= 0 else os.strerror(ctypes.get_errno())
+
+def map_and_leave(flags, descriptor=-1):
+    '''Map 16 MiB again and again, up to a gibibyte, and unmap all but one page of each.'''
+    for count in range(64):
+        if (place := libc.mmap(None, 16 * MIB, 3, flags, descriptor, 0)) == NONE:
+            break
+        libc.munmap(place + 4096, 16 * MIB - 4096)
+    else:
+        return "taken"
+    return f"{16 * count} MiB, {os.strerror(ctypes.get_errno())}"
+
+def socket_bytes():
+    '''What a socket takes that asks for room.'''
+    one, other = socket.socketpair()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * MIB)
+    one.setblocking(False)
+    sent = 0
+    try:
+        while sent < 8 * MIB:
+            sent += one.send(bytes(1 << 16))
+    except BlockingIOError:
+        return "little"
+    return "taken"
+"""
+UNLIMITED = {
+    "System V shared memory": ("call(29, 0, MIB, 0o1600)", "Function not implemented"),
+    "System V semaphores": ("call(64, 0, 1, 0o1600)", "Function not implemented"),
+    "System V queues": ("call(68, 0, 0o1600)", "Function not implemented"),
+    "POSIX queues": ("call(240, 0, 0, 0, 0)", "Function not implemented"),
+    "memory files": ("call(319, id(MIB), 0)", "Function not implemented"),
+    "secret memory": ("call(447, 0)", "Function not implemented"),
+    "pages in pipes": ("call(278, 1, 0, 0, 0)", "Function not implemented"),
+    "rules of Landlock": ("call(444, 0, 0, 1)", "Function not implemented"),
+    "rings": ("call(425, 1, 0)", "Operation not permitted"),
+    "page faults": ("call(323, 0)", "Operation not permitted"),
+    "huge pages": ("map_and_leave(0x40022)", "0 MiB, Cannot allocate memory"),
+    "shared mappings that were left": ("map_and_leave(0x21)", "256 MiB, Cannot allocate memory"),
+    "a device of zeros": ("map_and_leave(1, os.open('/dev/zero', os.O_RDWR))", "0 MiB, No such device"),
+    "sockets with large buffers": ("socket_bytes()", "little"),
+}
+ORDINARY = """
+import mmap, multiprocessing, os
+from multiprocessing import shared_memory
+
+def add(number, queue, lock):
+    with lock:
+        number.value += 1
+    queue.put("queued")
+
+if __name__ == "__main__":
+    number, queue, lock = multiprocessing.Value("i", 1), multiprocessing.Queue(), multiprocessing.Lock()
+    process = multiprocessing.Process(target=add, args=(number, queue, lock))
+    process.start()
+    print(queue.get(), number.value)
+    process.join()
+    block = shared_memory.SharedMemory(create=True, size=4096)
+    block.unlink()
+    mapped = mmap.mmap(-1, 4096)
+    if os.fork() == 0:
+        mapped[:5] = b"child"
+        os._exit(0)
+    os.wait()
+    print(mapped[:5], open("/dev/zero", "rb").read(2))
+"""
+
+
+async def printed(*programs):
+    """Return what each Python program prints in one container."""
+    async with Container(writable=["app"], visible=[], disk_mib=8, memory_mib=256) as container:
+        await container.begin()
+        commands = [f"cat > x.py <<'END'\n{program}\nEND\npython3 x.py" for program in programs]
+        return [await container.run(it, "/app", {"PATH": "/usr/bin:/bin"}, time_s=LATE_S) for it in commands]
+
+
+def test_memory_that_no_limit_of_a_process_counts_cannot_be_taken_in_a_container():
+    """Each way to memory of the host that the limit on a process's address space does not see."""
+    lines = "\n".join(f"print({way})" for way, _ in UNLIMITED.values())
+    ((code, output),) = asyncio.run(printed(TAKING + lines))
+    assert (code, dict(zip(UNLIMITED, output.splitlines(), strict=True))) == (
+        0,
+        {name: said for name, (_, said) in UNLIMITED.items()},
+    )
+
+
+def test_processes_that_share_a_little_memory_work_in_a_container():
+    assert asyncio.run(printed(ORDINARY)) == [(0, "queued 2\nb'child' b'\\x00\\x00'\n")]
+
+
+def test_a_container_shows_no_path_of_the_host_in_its_first_process():
+    async def look():
+        async with Container(writable=["app"], visible=[], disk_mib=1, memory_mib=256) as container:
+            await container.begin()
+            return await container.run(
+                "cat /proc/1/cmdline | tr -d '\\0'; cat /proc/*/cgroup", "/app", {}, time_s=LATE_S
+            )
+
+    code, output = asyncio.run(look())
+    assert code == 0 and output.startswith("container")
+    assert all(line.endswith(":/") for line in output.removeprefix("container").splitlines()), output
+    assert shell.PACKAGES not in output and sys.executable not in output
