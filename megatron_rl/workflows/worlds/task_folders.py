@@ -17,7 +17,9 @@ from typing import Any
 from megatron_rl.workflows.environments import Score, ToolUse, Turn
 from megatron_rl.workflows.worlds.dockerfile import read_dockerfile
 from megatron_rl.workflows.worlds.shell import Container, ContainerFailed, Shell, memory_kills
+from megatron_rl.workflows.worlds.shown_paths import ShownPaths
 
+TASK = "task.toml"
 FRESH = {
     "HOME": "/logs/home",
     "TMPDIR": "/logs/tmp",
@@ -30,10 +32,13 @@ VERIFY = "mkdir -p /logs/home /logs/tmp /logs/verifier /logs/agent; exec bash /t
 
 def task_prompts(folder: str, first: int = 0, count: int | None = None) -> list[dict[str, Any]]:
     """Return a prompt for each task beneath a folder, in the order of their names: for data.train."""
-    paths = sorted(path.parent for path in Path(folder).rglob("task.toml"))
+    paths = sorted(path.parent for path in Path(folder).rglob(TASK))
     chosen = paths[first:][:count]
     if not chosen:
         raise ValueError(f"folder = {folder!r}: has {len(paths)} folders with a task.toml, and none from {first} on.")
+    shown = ShownPaths([])
+    for path in chosen:
+        refuse_shown(path, shown)
     texts = [(path / "instruction.md").read_text() for path in chosen]
     return [{"messages": [{"role": "user", "content": t}], "task": str(p)} for t, p in zip(texts, chosen, strict=True)]
 
@@ -65,10 +70,9 @@ class TaskFolder(ToolUse):
         reward: which one counts of a reward.json. disk_mib is memory; memory_mib is for each process."""
         super().__init__(data, tools=())
         self.path, self.reward, self.visible = Path(data["task"]).resolve(), reward, list(visible)
-        for shown in self.visible:
-            if self.path.is_relative_to(Path(shown).resolve()):
-                raise ValueError(f"visible: {shown} shows the policy the tests in {self.path}; leave it out.")
-        self.settings = tomllib.loads((self.path / "task.toml").read_text())
+        refuse_visible(self.visible)
+        refuse_shown(self.path, ShownPaths(self.visible))
+        self.settings = tomllib.loads((self.path / TASK).read_text())
         context = self.path / "environment"
         self.recipe = read_dockerfile(context / "Dockerfile", context, images=images, skips=skips)
         left_s = float(self.settings.get("agent", {}).get("timeout_sec", 600.0))
@@ -145,14 +149,37 @@ class TaskFolder(ToolUse):
         await self.container.__aexit__()
 
 
+def refuse_visible(visible: Sequence[str]) -> None:
+    """Raise ValueError for a path in `visible` that is in a task folder or holds one: another task's counts too."""
+    for name in visible:
+        path = Path(name).resolve()
+        tasks = [place for place in (path, *path.parents) if (place / TASK).exists()]
+        tasks += [found.parent for found in path.glob(f"*/{TASK}")]
+        if tasks:
+            raise ValueError(f"visible: {name} shows the policy what is in the task folder {tasks[0]}; leave it out.")
+
+
+def refuse_shown(task: Path, shown: ShownPaths) -> None:
+    """Raise ValueError for a task folder whose tests or solution a container shows to the policy."""
+    secret = [task / name for name in ("tests", "solution")]
+    links = [path for folder in secret for path in folder.rglob("*") if path.is_symlink()]
+    for path in (task, *secret, *links):
+        if (holder := shown.holder(path)) is not None:
+            raise ValueError(
+                f"{path}: lies in {holder}, which a container shows the policy, with tests and solution; copy the "
+                f"tasks to a folder that is not shown, or leave {holder} out of visible if it is there."
+            )
+
+
 async def no_score() -> float:
     return 0.0  # the verifier's counts
 
 
 def as_number(text: str | None, name: str) -> float | None:
+    """Return the reward that a verifier wrote, None where it is no finite number, whatever the text is."""
     try:
         value = json.loads(text or "")
         value = float(value[name] if isinstance(value, dict) else value)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return value if math.isfinite(value) else None

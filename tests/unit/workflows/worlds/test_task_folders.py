@@ -17,7 +17,7 @@ import pytest
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import container as container_module
 from megatron_rl.workflows import MultiTurnWorkflow
-from megatron_rl.workflows.worlds import shell, task_folders
+from megatron_rl.workflows.worlds import shell, shown_paths, task_folders
 from megatron_rl.workflows.worlds.dockerfile import read_dockerfile
 from megatron_rl.workflows.worlds.shell import Container, ContainerFailed, Shell
 from megatron_rl.workflows.worlds.task_folders import VERIFY, TaskFolder, task_prompts
@@ -292,9 +292,55 @@ def test_a_run_line_that_fails_names_the_line(task):
         asyncio.run(work(task))
 
 
-def test_a_path_that_shows_the_tests_is_refused(task):
-    with pytest.raises(ValueError, match="shows the policy the tests"):
-        TaskFolder({"task": str(task)}, **OPTIONS, visible=[str(task.parent)])
+@pytest.mark.parametrize("visible", [".", "sum", "sum/tests", "other", "other/solution", "link", "whole"])
+def test_a_visible_path_that_shows_a_tasks_tests_is_refused(visible, task, tmp_path):
+    """Its own or another one's."""
+    shutil.copytree(task, tmp_path / "other")
+    (tmp_path / "link").symlink_to("sum/solution")
+    shutil.copytree(task, tmp_path / "whole" / "deep")
+    with pytest.raises(ValueError, match=r"visible: .* shows the policy what is in the task folder"):
+        TaskFolder({"task": str(task)}, **OPTIONS, visible=[str(tmp_path / visible)])
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to the folder", "link to the tests", "link among the tests", "mount"])
+def test_a_task_folder_in_a_system_path_that_containers_show_is_refused(kind, task, tmp_path, monkeypatch):
+    system = tmp_path / "system"
+    monkeypatch.setattr(shown_paths, "SYSTEM", (str(system),))
+    there = shutil.copytree(task, system / "lib" / "site-packages" / "dataset" / "sum")
+    TaskFolder({"task": str(task)}, **OPTIONS)
+    match kind:
+        case "folder":
+            task = there
+        case "link to the folder":
+            task = tmp_path / "link"
+            task.symlink_to(there)
+        case "link to the tests":
+            shutil.rmtree(task / "tests")
+            (task / "tests").symlink_to(there / "tests")
+        case "link among the tests":
+            (task / "tests" / "test.sh").unlink()
+            (task / "tests" / "test.sh").symlink_to(there / "tests" / "test.sh")
+        case "mount":  # of the task's folder, somewhere in the system
+            mounts = tmp_path / "mountinfo"
+            inner = f"2 1 8:1 {task} {system}/lib/python rw - ext4 /dev/sda rw"
+            mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda rw\n{inner}\n")
+            monkeypatch.setattr(shown_paths, "MOUNTS", mounts)
+    with pytest.raises(ValueError, match="which a container shows the policy, with tests and solution; copy the tasks"):
+        TaskFolder({"task": str(task)}, **OPTIONS)
+    with pytest.raises(ValueError, match="copy the tasks"):
+        task_prompts(str(task))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[" * 30_000, '{"a":' * 10_000, '{"reward": ' + "[" * 30_000, "1" * 5_000, "1" * 400, "1e999", "-Infinity"),
+        *("NaN", "", "[]", "{}", "null", '"x"', '{"reward": null}', '{"reward": {}}', "\x00", "true false", "\ud800"),
+    ],
+    ids=lambda text: f"{text[:12]}_{len(text)}",
+)
+def test_a_deep_or_huge_reward_file_is_no_verdict(text):
+    assert task_folders.as_number(text, "reward") is None
 
 
 REWARD = (
