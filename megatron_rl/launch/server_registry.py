@@ -7,16 +7,19 @@ file system's clock alone, because those of two hosts may differ by more than a 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import re
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.launch import process_exit
 
@@ -27,6 +30,8 @@ PROTOCOL = 1
 LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.2
+MOST_BYTES = 1 << 16
+"""Of a registration's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +95,42 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
     urls = []
     for path in sorted(folder.glob("*.json")):
         try:
-            with path.open() as lines:  # opened, so that NFS asks for its age again
-                found = os.fstat(lines.fileno())
-                if found.st_uid != os.geteuid():  # who would be sent the run's token
-                    raise ValueError(f"it belongs to user {found.st_uid}")
-                raw = json.load(lines)
-            if (raw["run"], raw["protocol"]) == (run, PROTOCOL) and now - found.st_mtime <= raw["lease_s"]:
+            raw, written = read_entry(path)
+            if (raw["run"], raw["protocol"]) == (run, PROTOCOL) and now - written <= raw["lease_s"]:
                 urls.append(str(raw["url"]))
         except FileNotFoundError:  # it has just left
-            pass
-        except (PermissionError, ValueError, KeyError, TypeError) as error:  # another user's, or no registration
-            logger.warning("%s is no registration of a server and is passed over: %r", path, error)
+            if path.is_symlink():
+                name_once(path, "it is a link to nothing")
+        # Another user's, or no registration.
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            name_once(path, repr(error))
     return urls
+
+
+def read_entry(path: Path) -> tuple[dict[str, Any], float]:
+    """Return what a registration's file says, and when it was written. ValueError for what is no registration."""
+    # Without waiting, as the opening of a pipe would. Opened at all, so that NFS asks for its age again.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no regular file")
+        if found.st_uid != os.geteuid():  # who would be sent the run's token
+            raise ValueError(f"it belongs to user {found.st_uid}")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    raw = json.loads(content)
+    kinds = {"url": str, "run": str, "protocol": int, "lease_s": (int, float)}
+    if not isinstance(raw, dict) or not all(isinstance(raw[name], kind) for name, kind in kinds.items()):
+        raise ValueError(f"it must be an object with {', '.join(kinds)} of the right types")
+    return raw, found.st_mtime
+
+
+@functools.lru_cache(maxsize=1000)
+def name_once(path: Path, fault: str) -> None:
+    """Warn of an entry that is no registration, once for each fault that it has: the folder is read again and again."""
+    shown = ascii(str(path))[1:-1]  # a name may hold any bytes
+    logger.warning("%s is no registration of a server and is passed over: %s", shown, fault[:200])
 
 
 def wait_for_servers(folder: str | Path, run: str, count: int, *, timeout_s: float) -> list[str]:

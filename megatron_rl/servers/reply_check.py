@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
 import reprlib
 from collections.abc import Sequence
@@ -38,11 +39,6 @@ KEPT_BACK = 64
 VERSION = re.compile(r"[0-9]{1,15}")
 REPLY_BYTES, TOKEN_BYTES = 2**20, 2**10
 """Most that a reply takes, and each token that it may have."""
-NAMED_ONCE = (
-    *("text", "output_ids", "meta_info", "finish_reason", "output_token_logprobs", "completion_tokens"),
-    *("prompt_tokens", "cached_tokens", "weight_version", "weight_versions", "routed_experts"),
-)
-"""Keys whose value would be one of two where a reply had them twice."""
 TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
 """Seconds in a reply's meta_info; SGLang gives the last one always, the others only with --enable-metrics."""
 
@@ -111,14 +107,25 @@ def read_reply(pieces: Sequence[bytes], asked: Asked) -> ReplyPart:
 
 
 def parsed(content: bytes | bytearray) -> Any:
-    for name in NAMED_ONCE:  # before parsing, which would silently keep the last of two
-        # Within a string the quotes would have a backslash before them.
-        if content.count(b'"%s":' % name.encode()) > 1:
-            refuse(name, "two values", "must be there once")
     try:
-        return orjson.loads(content)
+        answer = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{bytes(content[:80])!r} is not JSON: {error}") from None
+    try:
+        # orjson silently keeps the last of two values. A search for the key would miss one that is written in escapes.
+        json.loads(content, object_pairs_hook=without_repeats)
+    except RecursionError:
+        raise ValueError(f"{bytes(content[:80])!r} is nested too deep") from None
+    return answer
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> None:
+    """Raise ValueError for an object that has a key twice."""
+    seen = set()
+    for name, _ in pairs:
+        if name in seen:
+            refuse(name, "two values", "must be there once")
+        seen.add(name)
 
 
 def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: Tensor | None = None) -> ReplyPart:

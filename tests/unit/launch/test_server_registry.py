@@ -2,12 +2,22 @@
 
 import json
 import os
+import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.launch.server_registry import PROTOCOL, Lease, Registration, registered_urls, wait_for_servers
+from megatron_rl.launch.server_registry import (
+    MOST_BYTES,
+    PROTOCOL,
+    Lease,
+    Registration,
+    name_once,
+    registered_urls,
+    wait_for_servers,
+)
 from tests.kit.waiting import wait_until
 
 
@@ -93,13 +103,48 @@ def test_server_of_another_user_is_not_sent_the_runs_token(tmp_path, monkeypatch
 def test_a_file_of_another_user_that_cannot_be_read_is_passed_over(tmp_path, monkeypatch, caplog):
     theirs = write(tmp_path, "theirs")
     write(tmp_path, "ours", url="http://a:1")
-    opened = Path.open
+    opened = os.open
 
-    def open_ours(path, *args):
+    def open_ours(path, *args, **options):
         if path == theirs:
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *args)
+        return opened(path, *args, **options)
 
-    monkeypatch.setattr(Path, "open", open_ours)
+    monkeypatch.setattr(os, "open", open_ours)
     assert registered_urls(tmp_path, "r") == ["http://a:1"]
     assert str(theirs) in caplog.text and "Permission denied" in caplog.text
+
+
+ODD_ENTRIES = {
+    "deep": lambda path: path.write_text("[" * 60_000),
+    "deep in a field": lambda path: path.write_text('{"url": ' + '{"a":' * 10_000),
+    "large": lambda path: path.write_bytes(b" " * (MOST_BYTES + 1)),
+    "huge": lambda path: (path.touch(), os.truncate(path, 1 << 32)),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{"),
+    "half a character": lambda path: path.write_bytes(b'{"url": "\xc3'),
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "link to nothing": lambda path: path.symlink_to("gone"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to a pipe": lambda path: (os.mkfifo(path.with_suffix(".pipe")), path.symlink_to(path.with_suffix(".pipe"))),
+    "null": lambda path: path.write_text("null"),
+    "number": lambda path: path.write_text("1"),
+    "huge number": lambda path: path.write_text("1" * 5_000),
+    "empty": lambda path: path.write_text(""),
+    "url no text": lambda path: path.write_text(json.dumps(asdict(registration()) | {"url": ["http://a:1"]})),
+    "lease no number": lambda path: path.write_text(json.dumps(asdict(registration()) | {"lease_s": "30"})),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_ENTRIES)
+def test_an_odd_entry_neither_blocks_nor_ends_the_watch_of_all_servers_and_is_named_once(
+    kind, tmp_path, caplog, monkeypatch
+):
+    name_once.cache_clear()
+    monkeypatch.chdir(tmp_path)  # a socket's name is short
+    ODD_ENTRIES[kind](Path(f"{kind}.json"))
+    write(tmp_path, "z", url="http://a:1")
+    assert [registered_urls(tmp_path, "r") for _ in range(3)] == [["http://a:1"]] * 3
+    assert [record.getMessage().startswith(str(tmp_path / kind)) for record in caplog.records] == [True]

@@ -3,6 +3,7 @@
 import base64
 import copy
 import dataclasses
+import functools
 import json
 import math
 
@@ -237,6 +238,28 @@ def test_body_that_json_does_not_know_or_that_says_something_twice_is_refused(bo
     compact = body.replace(b'": ', b'":')
     with pytest.raises(ValueError):
         read_reply([compact], ASKED)
+
+
+@pytest.mark.parametrize("spelled", ["plain", "first letter", "all letters", "space before the colon"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(("text",), ("output_ids",), ("meta_info",), ("meta_info", "output_token_logprobs"), ("meta_info", "id")),
+        *(("meta_info", "finish_reason", "type"), ("meta_info", "weight_versions", 0, "end"), ("unknown",)),
+    ],
+    ids=str,
+)
+def test_a_key_that_is_there_twice_in_disguise_is_refused(path, spelled):
+    """In escapes, or at any depth: which of the two values counts is for nobody to guess."""
+    name, body = path[-1], embedded() | {"unknown": 1}
+    place = functools.reduce(lambda found, step: found[step], path[:-1], body)
+    place["TWICE"] = place[name]
+    escaped = {"first letter": 1, "all letters": len(name)}.get(spelled, 0)
+    again = "".join(f"\\u{ord(letter):04x}" for letter in name[:escaped]) + name[escaped:]
+    gap = " " if spelled == "space before the colon" else ""
+    content = json.dumps(body, separators=(",", ":")).replace('"TWICE":', f'"{again}"{gap}:')
+    with pytest.raises(ValueError, match=f"{name} = two values: must be there once"):
+        read_reply([content.encode()], ASKED)
 
 
 def test_weights_of_the_start_stand_for_the_version_of_the_request_until_something_is_published():
