@@ -46,6 +46,12 @@ COLUMNS = (
     ("step time", "time/step", ".1f"),
 )
 """The console's line of a step: heading, metric and format. A metric that the step lacks is left blank."""
+TEXT: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
+"""Half a character, as JSON may have one, is written as JSON's escape of it."""
+EMPTY = {"prompt": "", "answer": "", "reply": "", "reward": None}
+"""What a sample is read as where it lacks a field."""
+MOST_STEPS = 10**12
+"""No run has more; a larger number is a damaged line."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -238,7 +244,7 @@ def as_row(sample: Sample) -> dict[str, Any]:
 
 def append(file: io.FileIO, rows: list[dict[str, Any]]) -> None:
     """Write one line of JSON per row, in one piece."""
-    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(**TEXT)
     try:
         written = file.write(data) if data else 0
     except OSError as error:
@@ -262,7 +268,7 @@ def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
     kept = [line for line in read_lines(path) if line["step"] < first_step or happened_at(line, first_step)]
     # Aside and then renamed: a crash in between leaves the whole log.
     shorter = path.with_suffix(".unfinished")
-    shorter.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+    shorter.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), **TEXT)
     os.replace(shorter, path)
     return kept
 
@@ -299,12 +305,33 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_line(row: Any, *, of_samples: bool) -> bool:
-    """True for what this module writes: a sample, or else a step or an evaluation."""
-    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+    """True for what this module writes: a sample, or else a step or an evaluation. All that reads it counts on that."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
         return False
-    if of_samples:
-        return isinstance(row.get("split"), str) and type(row.get("number")) is int
-    return row.get("kind") == "step" or isinstance(row.get("name"), str)
+    if not of_samples:
+        is_known = row.get("kind") == "step" or (row.get("kind") == "evaluation" and isinstance(row.get("name"), str))
+        return is_known and all(map(is_metric, row.values())) and is_number(row.get("elapsed_s", 0.0))
+    turns = row.get("turns") or []
+    return (
+        isinstance(row.get("split"), str)
+        and all(isinstance(row.get(name, ""), str) for name in ("prompt", "answer", "reply"))
+        and type(row.get("number")) is int
+        and (row.get("reward") is None or is_number(row["reward"]))
+        and isinstance(turns, list)
+        and all(isinstance(turn, dict) and all(type(turn.get(it)) is str for it in ("by", "text")) for turn in turns)
+    )
+
+
+def is_metric(value: Any) -> bool:
+    """True for what `as_json` gives: a finite number, a text, nothing, or a histogram."""
+    if isinstance(value, dict):
+        return all(count is None or is_number(count) for count in value.values())
+    return value is None or isinstance(value, bool | str) or is_number(value)
+
+
+def is_number(value: Any) -> bool:
+    """True for a number that a chart can show; a bool is none."""
+    return type(value) in (int, float) and abs(value) < 1e300  # no comparison holds for NaN
 
 
 @dataclass
@@ -333,13 +360,13 @@ def read_run(folder: str | Path) -> RunRecord:
     samples: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     if (folder / SAMPLES).is_file():
         for row in read_lines(folder / SAMPLES):
-            samples.setdefault((row["split"], row["step"]), {})[row["number"]] = row
+            samples.setdefault((row["split"], row["step"]), {})[row["number"]] = EMPTY | row
     config = folder / CONFIG
     return RunRecord(
         steps=[steps[step] for step in sorted(steps)],
         evaluations=sorted(evaluations.values(), key=lambda line: line["step"]),
         samples={key: [rows[number] for number in sorted(rows)] for key, rows in samples.items()},
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )
 
 

@@ -15,6 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
 """Margins in pixels for the axis labels."""
 HOVER_POINTS = 50
 """Of a curve: more would make the page of a long run megabytes larger."""
+TINY = 1e-290
+"""Smaller differences have no power of ten that a float can hold."""
 LONG_CURVE = 30
 """Points from which on a curve is shown by its moving average."""
 NOTHING = '<p class="empty">no values</p>'
@@ -248,9 +250,9 @@ def svg(body: str, width: int, height: int, title: str) -> str:
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
     """Return round numbers that enclose [low, high], `wanted` steps or a little more; a constant's axis begins at 0."""
-    if high - low <= 1e-6 * max(abs(low), abs(high)):  # differences of rounding only
+    if high - low <= max(1e-6 * max(abs(low), abs(high)), TINY):  # differences of rounding only
         low, high = min(0.0, low), max(0.0, high)
-        high = high if high > low else 1.0
+        high = high if high - low > TINY else 1.0
     raw = (high - low) / wanted
     magnitude = 10.0 ** math.floor(math.log10(raw))
     # 0.999 and 1e-9 forgive rounding: 0.1 / 4 is to give 0.025 and no step more.

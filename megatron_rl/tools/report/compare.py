@@ -12,9 +12,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
+from megatron_rl.telemetry.run_log import TEXT, RunRecord, clock, is_number, read_run
 from megatron_rl.tools.report.charts import LONG_CURVE, Series, line_chart, short, smooth
-from megatron_rl.tools.report.report import TITLES, figure, html_page, is_number, render_legend
+from megatron_rl.tools.report.report import TITLES, figure, html_page, render_legend
 from megatron_rl.tools.report.summary import AIMS, change_of, column, evaluation_curves, has_values
 
 Rows = list[tuple[str, list[str]]]
@@ -39,7 +39,7 @@ def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Pat
     for heading, cells in different:
         table.add_row(heading, *cells, style="dim")
     target = target or Path(os.path.commonpath([folder.resolve().parent for folder in folders])) / "compare.html"
-    target.write_text(render(names, runs, reached, different), encoding="utf-8")
+    target.write_text(render(names, runs, reached, different), **TEXT)
     return table, target
 
 

@@ -6,13 +6,14 @@ What a model wrote is untrusted: every text from the run's files passes `html.es
 from __future__ import annotations
 
 import logging
+import re
 import statistics
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.telemetry.run_log import RunRecord, clock, read_run
+from megatron_rl.telemetry.run_log import TEXT, RunRecord, clock, is_number, read_run
 from megatron_rl.telemetry.trace import FOLDER
 from megatron_rl.tools.report.charts import LONG_CURVE, Series, heat_map, line_chart, short, smooth, stacked_bars
 from megatron_rl.tools.report.report_css import STYLE
@@ -61,7 +62,7 @@ def write_report(folder: str | Path) -> Path:
     run = read_run(folder)
     page = folder / "report.html"
     traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
-    page.write_text(render(run, title=folder.name, traces=[path.name for path in traces]), encoding="utf-8")
+    page.write_text(render(run, title=folder.name, traces=[path.name for path in traces]), **TEXT)
     try:
         from megatron_rl.tools.report.picture import write_picture
     except ImportError as error:
@@ -201,7 +202,7 @@ def histogram_section(run: RunRecord) -> str:
             columns.append({label: count / whole for label, count in counts.items()})
             x.append(lines[start]["step"])
         # By the lowest number of a class: 16 of `16 to 31`.
-        classes = sorted({label for column in columns for label in column}, key=lambda label: int(label.split()[0]))
+        classes = sorted({label for column in columns for label in column}, key=_first_number)
         if len(classes) > 1:
             chart = heat_map(columns, x, classes, width=470, height=210, title=name)
             figures.append(figure(name, chart))
@@ -231,7 +232,7 @@ def side_by_side(heading: str, figures: list[str]) -> str:
 
 
 def _first_number(key: str) -> int:
-    return int(next(part for part in key.split("_") if part.isdecimal()))
+    return int(next((part for part in re.split("[_ ]", key) if part.isascii() and part.isdecimal()), 0))
 
 
 def metric_section(run: RunRecord) -> str:
@@ -260,10 +261,6 @@ def figure(name: str, drawing: str) -> str:
 def render_legend(entries: list[tuple[str, str]]) -> str:
     spans = "".join(f"<span><i class='{style}'></i>{escape(label)}</span>" for style, label in entries)
     return f"<div class='legend'>{spans}</div>"
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def evaluation_section(run: RunRecord) -> str:

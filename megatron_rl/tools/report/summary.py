@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.telemetry.run_log import RunRecord
+from megatron_rl.telemetry.run_log import RunRecord, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +76,10 @@ def evaluation_curves(run: RunRecord) -> list[EvaluationCurve]:
     curves = []
     for name in dict.fromkeys(line["name"] for line in run.evaluations):
         lines = [line for line in run.evaluations if line["name"] == name]
-        key = next((key for key in SCORES if any(line.get(key) is not None for line in lines)), None)
+        key = next((key for key in SCORES if any(is_number(line.get(key)) for line in lines)), None)
         if key is None:
             continue
-        lines = [line for line in lines if line.get(key) is not None]
+        lines = [line for line in lines if is_number(line.get(key))]
         # A mean of rewards of 0 and 1 is the share of right replies, and readers look for that.
         is_share = key == "accuracy" or is_right_or_wrong(run, name)
         score = "accuracy" if is_share and key == "reward/mean" else SCORES[key]
@@ -102,10 +102,11 @@ def is_right_or_wrong(run: RunRecord, name: str) -> bool:
 
 def phase_seconds(line: dict[str, Any]) -> dict[str, float]:
     """Return a step's seconds by phase, with what no phase accounts for."""
-    phases = {k.removeprefix("time/"): v or 0.0 for k, v in line.items() if k.startswith("time/") and k != "time/step"}
+    times = {k.removeprefix("time/"): v for k, v in line.items() if k.startswith("time/") and is_number(v)}
+    whole = times.pop("step", 0.0)
     # Phases never overlap (telemetry.timers), so what is left was spent outside of them.
-    rest = (line.get("time/step") or 0.0) - sum(phases.values())
-    return phases | ({UNMEASURED: rest} if rest > 0 else {})
+    rest = whole - sum(times.values())
+    return times | ({UNMEASURED: rest} if rest > 0 else {})
 
 
 def phases_by_size(seconds: list[dict[str, float]]) -> dict[str, float]:
@@ -120,4 +121,5 @@ def has_values(values: list[float | None]) -> bool:
 
 
 def column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
-    return [line.get(key) for line in lines]
+    """Return a metric of each line, None where that is no number."""
+    return [line[key] if is_number(line.get(key)) else None for line in lines]

@@ -8,6 +8,7 @@ Listens on 127.0.0.1 alone, and answers requests for that name alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.telemetry.run_log import CONFIG, METRICS, is_line
+from megatron_rl.telemetry.run_log import CONFIG, METRICS, is_line, is_number
 from megatron_rl.tools.watch.watch_page import PAGE
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ SILENT_S = 15.0
 POINTS = 400
 """Most steps of a chart; of more, every second is left out, and so on."""
 SHOWN, LETTERS = 12, 400
+STATUS_BYTES = 1 << 22
 TAIL_BYTES = 1 << 18
 """Of the prompts given up: the file holds each with its traceback."""
 CURVES = {"reward": "reward/mean", "staleness": "rollout/staleness", "tokens_per_s": "rollout/tokens_per_s"}
@@ -42,24 +44,30 @@ class StepLines:
         self._path = path
         self._file_id, self._read = (0, 0), 0
         self.steps: dict[int, dict[str, Any]] = {}
+        self.damaged = 0
+        """Lines that say nothing."""
 
     def read(self) -> None:
+        if not self._path.is_file():  # to open a pipe would wait
+            return
         try:
             with self._path.open("rb") as file:
                 about = os.fstat(file.fileno())
                 # Another file, or a shorter one: the run has been resumed at an earlier step.
                 if (about.st_dev, about.st_ino) != self._file_id or about.st_size < self._read:
                     self._file_id, self._read, self.steps = (about.st_dev, about.st_ino), 0, {}
+                    self.damaged = 0
                 file.seek(self._read)
                 content = file.read()
-        except FileNotFoundError:
+        except OSError:
             return
         whole = content[: content.rfind(b"\n") + 1]
+        lines = [parsed(line) for line in whole.splitlines()]
+        self.damaged += sum(not is_line(row, of_samples=False) for row in lines)
         self._read += len(whole)
-        for line in whole.splitlines():
-            row = parsed(line)
+        for row in lines:
             if is_line(row, of_samples=False) and row.get("kind") == "step":
-                self.steps[row["step"]] = {name: row.get(key) for name, key in CURVES.items()}
+                self.steps[row["step"]] = {name: number_or_none(row.get(key)) for name, key in CURVES.items()}
 
 
 class Watch:
@@ -74,7 +82,9 @@ class Watch:
     def state(self) -> dict[str, Any]:
         """Return the newest state. Not from several threads at once."""
         self._lines.read()
-        now, told = time.time(), self._told()
+        now, (told, left_out) = time.time(), self._told()
+        if self._lines.damaged:
+            left_out.append(f"{self._lines.damaged} lines of {METRICS}")
         alive = [one for one in told if not one.get("ended") and now - number(one.get("time")) < SILENT_S]
         words = "running" if alive else "ended" if all(one.get("ended") for one in told) else "silent"
         slowest = [episode for one in alive for episode in one.get("slowest", [])]
@@ -82,7 +92,8 @@ class Watch:
         return {
             "run": self.folder.resolve().name,
             "state": words,
-            "about": self._about(told, alive, now),
+            "about": self._about(told, alive, now)
+            + (f"; damaged and left out: {', '.join(left_out)}" if left_out else ""),
             "steps": self._curves(),
             "episodes": dict(sum((Counter(one.get("episodes", {})) for one in alive), Counter())),
             "failures": dict(sum((Counter(one.get("failures", {})) for one in told), Counter()).most_common(20)),
@@ -91,17 +102,19 @@ class Watch:
             "lost": self._lost(),
         }
 
-    def _told(self) -> list[dict[str, Any]]:
-        """Return what each rollout process has told last."""
-        found = []
+    def _told(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return what each rollout process has told last, and the names of files that say nothing of that kind."""
+        found, left_out = [], []
         for path in sorted((self.folder / "status").glob("rollout-*.json")):
-            try:
-                status = parsed(path.read_bytes())
-            except FileNotFoundError:
-                continue
-            if isinstance(status, dict):
+            status = None
+            with contextlib.suppress(OSError):
+                if path.is_file() and path.stat().st_size <= STATUS_BYTES:
+                    status = parsed(path.read_bytes())
+            if is_status(status):
                 found.append(status)
-        return found
+            elif os.path.lexists(path):  # it may have just been removed
+                left_out.append(ascii(path.name)[1:-1])
+        return found, left_out
 
     def _about(self, told: list[dict[str, Any]], alive: list[dict[str, Any]], now: float) -> str:
         steps = f"{len(self._lines.steps)} steps"
@@ -121,9 +134,12 @@ class Watch:
         """Return the last prompts that were given up, without their tracebacks."""
         found = []
         for path in self.folder.glob("dead_letters*.jsonl"):
-            with path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                rows = [parsed(line) for line in file.read().splitlines()]
+            rows = []
+            with contextlib.suppress(OSError):
+                if path.is_file():
+                    with path.open("rb") as file:
+                        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                        rows = [parsed(line) for line in file.read().splitlines()]
             found += [row for row in rows if isinstance(row, dict)]  # the first may be cut
         newest = sorted(found, key=lambda row: str(row.get("time")))[-SHOWN:]
         return [{name: str(row.get(name))[:LETTERS] for name in ("time", "error")} for row in newest]
@@ -137,8 +153,45 @@ def parsed(line: bytes) -> Any:
         return None
 
 
+def is_status(found: Any) -> bool:
+    """True for what a rollout process writes (rollout/status.py): the page counts on its types."""
+    return (
+        isinstance(found, dict)
+        and is_number(found.get("time"))
+        and is_number(found.get("version"))
+        and isinstance(found.get("ended", False), bool)
+        and all(is_counts(found.get(name, {})) for name in ("episodes", "failures"))
+        and is_list_of(found.get("servers", []), {"url": str})
+        and is_list_of(found.get("slowest", []), {"seconds": (int, float), "turns": list})
+        and all(is_list_of(one["turns"], {}) for one in found.get("slowest", []))
+        and is_shallow(found)
+    )
+
+
+def is_counts(found: Any) -> bool:
+    return isinstance(found, dict) and all(map(is_number, found.values()))
+
+
+def is_list_of(found: Any, kinds: dict[str, Any]) -> bool:
+    """True for a list of objects that have values of these types."""
+    objects = found if isinstance(found, list) else [None]
+    return all(isinstance(it, dict) and all(isinstance(it.get(k), kinds[k]) for k in kinds) for it in objects)
+
+
+def is_shallow(found: Any, depth: int = 6) -> bool:
+    """True for a value whose parts lie no deeper, and whose numbers JSON and a chart know."""
+    if isinstance(found, dict | list):
+        parts = found.values() if isinstance(found, dict) else found
+        return depth > 0 and all(is_shallow(part, depth - 1) for part in parts)
+    return found is None or isinstance(found, str | bool) or is_number(found)
+
+
+def number_or_none(value: Any) -> Any:
+    return value if is_number(value) else None
+
+
 def number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if is_number(value) else 0.0
 
 
 class Handler(BaseHTTPRequestHandler):

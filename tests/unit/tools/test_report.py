@@ -23,6 +23,7 @@ from megatron_rl.tools.report.charts import (
     ticks,
     whole_ticks,
 )
+from megatron_rl.tools.report.compare import compare
 from megatron_rl.tools.report.report import write_report
 from megatron_rl.tools.report.summary import AIMS, aim_of, evaluation_curves
 from tests.kit.waiting import LATE_S
@@ -397,3 +398,60 @@ def test_the_longest_bar_has_all_the_room_and_names_are_no_markup():
         ("c1", "26", "85.0"),
     ]
     assert "&lt;a&gt;" in drawn and "8 MB" in drawn
+
+
+ODD_SAMPLES = [
+    *("null", "[]", "[" * 50_000, '{"step": 1, "split": ' + "[" * 50_000, "\ud800", "\0\0", '{"step": NaN}'),
+    *(
+        json.dumps({"step": 1, "split": "train", "number": 0, "prompt": "p", "answer": "", "reply": "r"} | changed)
+        for changed in [
+            *({"reward": "high"}, {"reward": float("nan")}, {"reward": 10**400}, {"reward": [1]}, {"prompt": None}),
+            *({"reply": ["r"]}, {"answer": 7}, {"turns": "all"}, {"turns": [1]}, {"turns": [{"by": "policy"}]}),
+            *({"split": 3}, {"number": "0"}, {"step": 10**30}, {"step": True}, {"turns": {"by": "policy"}}),
+        ]
+    ),
+]
+ODD_METRICS = [
+    '{"kind": "step"}',
+    *(
+        json.dumps({"kind": "step", "step": 99} | changed)
+        for changed in [
+            *({"reward/mean": float("inf")}, {"reward/mean": 10**400}, {"time/step": [1.0]}, {"step": 1.5}),
+            *({"histogram/reply_tokens": {"1 to 2": "x"}}, {"elapsed_s": "long"}, {"kind": "evaluation", "name": 1}),
+            *({"kind": [], "name": "x"}, {"x": {"y": {"z": 1}}}, {"kind": "other", "name": "x"}),
+        ]
+    ),
+]
+ODD_VALUES = [
+    *({"reward/mean": "text"}, {"reward/mean": {"1": 2}}, {"time/step": "long"}, {"time/step": True}, {"time/x": {}}),
+    *({"histogram/reply_tokens": {"": 1, "x": 2, "3 to 4": None}}, {"histogram/reply_tokens": 5}, {"tiny": 5e-324}),
+    *({"mismatch/mean_age_": 1.0, "mismatch/mean_age_x": 0.5}, {"huge": -9e299}, {"huge": 9e299}, {"half": "\ud800"}),
+    *({"kind": "evaluation", "name": "\ud800", "accuracy": "x"}, {"kind": "evaluation", "name": "odd", "accuracy": 1}),
+]
+
+
+def test_odd_lines_do_not_cost_the_report_and_are_named(tmp_path, caplog):
+    """Of the wrong type, deep, huge, not a number, not UTF-8: each is left out, or costs its own value alone."""
+    write_run(tmp_path)
+    calm, _ = report(tmp_path)
+    for name, lines in {"samples": ODD_SAMPLES, "metrics": ODD_METRICS}.items():
+        with (tmp_path / f"{name}.jsonl").open("ab") as file:
+            file.write(b"\xff\xfe{\n" + "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
+    half = json.dumps({"step": 11, "split": "train", "number": 0, "prompt": "\ud800", "reply": "half a character"})
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(half + "\n")
+    with (tmp_path / "config.yaml").open("ab") as file:
+        file.write(b"# \xff\n")
+    page, _ = report(tmp_path)
+    assert f"samples.jsonl: {len(ODD_SAMPLES) + 1} line(s) are damaged and left out" in caplog.text
+    assert f"metrics.jsonl: {len(ODD_METRICS) + 1} line(s) are damaged and left out" in caplog.text
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(errors="replace").splitlines()[:1]]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for number, values in enumerate(ODD_VALUES):
+            file.write(json.dumps({"kind": "step", "step": 100 + number} | steps[0] | {"step": 100 + number} | values))
+            file.write("\n")
+    report(tmp_path)
+    compare([tmp_path, shutil.copytree(tmp_path, tmp_path / "second")])
+    with RunLog(tmp_path, 200, console=Console(file=io.StringIO()), first_step=150):
+        pass
+    assert read_run(tmp_path).steps[-1]["step"] < 150

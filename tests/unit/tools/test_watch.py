@@ -271,3 +271,54 @@ def test_a_browser_shows_the_page_and_runs_nothing_that_a_model_wrote(server, tm
     dom = subprocess.run(asked, capture_output=True, text=True, timeout=LATE_S, check=True).stdout
     assert "<title>megatron-rl watch" in dom and "<img" not in dom and "&lt;img src=x" in dom
     assert "<td>running</td><td>5</td>" in dom and 'd="M4.0 76.0' in dom
+
+
+ODD_STATUS = {
+    "deep": "[" * 100_000,
+    "deep in a field": json.dumps({"time": NOW, "version": 1, "servers": [{"url": "u", "trouble": "DEEP"}]}).replace(
+        '"DEEP"', "[" * 500 + "]" * 500
+    ),
+    "huge number": json.dumps({"time": NOW, "version": 10**400}),
+    "too many digits": '{"time": ' + "1" * 5000 + "}",
+    "NaN": '{"time": NaN, "version": 1}',
+    "infinite": '{"time": 1e999, "version": 1}',
+    "null": "null",
+    "list": "[]",
+    "empty": "",
+    "not UTF-8": b"\xff\xfe\x00",
+    "no version": json.dumps({"time": NOW}),
+    "large": b" " * ((1 << 22) + 1),
+    **{
+        f"{name} = {value!r}": json.dumps({"time": NOW, "version": 1, name: value})
+        for name, value in {
+            **{"version": "three", "episodes": [1], "failures": {"x": "many"}, "servers": [{"state": 1}]},
+            **{"slowest": [{"seconds": "long", "turns": []}], "ended": "no"},
+        }.items()
+    },
+    "servers that are texts": json.dumps({"time": NOW, "version": 1, "servers": ["http://a:1"]}),
+    "turns of numbers": json.dumps({"time": NOW, "version": 1, "slowest": [{"seconds": 1, "turns": [1]}]}),
+}
+
+
+@pytest.mark.parametrize("kind", [*ODD_STATUS, "folder", "pipe", "link to nothing"])
+def test_an_odd_status_file_is_left_out_of_the_page_and_named(kind, tmp_path):
+    write_steps(tmp_path, range(3))
+    tell(tmp_path, 0)
+    path = tmp_path / FOLDER / "rollout-1.json"
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "link to nothing":
+            path.symlink_to("gone")
+        case _:
+            content = ODD_STATUS[kind]
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "step", "step": 3, "reward/mean": NaN}\n\xff\n' + b"[" * 50_000 + b"\n")
+    os.mkfifo(tmp_path / "dead_letters.jsonl")
+    state = Watch(tmp_path).state()
+    assert state["state"] == "running" and state["steps"]["step"] == [0, 1, 2] and len(state["servers"]) == 2
+    assert state["about"].endswith("; damaged and left out: rollout-1.json, 3 lines of metrics.jsonl")
+    json.dumps(state, allow_nan=False)
