@@ -37,6 +37,12 @@ def expected(name: str) -> dict[str, str]:
     return {"python": pair.python} | {package: found[package] for package in matrix.SHOWN if package != "sglang"}
 
 
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("package", ["torch", "aiohttp", "orjson", "uvloop"])
+def test_a_package_that_reads_what_the_network_sends_has_one_version(package, python):
+    assert re.fullmatch(r"[0-9.]+", pinned(python)[package])
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_is_of_the_versions_that_constraints_and_matrix_name(name):
     record = RECORDS[name]

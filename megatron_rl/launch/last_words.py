@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import sysconfig
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 PACKAGE = str(Path(__file__).parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 LOG = "traceback.log"
+TEMPORARY, KEPT = "megatron_rl-", 10
+"""Tracebacks without a run's folder: how their files begin, and how many of this user's stay beside a new one."""
 LONGEST = 2000
 """Characters of a line."""
 OTHERS_WAIT_S = 3.0
@@ -78,6 +81,19 @@ def places(trace: TracebackType | None) -> list[tuple[str, int]]:
     return frames[first:] or [("<unknown>", 0)]
 
 
+def remove_old() -> None:
+    """Remove this user's tracebacks from the temporary folder, but for the newest."""
+    found = []
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*-{LOG}"):
+        with suppress(OSError):  # another process may remove it as well
+            about = path.lstat()
+            if about.st_uid == os.geteuid() and stat.S_ISREG(about.st_mode):
+                found.append((about.st_mtime_ns, path))
+    for _, path in sorted(found)[:-KEPT]:
+        with suppress(OSError):
+            path.unlink()
+
+
 def keep(error: Exception, folder: Path | None) -> str:
     """Add the traceback to the run's log of them, or write a file of its own; return where it is."""
     head = f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()}: {' '.join(sys.argv)}\n"
@@ -87,7 +103,8 @@ def keep(error: Exception, folder: Path | None) -> str:
             # O_APPEND, as several ranks may come to their end at once.
             handle, path = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), str(folder / LOG)
         else:
-            handle, path = tempfile.mkstemp(prefix="megatron_rl-", suffix=f"-{LOG}")
+            remove_old()
+            handle, path = tempfile.mkstemp(prefix=TEMPORARY, suffix=f"-{LOG}")
         with open(handle, "wb", buffering=0) as file:
             file.write(content)
     except OSError as fault:  # of a disk that is full

@@ -9,6 +9,8 @@ logger = logging.getLogger(__name__)
 
 MOST = 2**20
 """The limit where the system has none; tools that go through all numbers would take long with more."""
+LEAST = 512
+"""What a process of a run has open in its quietest moments, twice: torch, its ranks, rewards, logs and few requests."""
 
 
 def raise_limit() -> int:
@@ -25,3 +27,14 @@ def raise_limit() -> int:
         logger.warning("RLIMIT_NOFILE stays at %d and was to be %d: %s", soft, wanted, error)
         return soft
     return wanted
+
+
+def check_limit() -> None:
+    """Raise RuntimeError where a run would stand still for want of files: what it sends waits until one is closed."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST:
+        raise RuntimeError(
+            f"this process may have {soft} files and sockets open, and a process of a run takes at least {LEAST}; "
+            f"raise the limit (ulimit -Hn {LEAST} as root, LimitNOFILE= of the service, or --ulimit nofile of the "
+            f"container)."
+        )

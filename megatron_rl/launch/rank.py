@@ -58,6 +58,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
     folder: list[Path] = []
     with last_words.one_line(PROGRAM, folder=lambda: folder[0] if folder else None):
         try:
+            open_files.check_limit()
             config = load_config(args.config, args.overrides)
             folder.append(Path(config.run.folder))
             config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))

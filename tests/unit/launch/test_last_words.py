@@ -1,12 +1,15 @@
 """What a command says of an error: one line, and where the rest is."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.launch.last_words import one_line
+from megatron_rl.launch import rank
+from megatron_rl.launch.last_words import KEPT, one_line
 
 
 def said(capsys, act, folder=None):
@@ -41,6 +44,36 @@ def test_traceback_has_a_file_where_there_is_no_folder_yet(capsys):
     kept = Path(line.partition("[traceback: ")[2].rstrip("]"))
     assert "several lines" in line and "RuntimeError" in kept.read_text()
     kept.unlink()
+
+
+def test_tracebacks_in_the_temporary_folder_do_not_pile_up(capsys, tmp_path, monkeypatch):
+    """The newest of this user's stay; other files, and what only looks like one, are left alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = [
+        tmp_path / "megatron_rl-x.log",
+        tmp_path / "other-traceback.log",
+        tmp_path / "megatron_rl-d-traceback.log",
+    ]
+    others[0].touch()
+    others[1].touch()
+    others[2].mkdir()
+    for number in range(KEPT + 5):
+        old = tmp_path / f"megatron_rl-{number:02}-traceback.log"
+        old.touch()
+        os.utime(old, (number, number))
+    line = said(capsys, lambda: (_ for _ in ()).throw(RuntimeError("no folder")))
+    left = {path.name for path in tmp_path.iterdir()} - {path.name for path in others}
+    assert left == {f"megatron_rl-{number:02}-traceback.log" for number in range(5, KEPT + 5)} | {
+        Path(line.partition("[traceback: ")[2].rstrip("]")).name
+    }
+    assert all(path.exists() for path in others)
+
+
+def test_a_run_that_may_open_few_files_ends_with_a_word_and_does_not_stand_still(capsys, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (128, 128))
+    monkeypatch.setattr(rank.open_files, "raise_limit", lambda: 128)
+    with pytest.raises(SystemExit, match="may have 128 files and sockets open.* at least 512; raise the limit"):
+        rank.main("A run.", lambda config: pytest.fail("it went on"), ["configs/gsm8k_tiny.yaml"])
 
 
 def test_other_ranks_leave_the_word_to_the_first(monkeypatch, capsys):
