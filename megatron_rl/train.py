@@ -47,7 +47,7 @@ def train_by_rl(config: TrainConfig, *, resume: str = "") -> bool:
             with run.timers("logprobs"):
                 run.actor.compute_logprobs(updates)
                 targets = run.teacher_targets(updates)
-                updates = run.add_demonstrations(batch, updates, step)
+                updates = run.add_demonstrations(batch, updates)
             with run.timers("update"):
                 stats = run.actor.update(updates, targets)
             critic_stats = run.update_critic(batch, step)  # while it warms up, it gives the publication its version

@@ -141,10 +141,12 @@ class PromptIterator(Iterator[dict[str, Any]]):
         seed: int = 0,
         shuffle: bool = True,
         weights: Mapping[str, float] | None = None,
+        key: str = "data.train",
     ) -> None:
+        """key: the config key that the prompts came from, which errors name."""
         if not prompts:
             raise ValueError("prompts = []: an endless iterator needs at least one prompt.")
-        self.prompts, self.seed, self.shuffle = prompts, seed, shuffle
+        self.prompts, self.seed, self.shuffle, self.key = prompts, seed, shuffle, key
         self.weights = dict(weights or {})
         self.number = 0
         """Prompts that were taken: the place, in the endless order, of the one that comes next."""
@@ -198,12 +200,12 @@ class PromptIterator(Iterator[dict[str, Any]]):
         for name in ("count", "seed", "shuffle", "weights"):
             if state[name] != mine[name]:
                 raise ValueError(
-                    f"prompts: the saved iterator has {name} = {state[name]}, this run {mine[name]}; "
-                    "resume with the same data, run.seed and data.shuffle, or start a new run."
+                    f"{self.key}: the saved iterator has {name} = {state[name]}, this run {mine[name]}; resume with "
+                    f"the same data, run.seed and data.shuffle, or start a new run."
                 )
         if state.get("digest") != self.digest:
             raise ValueError(
-                f"data.train: its {len(self.prompts)} prompts have the digest {self.digest!r}, and those of the saved "
+                f"{self.key}: its {len(self.prompts)} prompts have the digest {self.digest!r}, and those of the saved "
                 f"iterator {state.get('digest')!r}: they are others, in another order, or saved by an older version. "
                 f"Resume with the data as they were, from a file where a function gives other prompts in each process, "
                 f"or start a new run."

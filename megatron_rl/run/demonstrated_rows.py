@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +31,7 @@ def load_demonstrations(config: TrainConfig, tokenizer: PreTrainedTokenizerBase,
 class Demonstrations:
     """The demonstrations of a run. Collective: every rank calls `add`, with its share of each update.
 
-    A step's rows depend on its number and the seed alone, so that a resumed run goes on with them.
+    Rows are taken in an order that depends on the seed alone; a resumed run continues after those that were taken.
 
         demonstrations = Demonstrations(config, groups, tokenizer, context=8192)
         updates = demonstrations.add(batch, updates, step=0)
@@ -41,9 +43,24 @@ class Demonstrations:
         """tokenizer: None leaves marked tokens alone. context: the most tokens of a row."""
         self.options, self.algo, self.groups = config.demonstrations, config.algo, groups
         self.rows = None if tokenizer is None else load_demonstrations(config, tokenizer, context=context)
-        self.order = None if self.rows is None else PromptIterator(self.rows.rows, seed=config.run.seed)
+        self.order: PromptIterator | None = None
+        if self.rows is not None:
+            self.order = PromptIterator(self.rows.rows, seed=config.run.seed, key="demonstrations.source")
 
-    def add(self, batch: StepBatch, updates: list[TrajectoryBatch], *, step: int) -> list[TrajectoryBatch]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the place in the order of the rows, {} for a run without rows."""
+        return {} if self.order is None else {"demonstrations": self.order.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the rows that a checkpoint's run took; ValueError if its rows were others."""
+        if self.order is None:
+            return
+        if "demonstrations" in state:
+            self.order.load_state_dict(state["demonstrations"])
+        else:  # the run had none, or was saved by an earlier version, which did not count the rows
+            self.order.number = state["step"] * self.options.rows_per_step
+
+    def add(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Return the updates with their demonstrations: marked tokens, and as many rows in each as it has its part in.
 
         ValueError where a workflow marks tokens that no weight is set for.
@@ -56,18 +73,19 @@ class Demonstrations:
                 )
             return updates
         mixed = [
-            with_demonstrations(share, self._own_rows(step, number, len(updates)))
-            for number, share in enumerate(updates)
+            with_demonstrations(share, self._own_rows(number, len(updates))) for number, share in enumerate(updates)
         ]
         if not mixed:  # while the critic warms up
             return mixed
+        if self.order is not None:
+            self.order.number += self.options.rows_per_step
         totals = batch.total(torch.stack([counts(share, self.algo) for share in mixed]))
         return [scaled(share, self.options.weight, total) for share, total in zip(mixed, totals, strict=True)]
 
-    def _own_rows(self, step: int, update: int, updates: int) -> TrajectoryBatch | None:
+    def _own_rows(self, update: int, updates: int) -> TrajectoryBatch | None:
         """Return this replica's of an update's rows."""
         if self.rows is None or self.order is None:
             return None
-        first = step * self.options.rows_per_step
+        first = self.order.number
         places = range(first + update, first + self.options.rows_per_step, updates)
         return exchange.own_share(self.rows.batch(self.order.at(it)["prompt_index"] for it in places), self.groups)

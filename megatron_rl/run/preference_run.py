@@ -147,7 +147,7 @@ class PreferenceRun(Run):
         for pairs in self.data.held_out.values():
             with self.timers("reference"):
                 pairs.tokens["ref_logprobs"] = self.training.ref_logprobs(pairs)
-        for numbers in asked_together(self.data.numbers, self.config.run.steps, self.first_step):
+        for numbers in asked_together(self.steps.numbers, self.config.run.steps, self.first_step):
             if self.stop_is_near():  # it may take as long as the training itself
                 return False
             with self.timers("reference"):

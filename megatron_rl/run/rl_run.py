@@ -235,6 +235,7 @@ class RLRun(Run):
     def _continue(self, state: dict[str, Any]) -> None:
         self.load_checkpoint()
         self.actor.load_state_dict(state["algorithm"])
+        self.demonstrations.load_state_dict(state)
         self.evaluations.scores = state["held_out_scores"]
         if self.reference is not None and self.config.warm_start.updates > 0:
             self.warm_start.load(self.reference)
@@ -253,7 +254,7 @@ class RLRun(Run):
             self.processes.process.rotate_journal(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
         state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
-        return state | self.resume_state.state_dict()
+        return state | self.demonstrations.state_dict() | self.resume_state.state_dict()
 
     def _leave_hung_rollout(self, message: str) -> None:
         """Leave the rollout under way, which has lasted too long while nothing else is wrong. From any thread."""
@@ -326,12 +327,12 @@ class RLRun(Run):
         """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
         return [] if step < self.config.critic.warmup_steps else batch.shares()
 
-    def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch], step: int) -> list[TrajectoryBatch]:
+    def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Return the updates with what is imitated beside the step's trajectories, as the section demonstrations says.
 
         Behind all passes over the step, which are of what was sampled.
         """
-        return self.demonstrations.add(batch, updates, step=step)
+        return self.demonstrations.add(batch, updates)
 
     def teacher_targets(self, updates: list[TrajectoryBatch]) -> list[TeacherTargets] | None:
         """Return what teachers say of each update's tokens, before the first, or None unless teacher.kl_in = loss."""

@@ -43,11 +43,6 @@ class RowData:
     """A batch of all rows of each held-out set."""
     rows_per_step: int
 
-    def numbers(self, step: int) -> list[int]:
-        """Return which rows of data.train a step takes."""
-        count = self.rows_per_step
-        return [self.order.at(place)["prompt_index"] for place in range(step * count, (step + 1) * count)]
-
 
 def check_rows(config: TrainConfig, *, head: str) -> RowData:
     """Return the rows of a run, after the checks that runs on rows have in common. ValueError."""
@@ -150,7 +145,7 @@ class RowSteps:
         resumed: dict[str, Any] | None,
         check: Callable[[StepStats, str], None],
     ) -> None:
-        """resumed: the state of a checkpoint, in whose order of rows it goes on; None or empty begins one.
+        """resumed: the state of a checkpoint, after whose rows it continues; None or empty starts with the first row.
 
         check: is given the statistics of each update, and the rows' numbers in words.
         """
@@ -160,20 +155,40 @@ class RowSteps:
         if data.rows.left_out:
             left_out, left = data.rows.left_out, len(data.order)
             log_file.say(f"data.train: {left_out} rows are too long and left out, {left} are left")
+        self._first_step = 0
         if resumed:
             data.order.load_state_dict(resumed["prompts"])
+            self._first_step = resumed["step"]
+            if data.order.number == 0:  # earlier versions did not count the rows
+                data.order.number = self._first_step * data.rows_per_step
+        self._rows_before = data.order.number
+        """Rows that were taken before the first step of this process."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.data.order.state_dict()}
+
+    def numbers(self, step: int) -> list[int]:
+        """Return which rows of data.train a step takes.
+
+        The steps of this process continue after the rows taken so far, whatever number of rows earlier processes took
+        for each step. Steps before them are counted back from there.
+        """
+        end = self._end_of(step)
+        places = range(max(0, end - self.data.rows_per_step), max(0, end))
+        return [self.data.order.at(place)["prompt_index"] for place in places]
+
+    def _end_of(self, step: int) -> int:
+        return self._rows_before + (step + 1 - self._first_step) * self.data.rows_per_step
 
     def update(self, step: int, batch_of: Callable[[list[int]], TrajectoryBatch]) -> None:
         """Train on the step's rows, which batch_of makes from their numbers, and log what came out.
 
         RuntimeError where too many updates in a row were skipped.
         """
-        numbers = self.data.numbers(step)
+        numbers = self.numbers(step)
         with self.timers("update"):
             stats = self.training.update(batch_of(numbers))
+        self.data.order.number = self._end_of(step)
         found = self.training.metrics(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
         found["skipped_updates"] = int(not stats.applied)
         metrics = {f"{self.section}/{name}": value for name, value in found.items()}

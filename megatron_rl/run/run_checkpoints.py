@@ -37,6 +37,7 @@ from megatron_rl.weights.hf_files import recover_folder, replace_folder
 FOLDER, RUN_STATE = "checkpoints", "run.json"
 AUTO = "auto"
 """Asks for the newest good checkpoint of the run's own folder, or a fresh start where there is none."""
+IS_PLACE = "must have number and count, whole numbers of at least 0"
 
 
 class RunCheckpoints:
@@ -225,12 +226,12 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise RuntimeError(f"{where} is a {type(state).__name__} and no object; give an earlier checkpoint.")
     named = re.fullmatch(r"step-(\d+)(\..*)?", path.name)
-    prompts, ledgers = state.get("prompts"), state.get("ledgers", [])
-    is_place = isinstance(prompts, dict) and all(is_count(prompts.get(name)) for name in ("number", "count"))
+    ledgers = state.get("ledgers", [])
     rules = {
         "step": (is_count(state.get("step")), "must be a whole number of at least 0"),
         "version": (is_count(state.get("version", 0)), "must be a whole number of at least 0"),
-        "prompts": (is_place or "prompts" not in state, "must have number and count, whole numbers of at least 0"),
+        "prompts": ("prompts" not in state or is_place(state["prompts"]), IS_PLACE),
+        "demonstrations": ("demonstrations" not in state or is_place(state["demonstrations"]), IS_PLACE),
         "ledgers": (isinstance(ledgers, list) and all(map(is_ledger, ledgers)), "must be a list of ledgers' states"),
         "rates": ("rates" not in state or are_rates(state["rates"]), "must be places of prompts and their rates"),
     }
@@ -246,6 +247,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63  # of JSON, where true would pass for 1
+
+
+def is_place(state: Any) -> bool:
+    """Return True for the state of an iteration over prompts or rows."""
+    return isinstance(state, dict) and all(is_count(state.get(name)) for name in ("number", "count"))
 
 
 def is_ledger(state: Any) -> bool:

@@ -8,9 +8,17 @@ from gathered import as_hf_tensors, record_gradients, relative_error
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl import parallel
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.batch import exchange
-from megatron_rl.config import AlgorithmConfig, DataConfig, DemonstrationsConfig, ModelConfig, TrainConfig
+from megatron_rl.config import (
+    AlgorithmConfig,
+    DataConfig,
+    DemonstrationsConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megatron_rl.config.model_section import BatchConfig
 from megatron_rl.run.demonstrated_rows import Demonstrations
 from megatron_rl.run.step_metrics import mismatch_metrics, policy_metrics
@@ -64,7 +72,8 @@ def trained(folder, layout):
         own = share_of(batch_of(), engine) if groups.is_rollout_rank else None
         step = exchange.share_out(own, groups, updates=2, seed=5)
         demonstrations = Demonstrations(config_of(folder, algo), groups, Letters(), context=64)
-        updates = demonstrations.add(step, step.shares(), step=STEP)
+        demonstrations.load_state_dict({"step": STEP})
+        updates = demonstrations.add(step, step.shares())
         actor = PolicyActor(engine, algo, temperature=TEMPERATURE)
         stats = actor.update(updates)
         metrics = policy_metrics(stats) | mismatch_metrics(updates, stats, 0, groups)
@@ -138,10 +147,34 @@ def refused(folder):
     batch.tokens["demonstrated"][batch["loss_mask"].nonzero()[0]] = 1.0
     step = exchange.share_out(batch, engine.groups, updates=2, seed=5)
     with pytest.raises(ValueError, match=r"tokens\['demonstrated'\] = 1.0 for 1 tokens: must be 0 or more, and 0"):
-        Demonstrations(config, engine.groups, Letters(), context=64).add(step, step.shares(), step=0)
+        Demonstrations(config, engine.groups, Letters(), context=64).add(step, step.shares())
     config.demonstrations = DemonstrationsConfig()
     with pytest.raises(ValueError, match=r"demonstrations.weight = 0.0: the workflow's trajectories mark tokens"):
-        Demonstrations(config, engine.groups, Letters(), context=64).add(step, step.shares(), step=0)
+        Demonstrations(config, engine.groups, Letters(), context=64).add(step, step.shares())
     step.tokens.pop("demonstrated")
     shares = step.shares()
-    assert Demonstrations(config, engine.groups, Letters(), context=64).add(step, shares, step=0) is shares
+    assert Demonstrations(config, engine.groups, Letters(), context=64).add(step, shares) is shares
+
+
+def rows_taken(folder, sizes):
+    """Return the rows' numbers of two steps with each number of rows per step, each resumed after the one before."""
+    groups, state, taken = parallel.start(ParallelConfig(), seed=1), None, []
+    for number, size in enumerate(sizes):
+        config = config_of(folder, ALGORITHMS["token_mean"])
+        config.demonstrations.rows_per_step = size
+        demonstrations = Demonstrations(config, groups, Letters(), context=64)
+        if state:
+            demonstrations.load_state_dict({"step": 2 * number} | state)
+        for _ in range(2):
+            at, found = demonstrations.order.at, []
+            demonstrations.order.at = lambda place, at=at, found=found: found.append(place) or at(place)
+            step = exchange.share_out(batch_of(marks=False), groups, updates=2, seed=5)
+            demonstrations.add(step, step.shares())
+            demonstrations.order.at = at
+            taken += sorted(found)
+        state = json.loads(json.dumps(demonstrations.state_dict()))
+    return taken
+
+
+def test_a_resume_with_more_demonstrations_a_step_repeats_none_and_leaves_none_out(folder):
+    assert run_ranks(1, rows_taken, folder, (5, 2, 4))[0] == list(range(22))

@@ -416,7 +416,7 @@ def ledgers(count, size, per_step=4):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_any_number_of_ranks_hands_out_every_prompt_once_over_any_resumptions(data):
+def test_any_ranks_and_prompts_per_step_hand_out_every_prompt_once_over_any_resumptions(data):
     count, done, handed = 7, [], set()
     ranks = ledgers(count, data.draw(st.integers(1, 3)))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -432,7 +432,7 @@ def test_any_number_of_ranks_hands_out_every_prompt_once_over_any_resumptions(da
                 handed.add(prompt["prompt_number"])
                 under_way.append((rank, prompt))
         states = [rank.state_dict() for rank in ranks]
-        ranks = ledgers(count, data.draw(st.integers(1, 3)))
+        ranks = ledgers(count, data.draw(st.integers(1, 3)), per_step=data.draw(st.integers(3, 7)))
         for rank in ranks:
             rank.load_state_dicts(states)
     assert len(set(done)) == len(done), "none is handed out again after it was trained"
