@@ -26,11 +26,11 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import HFFolder
 from megatron_rl.weights.mapping import hf_shapes, layer_rules
+from megatron_rl.weights.peft_config import FILE, PEFT_PREFIX, PeftConfig, read_peft_config
 from megatron_rl.weights.tensor_rules import Columns, Replicated, Rule, Shape, WeightSource
 
 MODULE = "_lora"
 """Behind a matrix' name in Megatron: the module of its adapter, beside it in the same layer."""
-PEFT_PREFIX = "base_model.model."
 _MATRIX = re.compile(r".*\.(linear_[a-z0-9_]+|in_proj|out_proj)\.weight")
 _PARAMETER = re.compile(rf"(.+){MODULE}\.(lora_[AB])")
 _NUMBERS = re.compile(r"\.(\d+|\{\})(?=\.)")
@@ -169,15 +169,12 @@ class FirstAdapters:
 
 
 class PeftFolder:
-    """The adapters of a folder in PEFT's format, which must be of this rank, scale and these targets."""
+    """The adapters of a folder in PEFT's format, which must have this rank, scale and these targets."""
 
     def __init__(self, folder: str | Path, arch: Architecture, lora: LoraConfig) -> None:
-        path = Path(folder) / "adapter_config.json"
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for key, wanted in (("r", lora.rank), ("lora_alpha", lora.alpha)):
-            if found.get(key) != wanted:
-                option = {"r": "rank", "lora_alpha": "alpha"}[key]
-                raise ValueError(f"lora.{option} = {wanted}: {path} has {key} = {found.get(key)}; give the same value.")
+        found, tensors = read_peft_config(folder), HFFolder(folder, {})
+        for module in found.modules((name, tensors.shape(name)[0]) for name in tensors.file_of):
+            _check_scale(found, module, lora)
         self.shapes, self.rank = adapter_shapes(arch, lora), lora.rank
         self.source = HFFolder(folder, {PEFT_PREFIX + name: shape for name, shape in self.shapes.items()})
         extra = {name for name in self.source.file_of if name.removeprefix(PEFT_PREFIX) not in self.shapes}
@@ -193,6 +190,24 @@ class PeftFolder:
         return self.source.read(PEFT_PREFIX + name, dim, start, stop)
 
 
+def _check_scale(found: PeftConfig, module: str, lora: LoraConfig) -> None:
+    """Raise ValueError unless the run gives a module's adapter the folder's rank and scale."""
+    rank, scale = found.rank_of(module), found.scale_of(module)
+    if rank != lora.rank:
+        by = "r" if rank == found.said.get("r", 8) else "rank_pattern"
+        raise ValueError(
+            f"lora.rank = {lora.rank}: {found.path} has {by} = {rank} for {module}; give the same value, which is one "
+            f"for all adapters of a run."
+        )
+    if not math.isclose(scale, lora.alpha / lora.rank, rel_tol=1e-6):
+        by = "lora_alpha" if found.alpha_of(module) == found.said.get("lora_alpha", 8) else "alpha_pattern"
+        divided = "divided by the root of r (use_rslora)" if found.said.get("use_rslora") else "divided by r"
+        raise ValueError(
+            f"lora.alpha = {lora.alpha}: {found.path} has {by} = {found.alpha_of(module):g} for {module}, {divided}; "
+            f"give {scale * rank:g}, which is one value for all adapters of a run."
+        )
+
+
 class AdaptedMatrices:
     """The matrices of a model's folder that have adapters in a folder in PEFT's format.
 
@@ -202,12 +217,11 @@ class AdaptedMatrices:
     """
 
     def __init__(self, model_folder: str | Path, adapter_folder: str | Path) -> None:
-        config = json.loads((Path(adapter_folder) / "adapter_config.json").read_text(encoding="utf-8"))
-        self.scale = config["lora_alpha"] / config["r"]
+        self.config = read_peft_config(adapter_folder)
         self.shapes = hf_shapes(read_architecture(model_folder))
         self.adapters, self.model = HFFolder(adapter_folder, {}), HFFolder(model_folder, self.shapes)
-        names = (name.removeprefix(PEFT_PREFIX) for name in self.adapters.file_of if ".lora_A." in name)
-        self.names = [name.replace(".lora_A.", ".") for name in names]
+        ranks = ((name, self.adapters.shape(name)[0]) for name in self.adapters.file_of)
+        self.names = [f"{module}.weight" for module in self.config.modules(ranks)]
         check_sums(
             adapter_folder, {name: sum_of(self.adapters.read(name, 0, 0, None)) for name in self.adapters.file_of}
         )
@@ -226,11 +240,12 @@ class AdaptedMatrices:
             down = self.adapters.read(PEFT_PREFIX + a, 1, 0, weight.shape[1])
             up = self.adapters.read(PEFT_PREFIX + b, 0, 0, rows)
             delta = up.float() @ down.float()
-            yield name, torch.add(weight.to(dtype).float(), delta, alpha=self.scale).to(dtype)
+            scale = self.config.scale_of(name.removesuffix(".weight"))
+            yield name, torch.add(weight.to(dtype).float(), delta, alpha=scale).to(dtype)
 
 
 def is_peft_folder(path: str | Path) -> bool:
-    return (Path(path) / "adapter_config.json").is_file()
+    return (Path(path) / FILE).is_file()
 
 
 def adapter_source(arch: Architecture, lora: LoraConfig, *, seed: int) -> WeightSource:
@@ -283,4 +298,4 @@ def write_peft_folder(
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_model.safetensors").chmod(0o644)
     config = peft_config(arch, lora, Path(model_folder).absolute())
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

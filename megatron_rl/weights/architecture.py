@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.family import DEMANDS, Config, Family, rope_of, windows_by_kind
+from megatron_rl.weights.json_files import read_object
 
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES.values() for name in family.classes}
 CLASSIFIERS = {
@@ -27,17 +27,14 @@ def read_architecture(folder: str | Path) -> Architecture:
     """Read and check `folder/config.json`. ValueError names the key, the value, the rule and the remedy."""
     folder = Path(folder)
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         name = str(folder) if str(folder).count("/") == 1 else f"OWNER/{folder.name}"
         raise ValueError(
             f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face model folder (config.json, "
             f"safetensors, tokenizer), made by megatron-rl convert or fetched: hf download {name} --local-dir "
             f"models/{name.rpartition('/')[2].lower()}, and model.path=models/{name.rpartition('/')[2].lower()}."
         )
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error}); copy the model folder again.") from error
+    config = read_object(path, "copy the model folder again")
     head, names = _head(config, path)
     of_text = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
     if of_text != names and of_text[0] in FAMILY_OF:

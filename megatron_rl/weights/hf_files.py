@@ -64,7 +64,7 @@ class HFFolder:
                 f"{name}: missing from the safetensors of {self.folder} ({len(self.file_of)} tensors); config.json "
                 f"promises a tensor of shape {shape}; copy the model folder again or correct config.json."
             )
-        found = tuple(self._handle(name).get_slice(name).get_shape())
+        found = self.shape(name)
         if found != shape:
             raise ValueError(
                 f"{name} in {self.folder / self.file_of[name]} has shape {found}, but config.json makes it {shape}; "
@@ -81,6 +81,10 @@ class HFFolder:
             return dequantized(*(self.read(part, 0, start, stop) for part in packed_shapes(name, ())))
         part = self._handle(name).get_slice(name)  # no bytes yet: only those of the slice are read
         return part[start:stop] if dim == 0 else part[:, start:stop]
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape that a tensor has in its file."""
+        return tuple(self._handle(name).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         if self._is_packed(name):

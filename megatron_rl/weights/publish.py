@@ -39,10 +39,11 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.adapter_sums import sum_of, write_sums
 from megatron_rl.api import ChecksumForm, HeldWeights, NoServerLeft, WeightReceiver
 from megatron_rl.config import LoraConfig
-from megatron_rl.weights.adapter_rules import PEFT_PREFIX, write_peft_folder
+from megatron_rl.weights.adapter_rules import write_peft_folder
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import write_hf_folder
+from megatron_rl.weights.peft_config import PEFT_PREFIX
 from megatron_rl.weights.senders import ANSWERED, Sender, StageHeads
 from megatron_rl.weights.sglang_loaders import pickled_round
 from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
