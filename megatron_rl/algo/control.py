@@ -26,7 +26,8 @@ class KLController:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coefficient = state["coefficient"]
+        if self.options.kl_target > 0:  # else the option says what it is, also in a resumed run
+            self.coefficient = state["coefficient"]
 
 
 class EntropyController:
@@ -56,4 +57,5 @@ class EntropyController:
         return {"value": self.value, "is_below": self.is_below}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self.is_below = state["value"], state["is_below"]
+        if self.options.entropy_target > 0:  # else the option says what it is, also in a resumed run
+            self.value, self.is_below = state["value"], state["is_below"]

@@ -271,6 +271,7 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
         "scheduler": engine.scheduler.state_dict(),
         "version": engine.version,
         "is_distributed": engine.config.optimizer.distributed,
+        "dtype": engine.config.model.dtype,
         "layout": _layout(engine.groups),
         "random": _random_state(engine.groups, _layout(engine.groups)),
         "lora": _lora_state(engine),
@@ -418,6 +419,12 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
         raise ValueError(
             f"checkpoint {str(path)!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
             f"one written by save(with_optimizer=True)."
+        )
+    dtype = engine.config.model.dtype
+    if common.get("dtype", dtype) != dtype:  # earlier versions did not write it
+        raise ValueError(
+            f"model.dtype = {dtype!r}: the checkpoint {str(path)!r} has {common['dtype']!r}, and its optimizer "
+            f"continues in it; give the same value, or start a new run from its weights."
         )
     schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], str(path))
     wanted, shards = training_state(engine)

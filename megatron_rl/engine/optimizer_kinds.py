@@ -95,8 +95,8 @@ def step_count(saved: State) -> int:
 def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
     """Fit a loaded state, of `count` updates, to the class of Adam that each of Megatron's `optimizers` has.
 
-    The options of that class which the saved one did not have are this run's, as Transformer Engine's
-    `bias_correction` and torch's `fused`.
+    This run's are `betas` and `eps`, and the options of that class which the saved one did not have, such as
+    Transformer Engine's `bias_correction` and torch's `fused`.
     """
     for number, optimizer in enumerate(optimizers):
         if optimizer.optimizer is None:  # a rank without parameters of this kind
@@ -105,8 +105,10 @@ def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
         inner = part.get("optimizer", part)
         by_parameter = "state" in inner and counts_by_parameter(optimizer.optimizer)
         options = _without(optimizer.optimizer.param_groups[0], "params")
+        own = {name: options[name] for name in ("betas", "eps") if name in options}
         for group in inner["param_groups"]:
-            group |= options | group | {"step": count}  # an int, as kernels want it; torch's Adam does not read it
+            # The count is an int, as kernels want it; torch's Adam does not read it.
+            group |= options | group | own | {"step": count}
         inner.get("state", {}).pop("common_step", None)
         if by_parameter:
             inner["state"]["common_step"] = torch.tensor(float(count))

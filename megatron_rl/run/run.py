@@ -25,6 +25,7 @@ import torch
 from megatron_rl import parallel
 from megatron_rl.config import TrainConfig
 from megatron_rl.config.import_path import refuse_while_importing
+from megatron_rl.config.resume_rules import changes_at_resume, saved_form
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.launch import file_lock, process_exit
@@ -136,10 +137,15 @@ class Run(ABC):
             self.resumed_from = self.checkpoints.choose(self.resume)
         # The state of that checkpoint; empty where the run had none yet, None for a new run.
         self.resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
+        changes: list[str] = []
+        if self.resumed and "config" in self.resumed:  # earlier versions kept none
+            changes = changes_at_resume(self.resumed["config"], self.config, str(self.resumed_from))
         self.first_step = self.checkpoints.newest = self.resumed["step"] if self.resumed else 0
         self.log_file = RunLog(self.folder, options.steps, groups.is_main, first_step=self.first_step)
         self.at_end.callback(self.log_file.close)
         self.log_file.log_config(self.config.to_yaml())
+        for line in changes:
+            self.say(line)
         if groups.is_main:
             settings = dataclasses.asdict(self.config)
             self.log_file.sinks = Sinks(self.config.telemetry, self.folder, self.first_step, settings)
@@ -247,7 +253,8 @@ class Run(ABC):
 
     def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
         self.log_file.sync()  # before: a resumed run cuts the log at its checkpoint, and expects all of it up to there
-        self.checkpoints.start(step, self.trained, self._state(), in_background=in_background)
+        state = self._state() | {"config": saved_form(self.config)}
+        self.checkpoints.start(step, self.trained, state, in_background=in_background)
 
     # -- results ------------------------------------------------------------------------------------------------------
 

@@ -232,6 +232,7 @@ def read_state(path: Path) -> dict[str, Any]:
         "version": (is_count(state.get("version", 0)), "must be a whole number of at least 0"),
         "prompts": ("prompts" not in state or is_place(state["prompts"]), IS_PLACE),
         "demonstrations": ("demonstrations" not in state or is_place(state["demonstrations"]), IS_PLACE),
+        "config": (isinstance(state.get("config", {}), dict), "must be the run's config, by sections"),
         "ledgers": (isinstance(ledgers, list) and all(map(is_ledger, ledgers)), "must be a list of ledgers' states"),
         "rates": ("rates" not in state or are_rates(state["rates"]), "must be places of prompts and their rates"),
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config.loading import SECTIONS
 from megatron_rl.config.option_records import DescribedOption, described_options
+from megatron_rl.config.resume_rules import ON_RESUME, TAKEN
 
 BEGIN, END = "<!-- options -->\n", "<!-- end -->\n"
 WIDTH = 120
@@ -80,7 +81,9 @@ def entry(option: DescribedOption, *, quote: str = "", bullet: str = "") -> str:
     """Return one option: its key, type and default in the first line, then its text and its rule."""
     default = f" = {option.default}" if option.default else ""
     lines = [f"{bullet}{quote}{dotted(option)}{default}{quote} ({option.type})"]
-    said = " ".join([option.doc, f"Rule: {option.rule}." if option.rule else ""]).strip()
+    resume = ON_RESUME.get(dotted(option), TAKEN)
+    parts = [option.doc, f"Rule: {option.rule}." if option.rule else "", f"Resume: {resume}."]
+    said = " ".join(part for part in parts if part and part != f"Resume: {TAKEN}.")
     indent = " " * 2
     lines += textwrap.wrap(
         said, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

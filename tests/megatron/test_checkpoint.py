@@ -187,6 +187,34 @@ def test_resume_with_an_adam_that_counts_in_its_groups_raises_no_key_error_and_g
                 torch.testing.assert_close(value, expected[number][tensor], rtol=0, atol=1e-6, msg=f"{name} {number}")
 
 
+OTHER_MOMENTS = {"beta1": 0.5, "beta2": 0.75, "eps": 1e-2}
+
+
+def moments_after_resume(folder, scratch):
+    """Return betas and eps of each group after a resume with other ones, by the kinds that saved and that resumed."""
+    found, kinds = {}, {"plain": GENTLE, "distributed": DISTRIBUTED}
+    for before, options in kinds.items():
+        engine = make_engine(folder, LAYOUTS["1"][1], **options)
+        train(engine)
+        engine.save(scratch / before, with_optimizer=True)
+        for after, wanted in kinds.items():
+            engine = make_engine(folder, LAYOUTS["1"][1], **wanted | OTHER_MOMENTS)
+            engine.load(scratch / before, with_optimizer=True)
+            groups = [group for part in engine.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+            train(engine)
+            found[before, after] = {(*group["betas"], group["eps"]) for group in groups}
+    with pytest.raises(ValueError, match="model.dtype = 'bfloat16': the checkpoint '.*plain' has 'float32', and its"):
+        make_engine(folder, LAYOUTS["1"][1], dtype="bfloat16").load(scratch / "plain", with_optimizer=True)
+    return found
+
+
+@pytest.mark.slow
+def test_betas_and_eps_are_the_configs_after_a_resume_and_another_dtype_is_refused_by_name(tmp_path):
+    make_model("llama", tmp_path / "model")
+    (found,) = run_ranks(1, moments_after_resume, tmp_path / "model", tmp_path)
+    assert len(found) == 4 and set.union(*found.values()) == {(0.5, 0.75, 1e-2)}
+
+
 @pytest.mark.slow
 def test_an_engine_that_never_trained_can_be_saved_and_resumed(tmp_path):
     make_model("llama", tmp_path / "model")

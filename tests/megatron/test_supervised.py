@@ -122,8 +122,12 @@ SMALL = ("run.steps=3", "run.evaluate_every_steps=2", "batch.prompts_per_step=6"
 
 def run_of(*settings):
     """Run the shipped config on this rank; return what it logged."""
+    return resumed_run_of(*settings, resume="")
+
+
+def resumed_run_of(*settings, resume="auto"):
     config = load_config(ROOT / "configs" / "count_sft.yaml", [*MODEL, *SMALL, *settings])
-    assert train(config)
+    assert train(config, resume=resume)
     return read_run(config.run.folder)
 
 
@@ -191,6 +195,18 @@ def test_a_checkpoint_of_an_earlier_version_which_counted_no_rows_is_resumed_aft
     state = {"step": 3, "prompts": steps_from(None, 6).state_dict()["prompts"]}
     assert state["prompts"]["number"] == 0
     assert steps_from(state, 6).numbers(3) == steps_from(None, 6).numbers(3)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_changed_betas_and_says_so_and_refuses_another_dtype_by_name(tmp_path, capfd):
+    settings = ("run.checkpoint_every_steps=2", "run.save_at_end=false", f"run.folder={tmp_path}/run")
+    run_ranks(1, run_of, *settings, "run.steps=2")
+    with pytest.raises(AssertionError, match="model.dtype = 'bfloat16': the checkpoint '.*step-2' has 'float32', and"):
+        run_ranks(1, resumed_run_of, *settings, "model.dtype=bfloat16")
+    capfd.readouterr()
+    (run,) = run_ranks(1, resumed_run_of, *settings, "optimizer.beta1=0.5", "optimizer.eps=1e-3")
+    assert "changed since the checkpoint: optimizer.beta1 = 0.5 (was 0.9), " in capfd.readouterr().out
+    assert [line["step"] for line in run.steps] == [0, 1, 2]
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path):

@@ -854,6 +854,12 @@ def test_a_step_longer_than_the_horizon_changes_the_kl_coefficient_by_a_fifth_at
         assert controller.coefficient == pytest.approx(0.1 * factor)
 
 
+def test_a_fixed_kl_coefficient_is_the_configs_after_a_resume_with_another():
+    controller = KLController(AlgorithmConfig(kl_coefficient=0.3))
+    controller.load_state_dict(KLController(AlgorithmConfig(kl_coefficient=0.1)).state_dict())
+    assert controller.coefficient == 0.3
+
+
 def test_every_entry_says_its_formula_and_source():
     for entry in (*registry.ESTIMATORS.values(), *registry.LOSSES.values(), *registry.PAIR_LOSSES.values()):
         lines = inspect.getdoc(entry.function).splitlines()

@@ -485,6 +485,12 @@ def test_the_entropy_bonus_follows_its_target():
     assert fixed.coefficient == 0.01
 
 
+def test_a_fixed_entropy_bonus_is_the_configs_after_a_resume_with_another():
+    control = EntropyController(AlgorithmConfig(entropy_coefficient=0.02))
+    control.load_state_dict(EntropyController(AlgorithmConfig(entropy_coefficient=0.01)).state_dict())
+    assert control.coefficient == 0.02
+
+
 def squared(rows, options, *, factor=1.0):
     """Pull u to 1 + A."""
     return factor * (rows.log_ratio.exp() - 1 - rows.advantages).square()

@@ -18,6 +18,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.config.loading import SECTIONS
 from megatron_rl.config.option_records import described_options
+from megatron_rl.config.resume_rules import ON_RESUME, changes_at_resume, saved_form
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -212,6 +213,72 @@ def test_options_are_the_listed_ones():
     nested |= {"critic.optimizer": OUR_KEYS["optimizer"]}
     assert found == OUR_KEYS | nested
     assert [f.name for f in dataclasses.fields(TrainConfig)] == [*OUR_KEYS, "megatron"]
+
+
+def test_every_option_says_what_a_resume_does_with_a_changed_value():
+    keys = {f"{name}.{f.name}" for name, section in SECTIONS.items() for f in dataclasses.fields(section)}
+    assert ON_RESUME.keys() == keys - SECTIONS.keys() | {"megatron"}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ([], ["model.dtype=bfloat16"], "model.dtype = 'bfloat16': the checkpoint 'step-3' has 'float32', and a run"),
+        ([], ["optimizer.lr=1e-4"], "optimizer.lr = 0.0001: the checkpoint 'step-3' has 1e-06, and a run keeps it"),
+        ([], ["run.seed=2"], "run.seed = 2: the checkpoint 'step-3' has 1, and a run keeps it from its start"),
+        ([], ["algo.advantage=gae"], "algo.advantage = 'gae': the checkpoint .*, and only gae has a critic; give the"),
+        (["lora.rank=4"], ["lora.rank=8"], "lora.rank = 8: the checkpoint 'step-3' has 4"),
+        (["warm_start.updates=3"], [], "warm_start.updates = 0: the checkpoint 'step-3' has 3"),
+        (
+            ["optimizer.schedule=linear"],
+            ["optimizer.schedule=linear", "run.steps=7"],
+            "run.steps = 7: the checkpoint 'step-3' has 100, and optimizer.schedule = linear was laid out for as many",
+        ),
+        (
+            ["algo.advantage=gae", "critic.optimizer.schedule=cosine"],
+            ["algo.advantage=gae", "critic.optimizer.schedule=cosine", "batch.updates_per_step=2"],
+            "batch.updates_per_step = 2: .* critic.optimizer.schedule = cosine was laid out",
+        ),
+        (["algo.advantage=gae"], ["algo.advantage=gae", "critic.optimizer.lr=1e-5"], "^critic.optimizer.lr = 1e-05: "),
+    ],
+)
+def test_an_option_that_a_resume_cannot_change_is_refused_by_name(before, now, words, load):
+    with pytest.raises(ValueError, match=words):
+        changes_at_resume(saved_form(load(*before)), load(*now), "step-3")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        ([], [], []),
+        (
+            [],
+            ["optimizer.beta1=0.8", "batch.prompts_per_step=32", "run.steps=7"],
+            [
+                "changed since the checkpoint: optimizer.beta1 = 0.8 (was 0.9), batch.prompts_per_step = 32 (was 64), "
+                "run.steps = 7 (was 100)"
+            ],
+        ),
+        (
+            ["algo.kl_target=0.1", "algo.kl_in=reward", "algo.kl_coefficient=0.1"],
+            ["algo.kl_target=0.1", "algo.kl_in=reward", "algo.kl_coefficient=0.2", "model.init=random"],
+            [
+                "changed since the checkpoint, and without effect in a run that has begun: "
+                "model.init = 'random' (was 'hf'), algo.kl_coefficient = 0.2 (was 0.1)"
+            ],
+        ),
+        ([], ["megatron.a=1"], ["changed since the checkpoint: megatron = {'a': 1} (was {})"]),
+    ],
+)
+def test_a_resumed_run_says_which_options_were_changed(before, now, lines, load):
+    assert changes_at_resume(saved_form(load(*before)), load(*now), "step-3") == lines
+
+
+def test_a_checkpoint_that_lacks_a_newer_option_can_be_resumed(load):
+    saved = saved_form(load())
+    del saved["optimizer"]["eps"], saved["replay"]
+    saved["optimizer"]["an_option_that_was_removed"] = 3
+    assert changes_at_resume(saved, load("optimizer.eps=1e-6"), "step-3") == []
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
