@@ -122,6 +122,8 @@ class MegatronEngine(ModelEngine):
         if self.dtype is torch.bfloat16:  # upstream's wrapper of either 16-bit dtype, despite its name
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
         load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
+        if config.model.init == "hf":
+            self.say_what_is_not_loaded(config.model.path)
         if self.adapters is not None:
             self.adapters.note_base(self.groups)
             self._load_adapters(adapter_source(self.arch, config.lora, seed=config.seed))
@@ -524,6 +526,7 @@ class MegatronEngine(ModelEngine):
             self._load_adapters(PeftFolder(path, self.arch, self.config.lora))
         else:
             load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
+            self.say_what_is_not_loaded(path)
             if self.adapters is not None:
                 self.adapters.note_base(self.groups)
         if self.optimizer is not None:

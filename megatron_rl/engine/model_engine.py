@@ -27,7 +27,7 @@ from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.ipc import IPCPublisher
-from megatron_rl.weights.mapping import weight_source
+from megatron_rl.weights.mapping import carried_tensors, weight_source, without_rule_text
 from megatron_rl.weights.publish import AdapterPublisher, DiskPublisher, GroupPublisher, WeightPublisher
 from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
@@ -56,6 +56,12 @@ class ModelEngine(TrainEngine):
         config = self.config
         seed = config.seed if config.model.init == "random" else None
         return weight_source(config.model.path, self.arch, random_seed=seed)
+
+    def say_what_is_not_loaded(self, folder: str | Path) -> None:
+        """Log, on the main rank, the tensors of a HF folder that this model has no parameters for."""
+        assert self.groups is not None
+        if self.groups.is_main and (text := without_rule_text(folder)):
+            logger.warning("%s", text)
 
     @property
     def saved_model(self) -> dict[str, str]:
@@ -96,7 +102,9 @@ class ModelEngine(TrainEngine):
 
         def write() -> None:
             try:
-                write_hf_folder(path, tensors, dtype=self.dtype, **self.saved_model)
+                model = self.config.model
+                carried = carried_tensors(model.path) if model.init == "hf" else ()
+                write_hf_folder(path, tensors, dtype=self.dtype, carried=carried, **self.saved_model)
             finally:
                 deque(tensors, maxlen=0)  # what a full disk left of them: all ranks have a part in each
 

@@ -37,7 +37,7 @@ from megatron_rl.platform.plain_checkpoints import refusing_code
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import HFFolder, write_hf_folder
-from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule
 from megatron_rl.weights.reshard import HFExport, rules_of
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
     arch = read_architecture(source)
     shapes = hf_shapes(arch)
     weights = HFFolder(source, shapes)
+    if lost := tensors_without_rule(source):
+        say(f"{source}: {len(lost)} tensors have no place in a checkpoint and are left out, such as {lost[0]}")
     _announce(target, arch, sum(math.prod(shape) * weights.dtype(name).itemsize for name, shape in shapes.items()), say)
     chunks, scratch = _empty_model(source, arch, groups), _Scratch(target.parent)
     for chunk in chunks:

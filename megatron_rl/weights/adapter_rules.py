@@ -24,7 +24,7 @@ from megatron_rl.adapter_sums import check_sums, sum_of
 from megatron_rl.config import LoraConfig, ModelConfig
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.hf_files import HFFolder
+from megatron_rl.weights.hf_files import ADAPTER_FILE, HFFolder
 from megatron_rl.weights.mapping import hf_shapes, layer_rules
 from megatron_rl.weights.peft_config import FILE, PEFT_PREFIX, PeftConfig, read_peft_config
 from megatron_rl.weights.tensor_rules import Columns, Replicated, Rule, Shape, WeightSource
@@ -172,11 +172,12 @@ class PeftFolder:
     """The adapters of a folder in PEFT's format, which must have this rank, scale and these targets."""
 
     def __init__(self, folder: str | Path, arch: Architecture, lora: LoraConfig) -> None:
-        found, tensors = read_peft_config(folder), HFFolder(folder, {})
+        found, tensors = read_peft_config(folder), HFFolder(folder, {}, file=ADAPTER_FILE)
         for module in found.modules((name, tensors.shape(name)[0]) for name in tensors.file_of):
             _check_scale(found, module, lora)
         self.shapes, self.rank = adapter_shapes(arch, lora), lora.rank
-        self.source = HFFolder(folder, {PEFT_PREFIX + name: shape for name, shape in self.shapes.items()})
+        named = {PEFT_PREFIX + name: shape for name, shape in self.shapes.items()}
+        self.source = HFFolder(folder, named, file=ADAPTER_FILE)
         extra = {name for name in self.source.file_of if name.removeprefix(PEFT_PREFIX) not in self.shapes}
         if extra:
             raise ValueError(
@@ -219,7 +220,8 @@ class AdaptedMatrices:
     def __init__(self, model_folder: str | Path, adapter_folder: str | Path) -> None:
         self.config = read_peft_config(adapter_folder)
         self.shapes = hf_shapes(read_architecture(model_folder))
-        self.adapters, self.model = HFFolder(adapter_folder, {}), HFFolder(model_folder, self.shapes)
+        self.adapters = HFFolder(adapter_folder, {}, file=ADAPTER_FILE)
+        self.model = HFFolder(model_folder, self.shapes)
         ranks = ((name, self.adapters.shape(name)[0]) for name in self.adapters.file_of)
         self.names = [f"{module}.weight" for module in self.config.modules(ranks)]
         check_sums(
@@ -295,7 +297,7 @@ def write_peft_folder(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     named = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_model.safetensors").chmod(0o644)
+    save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    (folder / ADAPTER_FILE).chmod(0o644)
     config = peft_config(arch, lora, Path(model_folder).absolute())
     (folder / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,20 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.weights.architecture import with_value_head
+from megatron_rl.weights.json_files import read_object
 from megatron_rl.weights.tensor_rules import Shape, WeightSource
 
-COPIED_WITH_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+MODEL_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
+WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".npz"),
+    *(".distcp", ".index.json"),
 )
+"""Ends of the names of files with weights, or with an index of them. All other files of a model go along with it."""
+NOT_THE_MODELS = ("adapter_config.json", "checksums.json")
+"""Files that belong to an adapter in the same folder."""
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "use_mtp")
+"""Keys of config.json that count layers which predict further tokens. They are never trained."""
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """By the names of safetensors."""
@@ -49,9 +50,11 @@ class HFFolder:
         rows = folder.read("model.embed_tokens.weight", 0, 1000, 2000)  # of dimension 0
     """
 
-    def __init__(self, folder: str | Path, expected: dict[str, Shape]) -> None:
+    def __init__(self, folder: str | Path, expected: dict[str, Shape], *, file: str = MODEL_FILE) -> None:
+        """file: the one with all tensors, if there is such a file and no index; else each safetensors file counts."""
         self.folder = Path(folder)
-        self.file_of = _file_of_each_tensor(self.folder)
+        self.index = self.folder / "model.safetensors.index.json"
+        self.file_of = _file_of_each_tensor(self.folder, self.index, file)
         self._open = {}
         for name, shape in expected.items():
             for part, wanted in (packed_shapes(name, shape) if self._is_packed(name) else {name: shape}).items():
@@ -79,23 +82,37 @@ class HFFolder:
         if self._is_packed(name):
             assert dim == 0, f"{name}: experts are read one by one"
             return dequantized(*(self.read(part, 0, start, stop) for part in packed_shapes(name, ())))
-        part = self._handle(name).get_slice(name)  # no bytes yet: only those of the slice are read
+        part = self._slice(name)  # no bytes yet: only those of the slice are read
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
     def shape(self, name: str) -> Shape:
         """Return the shape that a tensor has in its file."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         if self._is_packed(name):
             return torch.bfloat16
-        found = self._handle(name).get_slice(name).get_dtype()
+        found = self._slice(name).get_dtype()
         if found not in _DTYPES:
             raise ValueError(
                 f"{name} in {self.folder / self.file_of[name]} has dtype {found}: supported are {', '.join(_DTYPES)}; "
                 f"take the model in one of these, or convert quantised weights by the scripts of their model."
             )
         return _DTYPES[found]
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor of any shape and dtype as it lies in its file."""
+        self._slice(name)
+        return self._handle(name).get_tensor(name)
+
+    def _slice(self, name: str):
+        try:
+            return self._handle(name).get_slice(name)
+        except SafetensorError as error:
+            by = f"{self.index} says so" if self.index.is_file() else "its header says so"
+            raise ValueError(
+                f"{name}: not in {self.folder / self.file_of[name]}, though {by}; copy the model folder again."
+            ) from error
 
     def _handle(self, name: str):
         path = self.folder / self.file_of[name]
@@ -104,8 +121,9 @@ class HFFolder:
             try:
                 self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
+                named = f", in which {self.index} has {name}" if self.index.is_file() else ""
                 raise ValueError(
-                    f"{path}: unreadable safetensors file ({error}); copy the model folder again."
+                    f"{path}: unreadable safetensors file ({error}){named}; copy the model folder again."
                 ) from error
         return self._open[path]
 
@@ -127,11 +145,10 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.to(torch.bfloat16).flatten(-2).transpose(1, 2)
 
 
-def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    index = folder / "model.safetensors.index.json"
+def _file_of_each_tensor(folder: Path, index: Path, file: str) -> dict[str, str]:
     if index.is_file():
         return _read_index(index)
-    files = sorted(folder.glob("*.safetensors"))
+    files = [folder / file] if (folder / file).is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"model.path = {str(folder)!r}: no *.safetensors there; give a folder with weights, or set "
@@ -149,12 +166,12 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the index's files by tensor. Each lies in its folder, which may be somebody else's."""
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
-            raise TypeError("weight_map must give each tensor the name of its file")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: unreadable index ({error}); copy the model folder again.") from error
+    files = read_object(path, "copy the model folder again").get("weight_map")
+    if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
+        raise ValueError(
+            f"{path}: unreadable index (weight_map must give each tensor the name of its file); copy the model folder "
+            f"again."
+        )
     # With folders in it a name would have a file from elsewhere on this host read, and sent to the servers.
     for tensor, name in files.items():
         if PurePath(name).name != name or name == ".." or not name.endswith(".safetensors"):
@@ -208,11 +225,14 @@ def write_hf_folder(
     model_folder: str | Path,
     dtype: torch.dtype | None,
     head: str = "policy",
+    carried: Iterable[tuple[str, Tensor]] | None = (),
     shard_bytes: int = 2 * 1024**3,
 ) -> None:
-    """Write streamed tensors as a HF folder with index, and the config and tokenizer of `model_folder`.
+    """Write streamed tensors as a HF folder with index, and all other files of `model_folder`.
 
-    head: `value` makes config.json that of a sequence classification model with one label.
+    head: `value` makes config.json that of a sequence classification model with one label. carried: further tensors,
+    which are written as they are. If there are none, config.json counts no layers that predict further tokens; None
+    leaves it as it is.
 
     It appears under its name only when complete: written aside, fsynced, renamed; an earlier folder is replaced last.
     At most `shard_bytes` of tensors are held at a time. dtype None keeps each tensor's own and config.json as it is.
@@ -224,13 +244,18 @@ def write_hf_folder(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        _write_tensors(aside, tensors, dtype, shard_bytes)
+        unchanged: Counter[str] = Counter()
+        _write_tensors(aside, _with_dtype(tensors, carried or (), dtype, unchanged), shard_bytes)
         copy_model_files(model_folder, aside, head=head)
+        changes: dict[str, Any] = {}
         if dtype is not None:
-            config = json.loads((aside / "config.json").read_text())
             # transformers 5 reads the one, earlier versions and other readers the other.
-            config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-            (aside / "config.json").write_text(json.dumps(config, indent=2))
+            changes = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
+        config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
+        if carried is not None and not unchanged:
+            changes |= {key: type(config[key])(0) for key in MTP_COUNTS if config.get(key)}
+        if changes:
+            (aside / "config.json").write_text(json.dumps(config | changes, indent=2), encoding="utf-8")
         replace_folder(aside, folder)
     except (OSError, SafetensorError) as error:
         recover_folder(folder)
@@ -238,9 +263,23 @@ def write_hf_folder(
         raise OSError(f"{folder}: {error}") from error
 
 
-def _write_tensors(
-    aside: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, shard_bytes: int
-) -> None:
+def _with_dtype(
+    tensors: Iterable[tuple[str, Tensor]],
+    carried: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    unchanged: Counter[str],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in `dtype` (None keeps theirs), then the carried ones as they are, whose names `unchanged` gets."""
+    for name, tensor in tensors:
+        # Routers choose experts by sums with this bias, which bfloat16 would make equal.
+        kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype
+        yield name, tensor.detach().to("cpu", kept).contiguous()
+    for name, tensor in carried:
+        unchanged[name] += 1
+        yield name, tensor
+
+
+def _write_tensors(aside: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     """Write the safetensors of a folder, and the index of more than one."""
     weight_map, shard, shard_size, count, total = {}, {}, 0, 0, 0
 
@@ -254,9 +293,6 @@ def _write_tensors(
         shard, shard_size = {}, 0
 
     for name, tensor in tensors:
-        # Routers choose experts by sums with this bias, which bfloat16 would make equal.
-        kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype
-        tensor = tensor.detach().to("cpu", kept).contiguous()
         if shard_size + tensor.nbytes > shard_bytes:
             flush()
         shard[name] = tensor
@@ -275,17 +311,46 @@ def _write_tensors(
 
 
 def copy_model_files(source: str | Path, target: str | Path, *, head: str = "policy") -> None:
-    """Copy what belongs to a model beside its weights: config.json, of a model with that head, and the tokenizer."""
-    for name in COPIED_WITH_WEIGHTS:
-        if (Path(source) / name).is_file():
-            shutil.copy(Path(source) / name, Path(target) / name)
+    """Copy all files of a model but its weights: config.json, of a model with that head, the tokenizer and the rest."""
+    for file in model_files(source, outside=Path(target)):
+        (Path(target) / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(source) / file, Path(target) / file)  # without its mode, which may forbid to write
     path = Path(target) / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     is_quantised = config.pop("quantization_config", None) is not None  # what is written is not
     if head == "value":
         config = with_value_head(config)
     if head == "value" or is_quantised:
-        path.write_text(json.dumps(config, indent=2))
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def model_files(folder: str | Path, *, outside: Path) -> list[Path]:
+    """Return the files of a model folder that hold no weights, as paths within it. Links count as what they point to.
+
+    Hidden files are left out, and folders with weights somewhere in them, which belong to other models or to runs. So
+    is the folder that `outside` lies in.
+    """
+    folder, found = Path(folder), []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in NOT_THE_MODELS:
+            continue
+        if path.is_file() and not path.name.endswith(WEIGHTS):
+            found.append(path.relative_to(folder))
+        elif path.is_dir() and not outside.resolve().is_relative_to(path.resolve()):
+            below = [path / file for file in _files_below(path)]
+            if not any(file.name.endswith(WEIGHTS) for file in below):
+                found += [file.relative_to(folder) for file in below]
+    return found
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return all files below a folder that are not hidden, as paths within it. No linked folder is entered."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = [Path(place, name) for name in sorted(files) if not name.startswith(".")]
+        found += [path.relative_to(folder) for path in paths if path.is_file()]
+    return found
 
 
 def replace_folder(aside: Path, folder: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.families import FAMILIES
-from megatron_rl.weights.hf_files import HFFolder, RandomWeights, ValueHeadFromZero
+from megatron_rl.weights.hf_files import HFFolder, RandomWeights, ValueHeadFromZero, packed_shapes
 from megatron_rl.weights.tensor_rules import Replicated, Rule, Shape, VocabRows, WeightSource
 
 EDGES = (
@@ -26,6 +30,7 @@ TRANSFORMER_ENGINE = (
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight"), "pre_mlp_layernorm.weight"),
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)"), r"mlp.experts.local_experts.\2.\1.weight"),
 )
+ROWS_COMPARED, NAMED_KINDS = 8192, 6
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
@@ -120,12 +125,67 @@ def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | 
     # Of a critic that starts from a policy, whose folder has a head of another kind.
     starts_at_zero = found.head != found.with_head(arch.head).head
     head = shapes.pop(VALUE_HEAD) if starts_at_zero else None
-    source: WeightSource = (
-        HFFolder(folder, shapes)
-        if random_seed is None
-        else RandomWeights(shapes, random_seed, norm=1.0 - arch.norm_offset)  # a norm that adds 1 starts at 0
-    )
+    source: WeightSource
+    if random_seed is None:
+        source = HFFolder(folder, shapes)
+        if arch.head == "policy":
+            _refuse_another_head(source, found)
+    else:
+        source = RandomWeights(shapes, random_seed, norm=1.0 - arch.norm_offset)  # a norm that adds 1 starts at 0
     return source if head is None else ValueHeadFromZero(source, VALUE_HEAD, head)
+
+
+def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
+    """Raise ValueError if a model's head is tied to its embedding, and the folder has another head beside it.
+
+    transformers computes with that head, SGLang with the embedding.
+    """
+    embedding, head = (next(iter(rule.hf)) for rule in (EDGES[0], EDGES[2]))
+    if not arch.tied or head not in source.file_of:
+        return
+    is_same = source.shape(head) == source.shape(embedding) and all(
+        torch.equal(*(source.read(name, 0, start, start + ROWS_COMPARED) for name in (head, embedding)))
+        for start in range(0, arch.vocab, ROWS_COMPARED)
+    )
+    if not is_same:
+        raise ValueError(
+            f"{source.folder}: {head} is not {embedding}, and tie_word_embeddings = true in config.json makes them "
+            f"one; set it to false there to train both, or remove {head}."
+        )
+
+
+def tensors_without_rule(folder: str | Path) -> list[str]:
+    """Return the names of a folder's tensors that no parameter is made of, such as those of layers that predict further
+    tokens. Empty for a folder without weights."""
+    if not any(Path(folder).glob("*.safetensors")):
+        return []
+    arch = read_architecture(folder)
+    known = {*hf_shapes(arch), *(name for rule in (*EDGES, *VALUE_EDGES) for name in rule.hf)}
+    packed = {part for name in known for part in packed_shapes(name, ())}
+    return sorted(HFFolder(folder, {}).file_of.keys() - known - packed)
+
+
+def carried_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors without a rule as they lie in the folder's files. OSError if they are not there any more."""
+    try:
+        if names := tensors_without_rule(folder):
+            source = HFFolder(folder, {})
+            yield from ((name, source.whole(name)) for name in names)
+    except ValueError as error:
+        raise OSError(f"{folder}: {error}") from error
+
+
+def without_rule_text(folder: str | Path) -> str:
+    """Return a line that says which tensors of a folder no parameter is made of, empty if there are none."""
+    names = tensors_without_rule(folder)
+    if not names:
+        return ""
+    kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
+    more = f" and {len(kinds) - NAMED_KINDS} more kinds" if len(kinds) > NAMED_KINDS else ""
+    return (
+        f"{folder}: {len(names)} tensors are not trained, as no parameter is made of them: "
+        f"{', '.join(kinds[:NAMED_KINDS])}{more}. They go along unchanged in what is saved."
+    )
 
 
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:

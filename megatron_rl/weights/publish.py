@@ -614,7 +614,7 @@ class DiskPublisher(WeightPublisher):
 
     def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
         target = self.folder / f"version-{version}"
-        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype)
+        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype, carried=None)
         return target
 
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import logging.handlers
 import os
 import shutil
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.cli import main
@@ -87,20 +88,29 @@ def load_converted(folder, checkpoint):
 
 
 def save_both(folder, checkpoint, exported):
+    said = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("megatron_rl.engine").addHandler(said)
     engine = make_engine(folder, LAYOUTS["tp2_pp2"][1])
     engine.save(checkpoint, with_optimizer=True)
     engine.save(exported)
+    return [record.getMessage() for record in said.buffer]
 
 
 @pytest.mark.slow
 def test_a_training_checkpoint_becomes_what_the_engine_exports_and_transformers_loads_it(tmp_path):
     model = make_model("qwen3", tmp_path / "model")
+    further = {"mtp.fc.weight": torch.randn(3, 5).bfloat16()}  # which no parameter is made of
+    save_file(load_file(tmp_path / "model" / "model.safetensors") | further, tmp_path / "model" / "model.safetensors")
     for path in COUNT_TINY.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "model")
-    run_ranks(4, save_both, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "exported")
+    said = run_ranks(4, save_both, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "exported")
     in_shards = functools.partial(convert.convert_folder, shard_bytes=100_000)
     run_ranks(1, in_shards, tmp_path / "checkpoint", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    found = load_file(tmp_path / "exported" / "model.safetensors")["mtp.fc.weight"]
+    assert found.dtype == torch.bfloat16 and torch.equal(found, further["mtp.fc.weight"])
+    assert "1 tensors are not trained, as no parameter is made of them: mtp.fc.weight" in said[0][0]
+    assert said[1:] == [[]] * 3, "one rank of four says so"
     for folder in ("hf", "exported"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         for name, parameter in model.named_parameters():
