@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,18 @@ from megatron_rl.weights.family import DEMANDS, Config, Family, rope_of, windows
 from megatron_rl.weights.json_files import read_object
 
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES.values() for name in family.classes}
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
+"""Fields of an architecture that are sizes, and their keys in config.json."""
+LONGEST_REASON = 300
 CLASSIFIERS = {
     classifier: causal
     for family in FAMILIES.values()
@@ -34,8 +48,8 @@ def read_architecture(folder: str | Path) -> Architecture:
             f"safetensors, tokenizer), made by megatron-rl convert or fetched: hf download {name} --local-dir "
             f"models/{name.rpartition('/')[2].lower()}, and model.path=models/{name.rpartition('/')[2].lower()}."
         )
-    config = read_object(path, "copy the model folder again")
-    head, names = _head(config, path)
+    said = read_object(path, "copy the model folder again")
+    head, names = _head(said, path)
     of_text = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
     if of_text != names and of_text[0] in FAMILY_OF:
         raise ValueError(
@@ -47,9 +61,9 @@ def read_architecture(folder: str | Path) -> Architecture:
             f"{path}: architectures = {names}: supported are {', '.join(FAMILY_OF)}; convert or pick one of these."
         )
     family = FAMILY_OF[names[0]]
+    config = _as_transformers_has_it(said, names[0], family, path)
     try:
         heads, hidden, own = config["num_attention_heads"], config["hidden_size"], family.read(config)
-        # A key that is not there has its class's default in transformers, which these repeat, family by family.
         fields: dict[str, Any] = dict(
             family=family.name,
             layers=config["num_hidden_layers"],
@@ -69,8 +83,57 @@ def read_architecture(folder: str | Path) -> Architecture:
         arch = Architecture(**fields | own).with_head(head)
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
+    except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        raise ValueError(
+            f"{path}: a key has a value of another kind than transformers writes ({error}); copy config.json of the "
+            f"original model again."
+        ) from error
+    _refuse_wrong_numbers(arch, path)
     _refuse_unsupported(config, arch, family, path)
     return arch
+
+
+def _as_transformers_has_it(said: Config, name: str, family: Family, path: Path) -> Config:
+    """Return the config as transformers' class of the model completes it: its defaults, and the rotation in one form.
+
+    ValueError for what the class refuses.
+    """
+    import transformers  # takes seconds, which whoever asks for no architecture does without
+
+    stem = name.removesuffix("ForCausalLM")
+    # Models that read images too have a class of their own for the config of their text.
+    class_name = f"{stem}TextConfig" if family.classifiers else f"{stem}Config"
+    try:
+        config = getattr(transformers, class_name).from_dict(copy.deepcopy(said)).to_dict()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        raise ValueError(
+            f"{path}: transformers' {class_name} refuses it ({reason}); copy config.json of the original model again."
+        ) from error
+    return dict(config)
+
+
+def _refuse_wrong_numbers(arch: Architecture, path: Path) -> None:
+    """Raise ValueError for a size that no model has."""
+    for field, key in SIZES.items():
+        value = getattr(arch, field)
+        if type(value) is not int or value < 1:
+            raise ValueError(
+                f"{path}: {key} = {value!r:.100}: must be a whole number of at least 1; copy config.json of the "
+                f"original model again."
+            )
+    for field, key in {"norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}.items():
+        value = getattr(arch, field)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{path}: {key} = {value!r:.100}: must be a number above 0; copy config.json of the original model "
+                f"again."
+            )
+    if len(arch.windows) != arch.layers:
+        raise ValueError(
+            f"{path}: layer_types has {len(arch.windows)} entries and num_hidden_layers = {arch.layers}; copy "
+            f"config.json of the original model again."
+        )
 
 
 def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
@@ -85,9 +148,15 @@ def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
 def _head(config: Config, path: Path) -> tuple[str, list[str]]:
     """Return the head of config.json's model, and its `architectures` as their language models are called."""
     names = config.get("architectures") or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(
+            f"{path}: architectures = {names!r:.100}: must be a list of names; copy config.json of the original model "
+            f"again."
+        )
     if not any(name in CLASSIFIERS for name in names):
         return "policy", names
-    labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)  # 2: transformers' own
+    named = config.get("id2label")
+    labels = len(named) if named and isinstance(named, dict) else config.get("num_labels", 2)  # 2: transformers' own
     if labels != 1:
         raise ValueError(
             f"{path}: num_labels = {labels}: a critic or reward model gives one number; pick a model with one label."

@@ -19,10 +19,12 @@ def read(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config, arch: Architecture) -> str | None:
-    if arch.rope_scaling is None or not any(arch.windows):
+    rope = config.get("rope_parameters") or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} - {None, "default"}
+    if not kinds or not any(arch.windows):
         return None
     return (
-        f"rope type {arch.rope_scaling['rope_type']!r}: not supported beside layers with a window, which versions of "
+        f"rope type {min(kinds)!r}: not supported beside layers with a window, which versions of "
         f"transformers scale or do not; pick a model with the default."
     )
 

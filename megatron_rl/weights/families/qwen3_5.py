@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.weights.decoder import Architecture
@@ -39,9 +40,9 @@ PROJECTIONS = Rule(
 
 def read(config: Config) -> dict[str, Any]:
     fields = read_layers(config)
-    if "num_experts" in config:
+    if config.get("num_experts"):
         # There is no dense feed-forward, of which config.json would give the width.
-        mixture = read_mixture(config, (True,) * config["num_hidden_layers"])
+        mixture = replace(read_mixture(config, (True,) * config["num_hidden_layers"]), renormalised=True)
         fields |= {"mixture": mixture, "ffn": mixture.ffn}
     return fields
 
