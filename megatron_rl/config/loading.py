@@ -33,7 +33,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             if not (equals and all(key.split("."))):
                 raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
             # Set and not merged, so that data.train_args={} empties it.
-            OmegaConf.update(merged, key, value_of(text, override) if text else "", merge=False, force_add=True)
+            value = text if is_text(key, text) else value_of(text, override)
+            OmegaConf.update(merged, key, value, merge=False, force_add=True)
         # In this order: nothing is interpolated before it is known to be harmless, and keys are known to exist before
         # their types are looked up.
         refuse_computed_values(merged)
@@ -101,6 +102,26 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
         below = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
         known[id(node)] = 1 + sum(nodes_written(part, known) for part in below)
     return known[id(node)]
+
+
+def is_text(key: str, text: str) -> bool:
+    """Return True if an override's value is the text itself, and not what YAML makes of it.
+
+    So it is for options that are texts, unless it is quoted or null, and where YAML would take a part of it for a
+    comment.
+    """
+    if not text.strip():
+        return True
+    if text.lstrip()[0] in "'\"" or text == "null":
+        return False
+    section, _, name = key.rpartition(".")
+    if section in SECTIONS and get_type_hints(SECTIONS[section]).get(name) is str:
+        return True
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return False
+    return node is None or (isinstance(node, yaml.ScalarNode) and node.end_mark.index < len(text.rstrip()))
 
 
 def value_of(text: str, override: str) -> Any:

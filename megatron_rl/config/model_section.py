@@ -119,6 +119,8 @@ class OptimizerConfig(Section, name="optimizer"):
     schedule: str = one_of("constant", "linear", "cosine", default="constant")
     """constant, linear or cosine, from `lr` to `min_lr` over all updates, after the warm-up."""
     warmup_updates: int = at_least(0, default=0)
+    """Updates in which the rate rises from 0 to `lr`. The first of them has a rate of 0 and changes nothing, as with
+    the warm-ups of transformers and Megatron-LM."""
     weight_decay: float = at_least(0, default=0.0)
     beta1: float = within("[0, 1)", default=0.9)
     beta2: float = within("[0, 1)", default=0.95)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.launch import last_words, open_files, own_gpu, process_exit, start_up
+from megatron_rl.launch import last_words, lost_readers, open_files, own_gpu, process_exit, start_up
 from megatron_rl.launch.placement import ranks_of_step
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 
@@ -55,6 +55,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
     # Before anything asks for its rank: srun does not set torch's variables.
     os.environ |= ranks_of_step(os.environ)
     open_files.raise_limit()
+    lost_readers.outlive_readers()
     folder: list[Path] = []
     with last_words.one_line(PROGRAM, folder=lambda: folder[0] if folder else None):
         try:

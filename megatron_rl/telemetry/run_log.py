@@ -80,6 +80,16 @@ class Sample:
         return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
 
 
+class _Console(Console):
+    """A console whose reader may go, as after `| head`: what is shown is discarded then, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # else the interpreter's last flush fails
+        os.close(nowhere)
+
+
 class RunLog:
     """The log of a run: writes its folder and shows its progress. Use as a context manager, or call `close`.
 
@@ -115,7 +125,7 @@ class RunLog:
             self._samples = (self.folder / SAMPLES).open("ab", buffering=0)
         except OSError as error:
             raise ValueError(f"run.folder = {str(folder)!r}: cannot be written ({error}); name another one.") from error
-        self._console = console or Console(highlight=False)
+        self._console = console or _Console(highlight=False)
         self._opened = time.monotonic()
         # What a resumed run says of its age goes on where it was cut off.
         self._start = self._opened - max((float(line.get("elapsed_s", 0.0)) for line in kept[0]), default=0.0)

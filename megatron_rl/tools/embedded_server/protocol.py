@@ -250,6 +250,12 @@ def timing(request: Request) -> dict[str, float]:
     return times
 
 
+UNDECODED = "\ufffd"
+"""Stands in a text for bytes that are no character."""
+MOST_BYTES = 4
+"""Of a character in UTF-8, each of which may be a token."""
+
+
 def reply_text(request: Request, output: list[int], finished: bool, text: Text | None) -> str:
     """The text without the stop token or string that ended it, unless no_stop_trim."""
     if text is None:
@@ -260,6 +266,10 @@ def reply_text(request: Request, output: list[int], finished: bool, text: Text |
     if trim and isinstance(matched, int):
         output = output[:-1]
     reply = text.decode(output, params.skip_special_tokens)
+    if not finished and reply.endswith(UNDECODED):
+        # The first bytes of a character, which wait for the others. Fewer tokens, as they may spoil whole ones too.
+        shorter = (text.decode(output[:-held], params.skip_special_tokens) for held in range(1, MOST_BYTES))
+        reply = next((it for it in shorter if not it.endswith(UNDECODED)), reply.rstrip(UNDECODED))
     # Found by its last few tokens, a stop string may read otherwise in the text as a whole, and then stays.
     return reply.partition(matched)[0] if trim and matched in params.stop and matched in reply else reply
 

@@ -295,6 +295,19 @@ def test_smallest_config_and_overrides_with_their_types(load):
     assert isinstance(config, TrainConfig) and isinstance(config.generation, GenerationConfig)
 
 
+@pytest.mark.parametrize(
+    "text", ["a #1", "#1", "007", "1e3", "yes", "a: b", "[a]", " a ", "2024-01-01", "0x10", "- a", "*x", "a, b", "1_0"]
+)
+def test_a_text_on_the_command_line_stays_as_it_is(text, load):
+    assert load(f"run.folder={text}").run.folder == text
+    assert load(f"run.folder='{text}'").run.folder == text
+
+
+def test_what_looks_like_a_comment_on_the_command_line_is_part_of_the_value(load):
+    assert load("data.train_args.name=a #1", "data.train_args.tag=#2").data.train_args == {"name": "a #1", "tag": "#2"}
+    assert load("data.train_args.name='a' ", "data.train_args.rate=1e-5").data.train_args == {"name": "a", "rate": 1e-5}
+
+
 def test_override_wins_over_the_file_and_the_last_override_over_the_first(write):
     path = write(SMALLEST + "run: {steps: 5}\n")
     assert load_config(path).run.steps == 5
@@ -789,7 +802,7 @@ def test_single_value_is_a_list_of_one(load):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.folder=[a", "override 'run.folder=.a': its value is not YAML"),
+        ("generation.stop=[a", "override 'generation.stop=.a': its value is not YAML"),
         ("..=3", "override '..=3': must be key=value"),
         ("=3", "override '=3': must be key=value"),
         ("run.import_from=megatron_rl.run.run_checkpoints", "what megatron_rl offers to configs needs no entry"),
