@@ -3,7 +3,6 @@
 Unlike the trainer's Architecture it knows Llama-like models and Qwen3's mixtures only, and refuses all others by name.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+from megatron_rl.weights.json_files import read_object
+
+_ALIKE = {
+    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
+    **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+}
+_QWEN = _ALIKE | {"intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768}
+_MIXTURE = {
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+    **{"decoder_sparse_step": 1},
+}
+_LLAMA = {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048, "num_key_value_heads": None}
+_MISTRAL = {"intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072, "sliding_window": 4096}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _ALIKE | _LLAMA,
+    "mistral": _ALIKE | _MISTRAL | {"num_key_value_heads": 8},
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "qwen3_moe": _QWEN | _MIXTURE,
+}
+"""By model_type, the values of keys that config.json lacks: transformers' own, whose import takes seconds."""
+KINDS = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +52,7 @@ class Experts:
     def read(cls, raw: dict[str, Any]) -> "Experts":
         dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
         return cls(
-            count=raw["num_experts"]
-            if "num_experts" in raw
-            else raw["num_local_experts"],  # as transformers 5 writes it
+            count=raw["num_experts"],
             per_token=raw["num_experts_per_tok"],
             size=raw["moe_intermediate_size"],
             renormalised=raw.get("norm_topk_prob", False),
@@ -69,15 +88,18 @@ class DecoderConfig:
     def read(cls, folder: Path) -> "DecoderConfig":
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {folder}: no config.json there; give a folder in Hugging Face format")
-        raw = json.loads((folder / "config.json").read_text())
-        kind = raw.get("model_type")
+        said = read_object(folder / "config.json", "copy the model folder again")
+        kind = said.get("model_type")
         if kind not in KINDS:
             raise ValueError(
                 f"config.json: model_type = {kind!r}: the embedded server runs {', '.join(KINDS)}; serve this model "
                 f"with SGLang"
             )
+        raw = DEFAULTS[kind] | said
+        if "num_local_experts" in said:  # as transformers 5 writes it
+            raw["num_experts"] = said.get("num_experts", said["num_local_experts"])
         window = raw.get("sliding_window") if kind == "mistral" else None
-        if window is not None and window < raw.get("max_position_embeddings", 2048):
+        if window is not None and window < raw["max_position_embeddings"]:
             raise ValueError(
                 f"config.json: sliding_window = {window}: the embedded server attends to all tokens; serve this model "
                 f"with SGLang, or lower max_position_embeddings to the window"
@@ -95,7 +117,7 @@ class DecoderConfig:
         eos = raw.get("eos_token_id")
         # Chat models list here the tokens that end a turn, beside the one that ends a text.
         if (folder / "generation_config.json").is_file():
-            eos = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id", eos)
+            eos = read_object(folder / "generation_config.json").get("eos_token_id", eos)
         return cls(
             model_type=kind,
             architectures=raw.get("architectures") or [],
@@ -104,13 +126,12 @@ class DecoderConfig:
             num_layers=raw["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
-            # Qwen3's dense models alone have a default that does not follow from the hidden size.
-            head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
             vocab_size=raw["vocab_size"],
-            max_positions=raw.get("max_position_embeddings", 2048),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            max_positions=raw["max_position_embeddings"],
+            rms_norm_eps=raw["rms_norm_eps"],
             rope=rope,
-            tied=bool(raw.get("tie_word_embeddings", False)),
+            tied=bool(raw["tie_word_embeddings"]),
             qkv_bias=kind == "qwen2" or attention_bias,
             o_bias=kind != "qwen2" and attention_bias,
             mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),

@@ -1,6 +1,8 @@
 """The embedded server below HTTP: model, sampling and batcher, against transformers and against themselves."""
 
+import dataclasses
 import functools
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from megatron_rl import routes
 from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs
 from megatron_rl.tools.embedded_server import sampling
 from megatron_rl.tools.embedded_server.batcher import Batcher
-from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
+from megatron_rl.tools.embedded_server.decoder_config import DEFAULTS, DecoderConfig, inverse_frequencies
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
@@ -172,6 +174,14 @@ def test_scaled_rope_equals_that_of_transformers(rope):
 def test_unknown_rope_is_refused_by_name():
     with pytest.raises(ValueError, match="rope_type = 'yarn'"):
         inverse_frequencies({"rope_type": "yarn", "rope_theta": 1e4}, 16)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_a_key_that_the_servers_config_json_lacks_has_the_value_of_transformers_class(kind, tmp_path):
+    fields = {field.name: field.default for field in dataclasses.fields(transformers.CONFIG_MAPPING[kind])}
+    assert {key: fields[key] for key in DEFAULTS[kind]} == DEFAULTS[kind]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "sliding_window": None}))
+    assert DecoderConfig.read(tmp_path).max_positions == fields["max_position_embeddings"]
 
 
 def test_unknown_model_type_is_refused_by_name(tmp_path):
