@@ -22,12 +22,15 @@ from megatron_rl.workflows.environments import Environment, Score, ToolUse, Turn
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
-from megatron_rl.workflows.tools import Tool
+from megatron_rl.workflows.tool_formats import FORMATS
+from megatron_rl.workflows.tools import THINK, THOUGHT, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+EDGE_TOKENS = 16
+"""Of a prompt's end, in which a thought may be opened."""
 
 
 class EnvironmentTimeout(InfrastructureFailure):
@@ -107,7 +110,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                     conversation.is_cut_off = True
                     break
                 length = len(conversation)
-                step = world.step(conversation, self._text(reply), lambda reply=reply: self.reward(reply, data))
+                step = world.step(conversation, self._shown(reply), lambda reply=reply: self.reward(reply, data))
                 turn = await self._in_time(environment, f"step {conversation.replies}", step)
                 # The turn's reward counts in every case, its messages only if a reply to them has room.
                 reward += turn.reward
@@ -150,7 +153,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         conversation.take(reply)
         return reply
 
-    def _text(self, reply: LLMResponse) -> str:
+    def _shown(self, reply: LLMResponse) -> str:
+        """Return the text of a reply that the environment sees."""
         return str(self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True))
 
 
@@ -246,6 +250,12 @@ class ToolUseWorkflow(MultiTurnWorkflow):
             enable_thinking=enable_thinking,
             reward_timeout_s=reward_timeout_s,
         )
+
+    def _shown(self, reply: LLMResponse) -> str:
+        """Return the whole text of a reply, with the mark of a thought that the prompt has opened."""
+        text = FORMATS["hermes"].text(self.tokenizer, reply.output_tokens, keeps=(THINK, THOUGHT))
+        opened = self.tokenizer.decode(reply.input_tokens[-EDGE_TOKENS:]).rstrip().endswith(THINK)
+        return f"{THINK}{text}" if opened else text
 
 
 def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:

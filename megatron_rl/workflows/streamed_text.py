@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_rl.workflows.tool_formats import BETWEEN, ToolFormat
+from megatron_rl.workflows.tool_formats import ToolFormat
+from megatron_rl.workflows.tools import BETWEEN, THINK, THOUGHT
 
-THINK, THOUGHT = "<think>", "</think>"
 HALF = "\ufffd"
 """What a tokenizer gives for a character of which not all bytes are there."""
 
@@ -43,8 +43,11 @@ def sure_parts(text: str, *, is_open: bool, shows_thoughts: bool, tools: ToolFor
             thoughts, text = thoughts.strip(), text.lstrip("\n")
     if tools is not None:
         # A call makes the rest another message: white space around the text goes then, and is kept without one.
-        if text[:1].isspace() or (tools.is_whole and BETWEEN.sub("", text)[:1] in ("", "{")):
+        if text[:1].isspace():
             return thoughts, ""
+        if tools.is_whole:  # the same behind a thought that is a part of the text
+            for place in (0, text.find(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0):
+                text = text[:place] if BETWEEN.sub("", text[place:])[:1] in ("", "{") else text
         text = up_to(text, tools.begins)
     return thoughts, text.rstrip()
 

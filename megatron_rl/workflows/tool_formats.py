@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.workflows.tools import BEGIN, END, LONGEST_CALL, ToolCall, split_tool_calls
+from megatron_rl.workflows.argument_values import Schemas, argument_value
+from megatron_rl.workflows.tools import (
+    BEGIN,
+    END,
+    LONGEST_CALL,
+    THINK,
+    THOUGHT,
+    ToolCall,
+    as_call,
+    ends_a_thought,
+    faulty,
+    next_mark,
+    split_calls,
+    split_tool_calls,
+    told,
+    value_at,
+    values_at,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TextArguments = dict[str, set[str]]
-"""Tool -> its arguments that are text: in a form without quotes, 12 may be a number or a text."""
+TextArguments = dict[str, Any]
+"""Tool -> the schema of its parameters, by which arguments that stand without quotes are read."""
 Split = Callable[[str, TextArguments], tuple[str, list[ToolCall]]]
 
-BETWEEN = re.compile(r"[ \n\t;]*")
-"""Of values."""
-PYTHON_TAG, MISTRAL, MISTRAL_ARGUMENTS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
+PYTHON_TAG, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+NAME = re.compile(r"[^\s<>{}\[\]\"'=,;]++")
+"""Of a tool, in a form that does not quote it."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +56,19 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     """Special tokens that the form needs, and decoding would leave out."""
 
-    def text(self, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-        """Decode a reply without its special tokens, except those of the form."""
+    def text(self, tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Sequence[str] = ()) -> str:
+        """Decode a reply without its special tokens, except those of the form and those in `keeps`."""
         special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        if not any(special.get(token) in self.marks for token in tokens):
+        marks = {*self.marks, *keeps}
+        if not any(special.get(token) in marks for token in tokens):
             return str(tokenizer.decode(tokens, skip_special_tokens=True))
-        kept = [token for token in tokens if token not in special or special[token] in self.marks]
+        kept = [token for token in tokens if token not in special or special[token] in marks]
         return str(tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def text_arguments(tools: list[dict[str, Any]] | None) -> TextArguments:
-    """Return which arguments of the tools are text by their schemas."""
-    found: TextArguments = {}
-    for function in (tool["function"] for tool in tools or ()):
-        schema = function.get("parameters")
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        kinds = properties.items() if isinstance(properties, dict) else ()
-        found[function["name"]] = {n for n, kind in kinds if isinstance(kind, dict) and kind.get("type") == "string"}
-    return found
+    """Return the schemas by which the text of the tools' arguments is read."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
 
 
 def split_hermes(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
@@ -65,124 +76,252 @@ def split_hermes(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
     return split_tool_calls(text)
 
 
-def blocks(text: str) -> tuple[str, list[str]]:
-    """Return a text without its <tool_call> blocks, and what is in them."""
-    inner, kept, place = [], [], 0
-    while (begin := text.find(BEGIN, place)) >= 0 and (end := text.find(END, begin)) >= 0:
-        inner.append(text[begin + len(BEGIN) : end])
-        kept.append(text[place:begin])
-        place = end + len(END)
-    return ("".join([*kept, text[place:]]).strip() if inner else text), inner
+@dataclass(frozen=True)
+class Tag:
+    """One tag of a text, from `begin` to `end`."""
+
+    kind: str
+    name: str
+    begin: int
+    end: int
+    is_close: bool
+    """Nothing but blanks stands between it and the next one."""
 
 
-def value_of(text: str, *, is_text: bool) -> Any:
-    if is_text or len(text) > LONGEST_CALL:
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+@dataclass(frozen=True)
+class Step:
+    """One tag that may come next in a call, and what the call expects after it."""
+
+    kind: str
+    then: str
+    is_close: bool = False
+    """The next tag must follow at once."""
+
+    def fits(self, tag: Tag) -> bool:
+        return tag.kind == self.kind and (tag.is_close or not self.is_close)
 
 
-def pieces(text: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, str]]:
-    """Go through what stands as `begin`, key, `middle`, value, `end`."""
-    place = 0
-    while (start := text.find(begin, place)) >= 0 and (cut := text.find(middle, start + len(begin))) >= 0:
-        place = text.find(end, cut + len(middle))
-        if place < 0:
-            return
-        yield text[start + len(begin) : cut], text[cut + len(middle) : place]
-        place += len(end)
+@dataclass(frozen=True)
+class TagForm:
+    """A form of calls in tags, whose values are not quoted: a value may hold the form's own tags.
+
+    A closing tag ends a value if the rest of the reply can be read with that, so all possible readings are looked at
+    from the end on. Of several, values are as short as they can be.
+    """
+
+    pattern: re.Pattern[str]
+    steps: dict[str, tuple[Step, ...]]
+    """What a call expects -> the tags that may come. In `value` any others may come before them."""
+    opens_value: str
+    closes_value: str
+    rule: str
+    is_named_first: bool = False
+    """The tool's name follows <tool_call>, without a tag."""
+
+    def tags(self, text: str, place: int) -> list[Tag]:
+        found = list(self.pattern.finditer(text, place))
+        ends = [match.start() for match in found[1:]] + [len(text)]
+        tags = []
+        for match, end in zip(found, ends, strict=False):  # without any there is one end too many
+            kind, is_named, name = match[0].removesuffix(">").partition("=")
+            is_close = not text[match.end() : end].strip()
+            tags.append(Tag(kind if is_named else match[0], name.strip(), match.start(), match.end(), is_close))
+        return tags
+
+    def readable(self, tags: list[Tag]) -> dict[str, list[bool]]:
+        """Return for what may be expected, and each tag that may come then, whether the rest can be read."""
+        count = len(tags)
+        can = {name: [False] * (count + 1) for name in (*self.steps, "text", "thought")}
+        can["text"][count] = can["thought"][count] = True  # a thought without an end is the rest
+        has_end = False
+        for i in reversed(range(count)):
+            tag = tags[i]
+            has_end |= tag.kind == END
+            for name, steps in self.steps.items():
+                can[name][i] = any(step.fits(tag) and can[step.then][i + 1] for step in steps)
+                can[name][i] |= name == "value" and can["value"][i + 1]
+            can["thought"][i] = can["text" if tag.kind == THOUGHT else "thought"][i + 1]
+            match tag.kind:
+                case "<think>":
+                    can["text"][i] = can["thought"][i + 1]
+                case "</think>":
+                    can["text"][i] = can["text"][i + 1]
+                case "<tool_call>":  # without an end it was cut off
+                    can["text"][i] = not has_end or can["call"][i + 1]
+        return can
+
+    def paths(self, text: str, begin: int) -> list[list[Tag]] | None:
+        """Return the tags of each call from `begin` on, without those in values; None if the text cannot be read."""
+        tags = self.tags(text, begin)
+        can = self.readable(tags)
+        if not can["text"][0]:
+            return None
+        found: list[list[Tag]] = []
+        expected = "text"
+        for i, tag in enumerate(tags):
+            if expected == "thought":
+                expected = "text" if tag.kind == THOUGHT else expected
+            elif expected == "text" and tag.kind == THINK:
+                expected = "thought"
+            elif expected == "text" and tag.kind == BEGIN:
+                if not can["call"][i + 1]:
+                    break  # cut off
+                expected = "call"
+                found.append([tag])
+            elif steps := [step for step in self.steps.get(expected, ()) if step.fits(tag) and can[step.then][i + 1]]:
+                expected = steps[0].then
+                found[-1].append(tag)
+        return found
+
+    def calls(self, text: str, path: list[Tag], texts: TextArguments) -> list[ToolCall]:
+        """Return the calls of one block, whose tags are `path`."""
+        found: list[ToolCall] = []
+        key, faults = "", dict[int, str]()
+        for tag, following in zip(path, path[1:], strict=False):
+            inner = text[tag.end : following.begin]
+            match tag.kind:
+                case "<tool_call>" if self.is_named_first:
+                    found.append(ToolCall(name=inner.strip(), arguments={}))
+                case "<tool_call>" if inner.strip():
+                    found.append(faulty(self.rule))
+                case "<function":
+                    found.append(ToolCall(name=tag.name, arguments={}))
+                case "<arg_key>":
+                    key = inner.strip()
+                case "<parameter" | "<arg_value>":
+                    key = tag.name or key
+                    value = inner.removeprefix("\n").removesuffix("\n") if tag.name else inner
+                    call, parameters = found[-1], texts.get(found[-1].name)
+                    if key in call.arguments:
+                        faults[len(found) - 1] = f"the argument {key[:100]!r} stands there twice"
+                    if self.swallows(value, parameters):
+                        faults[len(found) - 1] = f"the argument {key[:100]!r} has no {self.closes_value}"
+                    call.arguments[key] = argument_value(value, key, parameters)
+        return [
+            faulty(faults.get(n, self.rule)) if n in faults or not NAME.fullmatch(call.name) else call
+            for n, call in enumerate(found)
+        ]
+
+    def swallows(self, value: str, parameters: Any) -> bool:
+        """Return whether a value seems to have lost its end: it opens another argument of the tool, and no more."""
+        names: list[str] = []
+        for tag in self.tags(value, 0):
+            if tag.kind == self.opens_value:
+                names.append(tag.name)
+            elif tag.kind == self.closes_value and names:
+                names.pop()
+        schemas, has_names = Schemas(parameters), isinstance(parameters, dict) and "properties" in parameters
+        return any(not (name and has_names) or schemas.of_argument(name, parameters) is not None for name in names)
+
+    def split(self, text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
+        begin = next_mark(text, BEGIN, 0)
+        if begin < 0 or END not in text[begin:]:
+            return text, []
+        paths = self.paths(text, begin)
+        if paths is None:
+            return text[:begin].strip(), [faulty(self.rule)]
+        found = {path[0].begin: (self.calls(text, path, texts), path[-1].end) for path in paths}
+        return split_calls(text, BEGIN, found.get)
 
 
-def split_glm(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
-    """A block of a name and `<arg_key>`, `<arg_value>` pairs: GLM 4.5 and later."""
-    kept, inner = blocks(text)
-    calls = []
-    for block in inner:
-        name = block.partition("<arg_key>")[0].strip()
-        values = pieces(
-            block.replace("</arg_key>\n", "</arg_key>"), "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
-        )
-        found = {key: value_of(value, is_text=key in texts.get(name, ())) for key, value in values}
-        fault = "" if name else "a call must begin with the tool's name"
-        calls.append(ToolCall(name=name, arguments=found, fault=fault))
-    return kept, calls
+QWEN3_CODER = TagForm(
+    pattern=re.compile(r"</?tool_call>|</?think>|</function>|</parameter>|<(?:function|parameter)=[^<>\n]*>"),
+    steps={
+        "call": (Step("<function", "body", is_close=True),),
+        "body": (Step("<parameter", "value"), Step("</function>", "after", is_close=True)),
+        "value": (Step("</parameter>", "body", is_close=True),),
+        "after": (Step(END, "text"), Step("<function", "body", is_close=True)),
+    },
+    opens_value="<parameter",
+    closes_value="</parameter>",
+    rule="a call must be <function=name>, <parameter=key>value</parameter> for each argument, </function>",
+)
+GLM = TagForm(
+    pattern=re.compile(r"</?tool_call>|</?think>|</?arg_key>|</?arg_value>"),
+    steps={
+        "call": (Step("<arg_key>", "key"), Step(END, "text")),
+        "key": (Step("</arg_key>", "pair", is_close=True),),
+        "pair": (Step("<arg_value>", "value"),),
+        "value": (Step("</arg_value>", "after", is_close=True),),
+        "after": (Step("<arg_key>", "key"), Step(END, "text")),
+    },
+    is_named_first=True,
+    opens_value="<arg_value>",
+    closes_value="</arg_value>",
+    rule="a call must be its name, and <arg_key>key</arg_key><arg_value>value</arg_value> for each argument",
+)
 
 
-def split_qwen3_coder(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
-    """A block of `<function=name>` with `<parameter=key>` values: Qwen3-Coder and Qwen3.5."""
-    kept, inner = blocks(text)
-    calls = []
-    for block in inner:
-        ((name, body),) = list(pieces(block, "<function=", ">", "</function>"))[:1] or [("", "")]
-        found = {
-            key: value_of(value.removeprefix("\n").removesuffix("\n"), is_text=key in texts.get(name, ()))
-            for key, value in pieces(body, "<parameter=", ">", "</parameter>")
-        }
-        fault = "" if name else "a call must be <function=name> to </function>"
-        calls.append(ToolCall(name=name, arguments=found, fault=fault))
-    return kept, calls
+def split_llama(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
+    """The reply begins with a JSON object of name and parameters, or several: Llama 3.1 and later."""
 
+    def read(begin: int) -> tuple[list[ToolCall], int]:
+        try:
+            values, end = values_at(text, begin + len(PYTHON_TAG))
+        except (ValueError, RecursionError) as error:
+            return [faulty(f"what follows {PYTHON_TAG} must be JSON; {told(error)}")], len(text)
+        if not values:
+            return [faulty(f"what follows {PYTHON_TAG} must be JSON")], len(text)
+        return [as_call(value) for value in values], end
 
-def json_values(text: str) -> list[Any] | None:
-    """Return the JSON values that a text is, one behind the other with blanks or semicolons between; None otherwise."""
-    if len(text) > LONGEST_CALL:
-        return None
-    values, place, decoder = [], BETWEEN.match(text).end(), json.JSONDecoder()
-    try:
-        while place < len(text):
-            value, end = decoder.raw_decode(text, place)
-            values.append(value)
-            place = BETWEEN.match(text, end).end()
-    except (ValueError, RecursionError):
-        return None
-    return values
-
-
-def as_call(value: Any) -> ToolCall:
-    """Return the call that an object of a name and arguments (or parameters, as Llama says) is."""
-    if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
-        return ToolCall(name="", arguments={}, fault="a call must be a JSON object with a name and arguments")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return ToolCall(name=value["name"], arguments={}, fault="the arguments must be a JSON object")
-    return ToolCall(name=value["name"], arguments=arguments)
-
-
-def split_llama(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
-    """The whole reply is one JSON object of name and parameters, or several: Llama 3.1 and later."""
-    said, tag, rest = text.partition(PYTHON_TAG)
-    body = rest if tag else said
-    calls = [as_call(value) for value in json_values(body) or ()]
+    if next_mark(text, PYTHON_TAG, 0) >= 0:
+        return split_calls(text, PYTHON_TAG, read)
     # Without the tag an answer may be JSON, too.
-    if not calls or (not tag and any(call.fault for call in calls)):
+    is_thought = text.lstrip().startswith(THINK) or (ends_a_thought(text) and not text.lstrip().startswith("{"))
+    place = text.find(THOUGHT) + len(THOUGHT) if is_thought and THOUGHT in text else 0
+    if not text[place : place + LONGEST_CALL].lstrip().startswith("{"):
         return text, []
-    return (said.strip() if tag else ""), calls
+    try:
+        values, end = values_at(text, place)
+    except (ValueError, RecursionError):
+        return text, []
+    if not all(calls_a_tool(value, texts) for value in values):
+        return text, []
+    return (text[:place] + text[end:]).strip(), [as_call(value) for value in values]
+
+
+def calls_a_tool(value: dict[str, Any], texts: TextArguments) -> bool:
+    """Return whether an object can be nothing but a call: it has arguments, and the name of a tool."""
+    given = [value[name] for name in ("arguments", "parameters") if name in value]
+    return len(given) == 1 and isinstance(given[0], dict) and value.get("name") in list(texts)
+
+
+COMPACT = re.compile(
+    rf"[\s;,]*+({NAME.pattern})\s*+(?:{re.escape(MISTRAL_ID)}\s*+(\w*+)\s*+)?{re.escape(MISTRAL_ARGUMENTS)}\s*+"
+)
 
 
 def split_mistral(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
     """`[TOOL_CALLS]` and a JSON list of calls, or for each call `[TOOL_CALLS]name[ARGS]{...}`: Mistral."""
-    said, *parts = text.split(MISTRAL)
-    calls: list[ToolCall] = []
-    for part in parts:
-        name, has_arguments, arguments = part.partition(MISTRAL_ARGUMENTS)
-        values = json_values(arguments if has_arguments else part)
-        if values is None or len(values) != 1:
-            calls.append(ToolCall(name="", arguments={}, fault="what follows [TOOL_CALLS] must be JSON"))
-        elif has_arguments:
-            calls.append(as_call({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": values[0]}))
-        else:
-            calls += map(as_call, values[0] if isinstance(values[0], list) else values)
-    return (said.strip() if calls else text), calls
+
+    def read(begin: int) -> tuple[list[ToolCall], int]:
+        place = begin + len(MISTRAL)
+        calls: list[ToolCall] = []
+        try:
+            while head := COMPACT.match(text, place):
+                given, place = value_at(text, head.end())
+                named = {"name": head[1], "arguments": given} | ({"id": head[2]} if head[2] else {})
+                calls.append(as_call(named))
+            if calls:
+                return calls, place
+            values, end = values_at(text, place)
+            if values:
+                return [as_call(value) for value in values], end
+            fault = ""
+        except (ValueError, RecursionError) as error:
+            fault = f"; {told(error)}"
+        end = text.find(MISTRAL, place)
+        return [*calls, faulty(f"what follows {MISTRAL} must be JSON{fault}")], end if end >= 0 else len(text)
+
+    return split_calls(text, MISTRAL, read)
 
 
 FORMATS = {
     "hermes": ToolFormat(
         split_hermes, '{"name": <function-name>', forced=(f'{BEGIN}\n{{"name": ', ', "arguments": ', f"}}\n{END}")
     ),
-    "qwen3_coder": ToolFormat(split_qwen3_coder, "<function="),
-    "glm": ToolFormat(split_glm, "<arg_key>"),
+    "qwen3_coder": ToolFormat(QWEN3_CODER.split, "<function="),
+    "glm": ToolFormat(GLM.split, "<arg_key>"),
     "llama": ToolFormat(
         *(split_llama, PYTHON_TAG, (PYTHON_TAG,)),
         is_whole=True,

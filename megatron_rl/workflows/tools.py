@@ -7,7 +7,8 @@ tool here runs it as code.
 from __future__ import annotations
 
 import abc
-import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Self
@@ -16,8 +17,12 @@ import aiohttp
 
 from megatron_rl.api import InfrastructureFailure
 from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
+from megatron_rl.workflows.strict_json import DECODER
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
+BLANKS, BETWEEN = re.compile(r"\s*+"), re.compile(r"[\s;,]*+")
+"""After a call; between two of them."""
 LONGEST_CALL = 20_000
 """Characters."""
 MOST_DIGITS = 30
@@ -79,30 +84,120 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     fault: str = ""
+    id: str = ""
+    """The one that the policy gave it, in a form that has them."""
+
+
+def next_mark(text: str, mark: str, place: int) -> int:
+    """Return where a mark comes next outside of thoughts; -1 if there is none. A thought without an end is the rest."""
+    found = text.find(mark, place)
+    while found >= 0 and (thought := text.find(THINK, place, found)) >= 0:
+        place = text.find(THOUGHT, thought)
+        if place < 0:
+            return -1
+        found = found if found >= place else text.find(mark, place)
+    return found
+
+
+def ends_a_thought(text: str) -> bool:
+    """Return whether a text ends a thought that begins before it: the prompt may have opened one."""
+    end = text.find(THOUGHT)
+    return end >= 0 and text.find(THINK, 0, end) < 0
+
+
+Read = Callable[[int], "tuple[list[ToolCall], int] | None"]
+"""Takes where a mark begins; returns the calls there and where they end, or None if the reply was cut off in them."""
+
+
+def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
+    """Return a text without its calls, and them. Those in a thought are drafts, and stay in the text."""
+    calls: list[ToolCall] = []
+    kept: list[str] = []
+    place = 0
+    while (begin := next_mark(text, mark, place)) >= 0 and (found := read(begin)) is not None:
+        if ends_a_thought(text[place:begin]):
+            calls, kept = [], []  # which is all of it up to here
+        kept.append(text[place if kept else 0 : begin])
+        more, place = found
+        calls += more
+    if not calls or ends_a_thought(text[place:]):
+        return text, []
+    return "".join([*kept, text[place:]]).strip(), calls
 
 
 def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text without its calls, and them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    calls, kept, place = [], [], 0
-    # Not by a regular expression: it would look for an end behind each of many beginnings.
-    while (begin := text.find(BEGIN, place)) >= 0 and (end := text.find(END, begin + len(BEGIN))) >= 0:
-        calls.append(parse_call(text[begin + len(BEGIN) : end]))
-        kept.append(text[place:begin])
-        place = end + len(END)
-    return ("".join([*kept, text[place:]]).strip() if calls else text), calls
+    last_end = text.rfind(END)
+
+    def read(begin: int) -> tuple[list[ToolCall], int] | None:
+        start = begin + len(BEGIN)
+        try:
+            values, end = values_at(text, start)
+        except (ValueError, RecursionError) as error:
+            values, end, fault = [], start, f"a call must be a JSON object with a name and arguments; {told(error)}"
+        else:
+            fault = "a call must be a JSON object with a name and arguments"
+        end = BLANKS.match(text, end).end()
+        if values and text.startswith(END, end):
+            return [as_call(value) for value in values], end + len(END)
+        if values and (end == len(text) or text.startswith(BEGIN, end)):  # JSON ends by itself
+            return [as_call(value) for value in values], end
+        if start > last_end:
+            # What is no JSON and has no end was cut off.
+            fault = f"a call must end with {END}"
+            return ([faulty(fault)], len(text)) if values else None
+        fault = fault if not values else f"after a call's JSON must come {END}"
+        return [faulty(fault)], text.index(END, start) + len(END)
+
+    return split_calls(text, BEGIN, read)
 
 
-def parse_call(text: str) -> ToolCall:
-    try:
-        call = json.loads(text) if len(text) <= LONGEST_CALL else None
-    except (ValueError, RecursionError):  # thousands of brackets are too deep for json
-        call = None
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-        return ToolCall(name="", arguments={}, fault="a call must be a JSON object with a name and arguments")
-    arguments = call.get("arguments", {})
+def value_at(text: str, place: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place, and where it ends. ValueError and RecursionError for none."""
+    # Of a part: an error counts the lines before it, which for many errors in a long text would be quadratic.
+    value, length = DECODER.raw_decode(text[place : place + LONGEST_CALL])
+    return value, place + length
+
+
+def values_at(text: str, place: int) -> tuple[list[Any], int]:
+    """Return the JSON objects that stand at a place, one behind the other or in a list, and where they end.
+
+    ValueError and RecursionError where the first begins as one and is none.
+    """
+    values: list[Any] = []
+    while text.startswith("{" if values else ("{", "["), start := BETWEEN.match(text, place).end()):
+        try:
+            value, end = value_at(text, start)
+        except (ValueError, RecursionError):
+            if not values:
+                raise
+            break
+        place = end
+        if isinstance(value, list):
+            return value, place
+        values.append(value)
+    return values, place
+
+
+def told(error: Exception) -> str:
+    return f"{error} (of at most {LONGEST_CALL} characters)" if isinstance(error, ValueError) else "it is too deep"
+
+
+def faulty(fault: str, name: str = "") -> ToolCall:
+    return ToolCall(name=name, arguments={}, fault=fault)
+
+
+def as_call(value: Any) -> ToolCall:
+    """Return the call that an object of a name and arguments (or parameters, as Llama says) is."""
+    if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
+        return faulty("a call must be a JSON object with a name and arguments")
+    if "arguments" in value and "parameters" in value:
+        return faulty("a call has arguments or parameters, not both", value["name"])
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
-        return ToolCall(name=call["name"], arguments={}, fault="the arguments must be a JSON object")
-    return ToolCall(name=call["name"], arguments=arguments)
+        return faulty("the arguments must be a JSON object", value["name"])
+    identity = value.get("id")
+    return ToolCall(name=value["name"], arguments=arguments, id=identity if isinstance(identity, str) else "")
 
 
 async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
