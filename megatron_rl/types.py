@@ -288,6 +288,8 @@ class Trajectory:
     """Further numbers of the whole sequence, e.g. `greedy_reward`; the parts of a `Reward` come to them."""
     is_cut_off: bool = False
     """It ended for want of room, its last reply or the dialogue: rollout.cut_off says whether it is trained."""
+    split: str = ""
+    """Why it does not continue another trajectory of its episode, though its prompt holds that one's replies."""
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, Reward):

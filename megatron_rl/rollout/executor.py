@@ -535,7 +535,9 @@ class RolloutExecutor:
     def _without_cut_off(
         self, group: TrajectoryBatch | None, result: list[Trajectory], episode: Episode
     ) -> TrajectoryBatch | None:
-        """Count the trajectories that were cut off, and mask them where rollout.cut_off says so."""
+        """Count the trajectories that were cut off or split off, and mask the first where rollout.cut_off says so."""
+        splits = [trajectory.split for trajectory in result if trajectory.split]
+        self._metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})
         count = sum(trajectory.is_cut_off for trajectory in result)
         masks = self._config.cut_off == "mask" and episode.is_training
         self._metrics.add(trajectories=len(result), cut_off=count, masked_cut_offs=count * masks)

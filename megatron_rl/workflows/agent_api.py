@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,6 @@ from megatron_rl.workflows.conversation import Message
 
 Event = tuple[str | None, dict[str, Any]]
 """The name of an event of a stream, where the API names them, and its data."""
-Options = dict[str, tuple[Callable[[Any], bool], str]]
-"""Field -> whether its value can be taken, and the rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +28,8 @@ class Answer:
     thoughts: str | None
     """Its first thoughts, of an API that shows them apart from the reply."""
     reply: LLMResponse
+    stop: str | None = None
+    """The agent's stop string that ended it, which its text is without."""
 
     @property
     def calls(self) -> list[Message]:
@@ -37,7 +37,7 @@ class Answer:
 
     @property
     def is_cut_off(self) -> bool:
-        return not self.calls and self.reply.stop_reason == "length"
+        return not self.calls and self.stop is None and self.reply.stop_reason == "length"
 
 
 class AgentApi(abc.ABC):
@@ -104,13 +104,6 @@ class ReplyStream(abc.ABC):
     @abc.abstractmethod
     def end(self, answer: Answer) -> Iterator[Event]:
         """Tell the calls, and how it ended. All its text has been told."""
-
-
-def check(body: dict[str, Any], options: Options) -> None:
-    """Raise BadRequest for what is not done and would change the reply, and for what is no such option."""
-    for field, (is_right, rule) in options.items():
-        value = body.get(field)
-        require(value is None or is_right(value), field, value, rule)
 
 
 def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:

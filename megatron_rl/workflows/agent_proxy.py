@@ -25,6 +25,7 @@ from megatron_rl.workflows.chat_api import ChatApi
 from megatron_rl.workflows.messages_api import MessagesApi
 from megatron_rl.workflows.responses_api import ResponsesApi
 from megatron_rl.workflows.streamed_text import Progress
+from megatron_rl.workflows.strict_json import read_json
 
 LEAST_BYTES, BYTES_PER_TOKEN = 2**20, 64
 """A request may have so many, and so many more for each token of the context: more text than any dialogue's."""
@@ -33,6 +34,8 @@ SIGN_OF_LIFE_S = 10.0
 COUNTS = "/count_tokens"
 COUNT = MessagesApi.path + COUNTS
 LOOPBACK = "127.0.0.1"
+HUNG_UP = 499
+"""Status of a request whose agent is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ class AgentProxy:
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         try:
-            body = json.loads(await request.read())
+            body = read_json(await request.read())
         except web.HTTPRequestEntityTooLarge as error:
             raise ContextOutgrown(
                 f"the body has more than {self._most_bytes} bytes, and no dialogue of the context's tokens has"
@@ -153,7 +156,15 @@ class AgentProxy:
                 return await stream(request, session, api, body, asked)
             return web.json_response(api.result(body, await session.answer(asked, shows_thoughts=api.shows_thoughts)))
         except Exception as error:
+            if is_hang_up(error, request):
+                return web.Response(status=HUNG_UP)  # which nobody reads
             return refusal(api, *told(error, session))
+
+
+def is_hang_up(error: Exception, request: web.Request) -> bool:
+    """Return whether an error is only that the agent has closed its connection."""
+    is_closed = request.transport is None or request.transport.is_closing()
+    return is_closed and isinstance(error, ConnectionError | web.RequestPayloadError)
 
 
 Told = tuple[int, str, str | None, str | None]
@@ -169,7 +180,7 @@ def told(error: Exception, session: AgentSession) -> Told:
         case ContextOutgrown():  # before RequestRefused, whose kind it is
             session.outgrown = str(error)  # also of a body too large to read, which the session never saw
             return 400, str(error), "messages", "context_length_exceeded"
-        case RequestRefused() | ValueError() | RecursionError():
+        case RequestRefused() | ValueError() | RecursionError() | web.RequestPayloadError():
             return 400, str(error), None, None
         case RuntimeError():  # no server can answer now: clients try again by themselves
             return 503, str(error), None, None
@@ -219,7 +230,7 @@ async def stream(
         await send(told_by.finish(answer))
         await response.write(api.last_line)
     except Exception as error:
-        if not response.prepared:
+        if not response.prepared or is_hang_up(error, request):
             raise
         await response.write(line("error", api.error(*told(error, session))))
     finally:

@@ -5,12 +5,12 @@ A field that is null is as good as none. What has passed here needs no check any
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.workflows.conversation import Message
+from megatron_rl.workflows.strict_json import read_json
 
 
 class BadRequest(Exception):
@@ -43,7 +43,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_stop(value: Any) -> bool:
-    return is_text(value) or (isinstance(value, list) and all(is_text(one) and one for one in value))
+    return (is_text(value) and value != "") or (isinstance(value, list) and all(is_text(one) and one for one in value))
 
 
 def is_tools(value: Any) -> bool:
@@ -64,8 +64,36 @@ def is_format(value: Any) -> bool:
     return is_object(value) and value.get("type") in ("text", "json_schema", "json_object")
 
 
+def is_anything(value: Any) -> bool:
+    return True
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value asks for nothing: 0, false, or an empty text, list or object."""
+    return not value
+
+
 NOT_SUPPORTED = "is not supported; leave it out"
-OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+UNKNOWN = "is no option that is known here, and may change the reply; leave it out"
+Rules = dict[str, tuple[Callable[[Any], bool], str]]
+"""Field -> whether its value can be taken, and the rule."""
+
+
+def taken(*fields: str) -> Rules:
+    """Return the rules of fields that say nothing of the reply's text, or no more than a hint."""
+    return dict.fromkeys(fields, (is_anything, ""))
+
+
+def refused(*fields: str) -> Rules:
+    """Return the rules of fields that would change the reply, and are not done."""
+    return dict.fromkeys(fields, (is_empty, NOT_SUPPORTED))
+
+
+OPTIONS: Rules = {
+    **taken("messages", "user", "metadata", "store", "service_tier", "seed", "prediction", "safety_identifier"),
+    **taken("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "reasoning_effort", "verbosity"),
+    **refused("frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs", "audio", "web_search_options"),
+    **refused("functions", "function_call", "moderation"),
     "model": (is_text, "must be text"),
     "max_completion_tokens": (is_count, "must be a whole number of at least 1"),
     "max_tokens": (is_count, "must be a whole number of at least 1"),
@@ -77,11 +105,13 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (is_truth, "must be true or false"),
     "tools": (is_tools, "must be a list of objects, each with a function that has a name"),
     "n": (lambda value: value == 1, NOT_SUPPORTED),
+    "modalities": (lambda value: value == ["text"], NOT_SUPPORTED),
+    "parallel_tool_calls": (is_truth, "must be true or false"),
     # Of these two `constrained.grammar_of` says what a workflow does with them.
     "tool_choice": (is_choice, NOT_SUPPORTED),
     "response_format": (is_format, NOT_SUPPORTED),
 }
-"""Field -> whether its value can be taken, and the rule. Temperature and top-p are the run's all the same."""
+"""Temperature and top-p are the run's all the same."""
 
 
 def require(is_right: bool, field: str, value: Any, rule: str) -> None:
@@ -89,10 +119,10 @@ def require(is_right: bool, field: str, value: Any, rule: str) -> None:
         raise BadRequest(field, f"{field} = {reprlib.repr(value)}: {rule}")  # a body may have megabytes
 
 
-def check_options(body: dict[str, Any]) -> None:
+def check(body: dict[str, Any], options: Rules) -> None:
     """Raise BadRequest for what is not done and would change the reply, and for what is no such option."""
-    for field, (is_right, rule) in OPTIONS.items():
-        value = body.get(field)
+    for field, value in body.items():
+        is_right, rule = options.get(field, (is_empty, UNKNOWN))
         require(value is None or is_right(value), field, value, rule)
 
 
@@ -101,7 +131,11 @@ def messages_of(body: dict[str, Any]) -> list[Message]:
     messages = body.get("messages")
     is_right = isinstance(messages, list) and bool(messages)
     require(is_right, "messages", messages, "must be a list of one message or more")
-    return [normal(message, f"messages[{number}]") for number, message in enumerate(messages or ())]
+    found = [normal(message, f"messages[{number}]") for number, message in enumerate(messages or ())]
+    # Told by the messages alone: an API of its own has them under another name.
+    rule = "the last one is the assistant's, and beginning a reply for the model is not supported; end with another's"
+    require(found[-1]["role"] != "assistant", "messages", found[-1]["content"], rule)
+    return found
 
 
 def normal(message: Any, field: str) -> Message:
@@ -137,8 +171,8 @@ def normal_call(call: Any, field: str) -> Message:
     require(all(map(is_text, texts)), field, call, "must have an id and a function with name and arguments, all text")
     identity, name, arguments = texts
     try:
-        is_right = is_object(json.loads(arguments))
-    except ValueError:
+        is_right = is_object(read_json(arguments))
+    except (ValueError, RecursionError):
         is_right = False
     require(is_right, f"{field}.function.arguments", arguments, "must be the text of a JSON object")
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -151,7 +185,8 @@ def as_rendered(messages: list[Message]) -> list[Message]:
     for message in messages:
         if calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]
-            calls = [{"type": "function", "function": f | {"arguments": json.loads(f["arguments"])}} for f in functions]
+            given = [function | {"arguments": read_json(function["arguments"])} for function in functions]
+            calls = [call | {"function": function} for call, function in zip(calls, given, strict=True)]
             message = message | {"tool_calls": calls}
         rendered.append(message)
     return rendered

@@ -1,20 +1,22 @@
 """One run of an agent: the dialogues that it leads, and the tokens they are made of.
 
 A request whose messages begin with those of an earlier request, and the reply that it got, continues that one's tokens:
-nothing that was generated is tokenised again. One that does not is a dialogue of its own. Each generated token is
-trained in one trajectory only, also where an agent goes back and takes another way.
+nothing that was generated is tokenised again. Messages are compared in their canonical form (`agent_history`). One that
+does not is a dialogue of its own. Each generated token is trained in one trajectory only, also where an agent goes back
+and takes another way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import hashlib
+import dataclasses
 import json
 import secrets
+import string
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,19 +26,23 @@ from megatron_rl.api import ContextOutgrown, InferenceEngine
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.agent_api import Answer
-from megatron_rl.workflows.agent_request import as_rendered, check_options, messages_of, normal
+from megatron_rl.workflows.agent_history import Beginning, History, beginnings
+from megatron_rl.workflows.agent_request import OPTIONS, as_rendered, check, messages_of, normal
 from megatron_rl.workflows.constrained import grammar_of
 from megatron_rl.workflows.conversation import ChatTemplate, Conversation, Message
 from megatron_rl.workflows.multi_turn import within
-from megatron_rl.workflows.streamed_text import THINK, Progress, split_thoughts, sure_parts
+from megatron_rl.workflows.streamed_text import HALF, Progress, split_thoughts, sure_parts, up_to
 from megatron_rl.workflows.tool_formats import ToolFormat, text_arguments
-from megatron_rl.workflows.tools import ToolCall
+from megatron_rl.workflows.tools import THINK, THOUGHT, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EDGE_TOKENS = 16
 """Of a prompt's end, and a reply's beginning, in which a thought may be opened."""
+THOUGHTS = (THINK, THOUGHT)
+ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
+"""Of a call's id: some chat templates take no others."""
 INLINE_CHARACTERS = 8192
 """Longer ones are rendered and tokenised in a thread, as that takes longer than a few milliseconds."""
 
@@ -69,6 +75,8 @@ class Line:
     """A dialogue as far as it has come. All its states share it: each with tokens of its own would be quadratic."""
 
     conversation: Conversation
+    split: str
+    """Why it continues no earlier dialogue, or shares its beginning with one; empty for a first request."""
 
 
 @dataclass
@@ -80,7 +88,13 @@ class State:
     """Tokens of the line up to here."""
     replies: int
     last_reply: list[int]
+    name: str
+    """The exact one of its messages, of which other dialogues may have the same canonical form."""
     is_continued: bool = False
+
+    def trajectory(self, reward: float, **sequence: float) -> Trajectory:
+        made = self.line.conversation.trajectory(reward, turns=self.replies, **sequence)
+        return dataclasses.replace(made, split=self.line.split)
 
     def fork(self) -> Conversation:
         copy = self.line.conversation.fork(self.length)
@@ -109,6 +123,8 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._rid = uuid.uuid4().hex
         self._states: dict[str, list[State]] = {}
+        """By the canonical names of their messages."""
+        self._history = History()
         self._replied: list[State] = []
         """After each reply, in the order in which they came."""
         self._asked: Counter[str] = Counter()
@@ -124,16 +140,12 @@ class AgentSession:
         if not isinstance(reward, list):
             for tip in tips:
                 tip.line.conversation.earn(reward)  # all trajectories of a run have the same columns
-            return [tip.line.conversation.trajectory(reward, turns=tip.replies, **sequence) for tip in tips]
+            return [tip.trajectory(reward, **sequence) for tip in tips]
         if len(reward) != len(self._replied):
             raise ValueError(f"{len(reward)} rewards for {len(self._replied)} replies: must be one for each.")
         for state, own in zip(self._replied, reward, strict=True):
             state.line.conversation.earn(own, end=state.length)
-        dialogues = [(tip.line.conversation, tip.replies) for tip in tips]
-        return [
-            dialogue.trajectory(sum(own for _, own in dialogue.earned or []), turns=replies, **sequence)
-            for dialogue, replies in dialogues
-        ]
+        return [tip.trajectory(sum(own for _, own in tip.line.conversation.earned or []), **sequence) for tip in tips]
 
     async def close(self) -> None:
         """End what is generated for it, and answer nothing any more."""
@@ -180,24 +192,29 @@ class AgentSession:
         """Return the tokens of what a request asks with."""
         return len((await self._prompt(body))[0])
 
-    async def _prompt(self, body: dict[str, Any]) -> tuple[Conversation, State | None, list[str]]:
-        """Return the dialogue up to the reply, the state that it continues, and the names of its beginnings."""
-        check_options(body)
+    async def _prompt(self, body: dict[str, Any]) -> tuple[Conversation, State | None, list[Message]]:
+        """Return the dialogue up to the reply, the state that it continues, and its messages."""
+        check(body, OPTIONS)
         messages, tools = messages_of(body), tools_of(body)
-        names = prefix_names(messages, tools)
+        names = beginnings(messages, tools)
         parent, kept = self._continued(names)
         if parent is None:
             asked = {"messages": as_rendered(messages), "tools": tools}
-            return Conversation(await self._tokens(asked, partial(self.options.template.opening, asked))), None, names
+            return (
+                Conversation(await self._tokens(asked, partial(self.options.template.opening, asked))),
+                None,
+                messages,
+            )
         conversation = parent.fork()
         added, reply_ids = as_rendered(messages[kept:]), conversation.last_reply
         with self._marking(parent):
             conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
-        return conversation, parent, names
+        return conversation, parent, messages
 
     async def _complete(self, body: dict[str, Any], shows_thoughts: bool, progress: Progress | None) -> Answer:
-        conversation, parent, names = await self._prompt(body)
-        tools = tools_of(body)
+        conversation, parent, messages = await self._prompt(body)
+        tools, stops = tools_of(body), stops_of(body)
+        names = beginnings(messages, tools)
         form, decode = self.options.tools, self.options.tokenizer.decode
         # Some templates open a thought themselves.
         is_opened = decode(conversation.ids[-EDGE_TOKENS:]).rstrip().endswith(THINK)
@@ -208,37 +225,46 @@ class AgentSession:
 
         def grown(ids: list[int]) -> None:
             assert progress is not None
-            text, may_call = form.text(self.options.tokenizer, ids), form if tools else None
+            text = up_to(form.text(self.options.tokenizer, ids, keeps=THOUGHTS).rstrip(HALF), stops)
             is_open = shows_thoughts and thinks(ids)
-            progress.grown(*sure_parts(text, is_open=is_open, shows_thoughts=shows_thoughts, tools=may_call))
+            thoughts, said = sure_parts(
+                text, is_open=is_open, shows_thoughts=shows_thoughts, tools=form if tools else None
+            )
+            progress.grown(thoughts, said if shows_thoughts else self._without_special(said))
 
         grammar = grammar_of(body, tools, form, choice=self.options.constrained, is_opened=is_opened)
         with self._marking(parent):
-            reply = await self._generate(conversation, body, names[-1], progress, grown, grammar)
+            reply = await self._generate(conversation, body, names[-1].exact, progress, grown, grammar)
         conversation.take(reply, is_trained=grammar is None)
         # Asked behind the await: agents ask in parallel, and of several requests that continue one state the first to
         # come back takes its line along. The others are lines of their own, without the tokens that it trains.
         if parent is None or parent.is_continued:
             conversation.leave_out_before(0 if parent is None else parent.length)
-            line = Line(conversation)
+            line = Line(conversation, self._history.reason(names, messages))
         else:
             parent.is_continued, line = True, parent.line
             line.conversation = conversation  # the line's other states are its beginnings, which stay as they are
         # Named as it will come back in the next request, whatever the agent's client adds to it or leaves out.
-        answer = self._answer(reply, tools, shows_thoughts=shows_thoughts, is_open=thinks(reply.output_tokens))
-        name = name_after(names[-1], normal(answer.message, "reply"))
-        state = State(line, len(conversation), conversation.replies, conversation.last_reply)
-        self._states.setdefault(name, []).append(state)
+        answer = self._answer(reply, body, shows_thoughts=shows_thoughts, is_open=thinks(reply.output_tokens))
+        whole = [*messages, normal(answer.message, "reply")]
+        names = beginnings(whole, tools)
+        self._history.add(names, whole)
+        state = State(line, len(conversation), conversation.replies, conversation.last_reply, names[-1].exact)
+        self._states.setdefault(names[-1].canonical, []).append(state)
         self._replied.append(state)
         self.last_reply = reply
         return answer
 
-    def _continued(self, names: list[str]) -> tuple[State | None, int]:
-        """Return the state with the most of these messages, and how many that is; one nobody has continued first."""
+    def _continued(self, names: list[Beginning]) -> tuple[State | None, int]:
+        """Return the state with the most of these messages, and how many that is.
+
+        Of several the one with the very same messages comes first, then one that nobody has continued.
+        """
         # Never the whole request: its last message is what the agent has to say.
         for kept in range(len(names) - 1, 0, -1):
-            if states := self._states.get(names[kept - 1]):
-                return min(states, key=lambda state: state.is_continued), kept
+            if states := self._states.get(names[kept - 1].canonical):
+                exact = names[kept - 1].exact
+                return min(states, key=lambda state: (state.name != exact, state.is_continued)), kept
         return None, 0
 
     @contextmanager
@@ -253,7 +279,7 @@ class AgentSession:
 
     async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
         """Render and tokenise what an agent said, not on the event loop where that takes long."""
-        characters = sum(map(len, texts_in(rendered)))
+        characters = len(json.dumps(rendered, ensure_ascii=False))  # templates write keys and numbers, too
         # Refused by its length alone: to tokenise megabytes takes seconds.
         if characters > self.options.max_tokens * self.options.longest_token:
             raise ContextOutgrown(
@@ -277,10 +303,9 @@ class AgentSession:
                 f"messages: have {len(conversation)} tokens, and the context is {self.options.max_tokens}"
             )
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        stop = body.get("stop") or []
         gconfig = within(self.options.gconfig, min(room, asked))
         # Temperature and top-p stay the run's: the trainer's log-probabilities are those of its config.
-        gconfig = gconfig.new(stop=[*gconfig.stop, *([stop] if isinstance(stop, str) else stop)])
+        gconfig = gconfig.new(stop=[*gconfig.stop, *stops_of(body)])
         # Agents ask in parallel, so a number in the order of asking would not be the same after a restart.
         self._asked[name] += 1
         metadata = {}
@@ -294,46 +319,63 @@ class AgentSession:
             request.on_tokens = partial(asyncio.get_running_loop().call_soon_threadsafe, grown)
         return await self.engine.agenerate(request)
 
-    def _answer(
-        self, reply: LLMResponse, tools: list[Message] | None, *, shows_thoughts: bool, is_open: bool
-    ) -> Answer:
-        text = self.options.tools.text(self.options.tokenizer, reply.output_tokens)
+    def _answer(self, reply: LLMResponse, body: dict[str, Any], *, shows_thoughts: bool, is_open: bool) -> Answer:
+        """Return what the agent is told of a reply. is_open: a thought was opened before it, or as it begins."""
+        form, tools = self.options.tools, tools_of(body)
+        text, stop = until_stop(form.text(self.options.tokenizer, reply.output_tokens, keeps=THOUGHTS), stops_of(body))
         thoughts, said = split_thoughts(text, is_open=is_open) if shows_thoughts else (None, text)
-        content, calls = self.options.tools.split(said, text_arguments(tools)) if tools else (said, [])
-        if not calls or any(call.fault for call in calls):  # the agent sees what was said in place of a call
-            message: Message = {"role": "assistant", "content": said}
-        else:
-            message = {"role": "assistant", "content": content, "tool_calls": list(map(tool_call, calls))}
-        return Answer(message=message, thoughts=thoughts, reply=reply)
+        # Calls in a thought are drafts; where it is told with the reply, it is opened again for the parser.
+        opening = THINK if is_open and not shows_thoughts and not said.lstrip().startswith(THINK) else ""
+        content, calls = form.split(opening + said, text_arguments(tools)) if tools else (said, [])
+        is_one = body.get("parallel_tool_calls") is not False or len(calls) == 1
+        # The agent sees what was said in place of a call.
+        if not calls or any(call.fault for call in calls) or not is_one:
+            content, calls = opening + said, []
+        content = content.removeprefix(opening)
+        if calls:
+            content = content.strip()
+        if not shows_thoughts:
+            content = self._without_special(content)
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = list(told_calls(calls))
+        return Answer(message=message, thoughts=thoughts, reply=reply, stop=stop)
+
+    def _without_special(self, text: str) -> str:
+        """Leave out the marks of thoughts that are special tokens, as decoding leaves out others."""
+        special = {str(added) for added in self.options.tokenizer.added_tokens_decoder.values() if added.special}
+        for mark in special.intersection(THOUGHTS):
+            text = text.replace(mark, "")
+        return text
 
 
 def tools_of(body: dict[str, Any]) -> list[Message] | None:
     return body.get("tools") if body.get("tool_choice") != "none" else None
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Go through all texts of a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(part)
+def stops_of(body: dict[str, Any]) -> list[str]:
+    stop = body.get("stop") or []
+    return [stop] if isinstance(stop, str) else stop
 
 
-def name_after(name: str, message: Message) -> str:
-    return hashlib.sha256((name + json.dumps(message, sort_keys=True)).encode()).hexdigest()
+def until_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Return the text up to the stop string that comes first in it, and that one."""
+    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not found:
+        return text, None
+    place, stop = min(found)
+    return text[:place], stop
 
 
-def prefix_names(messages: list[Message], tools: list[Message] | None) -> list[str]:
-    """Return a name for each beginning of the dialogue: of the first message, of the first two, and so on."""
-    # The template renders the tools into the dialogue's beginning: with others it is another dialogue.
-    names, name = [], hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode()).hexdigest()
-    for message in messages:
-        name = name_after(name, message)
-        names.append(name)
-    return names
+def told_calls(calls: Iterable[ToolCall]) -> Iterator[Message]:
+    """Go through calls as chat completions have them, with the policy's ids where it gave them."""
+    ids: set[str] = set()
+    for call in calls:
+        identity = call.id if call.id and call.id not in ids else new_call_id()
+        ids.add(identity)
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, allow_nan=False)}
+        yield {"id": identity, "type": "function", "function": function}
 
 
-def tool_call(call: ToolCall) -> Message:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+def new_call_id() -> str:
+    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))

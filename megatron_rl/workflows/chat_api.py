@@ -28,13 +28,15 @@ class ChatApi(AgentApi):
         return body
 
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        choice = {"index": 0, "message": answer.message, "finish_reason": finish_of(answer), "logprobs": None}
-        if body.get("logprobs"):
-            choice["logprobs"] = {"content": token_logprobs(self.tokenizer, answer.reply)}
+        choice = {"index": 0, "message": answer.message, "finish_reason": finish_of(answer)}
+        choice["logprobs"] = self.logprobs(body, answer)
         return head(body) | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer.reply)}
 
+    def logprobs(self, body: dict[str, Any], answer: Answer) -> dict[str, Any] | None:
+        return {"content": token_logprobs(self.tokenizer, answer.reply)} if body.get("logprobs") else None
+
     def stream(self, body: dict[str, Any]) -> ReplyStream:
-        return ChatStream(body)
+        return ChatStream(self, body)
 
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -42,10 +44,10 @@ class ChatApi(AgentApi):
 
 
 class ChatStream(ReplyStream):
-    def __init__(self, body: dict[str, Any]) -> None:
+    def __init__(self, api: ChatApi, body: dict[str, Any]) -> None:
         super().__init__()
         self._head = head(body) | {"object": "chat.completion.chunk"}
-        self._body = body
+        self._api, self._body = api, body
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> Event:
         return None, self._head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
@@ -59,7 +61,9 @@ class ChatStream(ReplyStream):
     def end(self, answer: Answer) -> Iterator[Event]:
         if answer.calls:
             yield self._chunk({"tool_calls": [{"index": number} | call for number, call in enumerate(answer.calls)]})
-        yield self._chunk({}, finish_of(answer))
+        name, chunk = self._chunk({}, finish_of(answer))
+        chunk["choices"][0]["logprobs"] = self._api.logprobs(self._body, answer)
+        yield name, chunk
         if (self._body.get("stream_options") or {}).get("include_usage"):
             yield None, self._head | {"choices": [], "usage": usage_of(answer.reply)}
 
@@ -69,7 +73,7 @@ def head(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish_of(answer: Answer) -> str:
-    return "tool_calls" if answer.calls else answer.reply.stop_reason
+    return "tool_calls" if answer.calls else "length" if answer.is_cut_off else "stop"
 
 
 def usage_of(reply: LLMResponse) -> dict[str, int]:

@@ -10,26 +10,38 @@ from megatron_rl.workflows.agent_api import (
     AgentApi,
     Answer,
     Event,
-    Options,
     ReplyStream,
-    check,
     functions,
     new_id,
     text_of,
 )
 from megatron_rl.workflows.agent_request import (
     NOT_SUPPORTED,
+    Rules,
+    check,
     is_choice,
     is_count,
     is_number,
     is_object,
     is_text,
     is_truth,
+    refused,
     require,
+    taken,
 )
 from megatron_rl.workflows.conversation import Message
 
-OPTIONS: Options = {
+
+def keeps_all(value: Any) -> bool:
+    """Return whether edits of the context leave all of it there."""
+    edits = value.get("edits") or [] if is_object(value) else [None]
+    return all(is_object(edit) and edit.get("keep") == "all" for edit in edits)
+
+
+OPTIONS: Rules = {
+    **taken("messages", "system", "tools", "metadata", "service_tier", "cache_control", "inference_geo", "speed"),
+    **taken("user_profile_id", "betas", "diagnostics", "fallbacks"),
+    **refused("top_k", "container", "mcp_servers", "output_format"),
     "model": (is_text, "must be text"),
     "max_tokens": (is_count, "must be a whole number of at least 1"),
     "temperature": (is_number, "must be a number"),
@@ -40,6 +52,11 @@ OPTIONS: Options = {
         "must be a list of texts that are not empty",
     ),
     "thinking": (is_object, "must be an object"),
+    "context_management": (keeps_all, "must keep all of the context; leave it out"),
+    "output_config": (
+        lambda value: is_object(value) and not value.get("format"),
+        "must be an object without a format, which is not supported",
+    ),
     "tool_choice": (lambda value: is_object(value) and is_choice(chosen(value)), NOT_SUPPORTED),
 }
 ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 503: "overloaded_error"}
@@ -68,12 +85,14 @@ class MessagesApi(AgentApi):
             "tool_choice": chosen(body.get("tool_choice") or {}),
             "max_tokens": body.get("max_tokens"),
             "stop": body.get("stop_sequences"),
+            "parallel_tool_calls": not (body.get("tool_choice") or {}).get("disable_parallel_tool_use"),
         }
 
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
         return opened(body, answer.reply.input_len) | {
             "content": blocks_of(answer),
             "stop_reason": stop_reason_of(answer),
+            "stop_sequence": stop_sequence_of(answer),
             "usage": {"input_tokens": answer.reply.input_len, "output_tokens": answer.reply.output_len},
         }
 
@@ -111,7 +130,7 @@ class MessagesStream(ReplyStream):
             yield from self._block("tool_use", {"id": call["id"], "name": function["name"], "input": {}}, is_new=True)
             yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
         yield from self._close()
-        delta = {"stop_reason": stop_reason_of(answer), "stop_sequence": None}
+        delta = {"stop_reason": stop_reason_of(answer), "stop_sequence": stop_sequence_of(answer)}
         yield event("message_delta", delta=delta, usage={"output_tokens": answer.reply.output_len})
         yield event("message_stop")
 
@@ -158,7 +177,13 @@ def opened(body: dict[str, Any], input_len: int) -> dict[str, Any]:
 
 
 def stop_reason_of(answer: Answer) -> str:
-    return "tool_use" if answer.calls else "max_tokens" if answer.is_cut_off else "end_turn"
+    if answer.calls:
+        return "tool_use"
+    return "max_tokens" if answer.is_cut_off else "end_turn" if answer.stop is None else "stop_sequence"
+
+
+def stop_sequence_of(answer: Answer) -> str | None:
+    return None if answer.calls else answer.stop
 
 
 def blocks_of(answer: Answer) -> list[dict[str, Any]]:

@@ -10,15 +10,15 @@ from megatron_rl.workflows.agent_api import (
     AgentApi,
     Answer,
     Event,
-    Options,
     ReplyStream,
-    check,
     functions,
     new_id,
     text_of,
 )
 from megatron_rl.workflows.agent_request import (
     NOT_SUPPORTED,
+    Rules,
+    check,
     is_choice,
     is_count,
     is_format,
@@ -26,12 +26,18 @@ from megatron_rl.workflows.agent_request import (
     is_object,
     is_text,
     is_truth,
+    refused,
     require,
+    taken,
 )
 from megatron_rl.workflows.conversation import Message
 
 TEXTS = ("input_text", "output_text", "text")
-OPTIONS: Options = {
+OPTIONS: Rules = {
+    **taken("input", "tools", "metadata", "user", "store", "service_tier", "reasoning", "stream_options"),
+    **taken("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"),
+    **taken("max_tool_calls"),  # of tools that the service runs itself
+    **refused("top_logprobs", "context_management", "moderation", "conversation", "prompt"),
     "model": (is_text, "must be text"),
     "instructions": (is_text, "must be text"),
     "previous_response_id": (is_text, "must be text"),
@@ -40,8 +46,12 @@ OPTIONS: Options = {
     "top_p": (is_number, "must be a number"),
     "stream": (is_truth, "must be true or false"),
     "background": (lambda value: value is False, NOT_SUPPORTED),
-    "conversation": (lambda value: False, NOT_SUPPORTED),
-    "prompt": (lambda value: False, NOT_SUPPORTED),
+    "include": (
+        lambda value: isinstance(value, list) and "message.output_text.logprobs" not in value,
+        "must be a list without message.output_text.logprobs",
+    ),
+    "truncation": (lambda value: value == "disabled", "must be disabled: nothing of a dialogue is left out"),
+    "parallel_tool_calls": (is_truth, "must be true or false"),
     "tool_choice": (lambda value: is_choice(chosen(value)), NOT_SUPPORTED),
     "text": (
         lambda value: is_object(value) and is_format(value.get("format") or {"type": "text"}),
@@ -75,6 +85,7 @@ class ResponsesApi(AgentApi):
             "tool_choice": chosen(body.get("tool_choice")),
             "response_format": format_of(body.get("text")),
             "max_completion_tokens": body.get("max_output_tokens"),
+            "parallel_tool_calls": body.get("parallel_tool_calls"),
         }
 
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
@@ -200,7 +211,7 @@ def opened(body: dict[str, Any]) -> dict[str, Any]:
         "incomplete_details": None,
         "model": body.get("model") or "policy",
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "usage": None,
