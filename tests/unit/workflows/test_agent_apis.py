@@ -2,8 +2,11 @@
 
 import asyncio
 import ipaddress
+import itertools
 import json
+import socket
 import ssl
+import struct
 import subprocess
 import threading
 import urllib.error
@@ -197,6 +200,7 @@ def test_a_response_that_is_cut_off_says_so(tokenizer):
         ("messages", {"messages": QUESTION, "max_tokens": "3"}, "max_tokens = '3': must be a whole number"),
         ("messages", {"messages": QUESTION, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ("messages", {"messages": QUESTION, "tools": [{"name": "f"}]}, "tools[0]"),
+        ("messages", {"messages": QUESTION, "temperature": float("inf")}, "Infinity is no JSON"),
         ("messages", {"messages": QUESTION, "system": [{"type": "image"}]}, "system[0]"),
     ],
 )
@@ -284,6 +288,33 @@ def test_what_an_agent_hangs_up_on_is_no_longer_generated(tokenizer):
             wait_until(lambda: len(ended) == len(begun), streams)
 
     run(agent, RecordingEngine(tokenizer, before=endless))
+
+
+def test_a_client_that_hangs_up_early_leaves_no_traceback(tokenizer, caplog):
+    served = []
+
+    async def slow(request):
+        served.append(request)
+        await asyncio.sleep(0.05)
+
+    def agent(base_url, api_key, data):
+        port = int(base_url.split(":")[2].split("/")[0])
+        for path, stream in itertools.product(["chat/completions", "messages"], [False, True]):
+            body = json.dumps({"messages": data["messages"], "stream": stream}).encode()
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n".encode()
+            whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            long = head + b"Content-Length: 900000\r\n\r\n" + b" " * 300_000
+            chunked = head + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"
+            for sent, resets in itertools.product([head, whole[:-9], whole, long, chunked], [False, True]):
+                with socket.create_connection(("127.0.0.1", port)) as client:
+                    client.sendall(sent)
+                    if resets:
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client = of_openai(base_url, api_key)
+        return float(len(client.chat.completions.create(model="policy", messages=data["messages"]).choices))
+
+    (trajectory, *_) = run(agent, RecordingEngine(tokenizer, before=slow))
+    assert trajectory.reward == 1.0 and not [record for record in caplog.records if record.exc_info], caplog.text
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from megatron_rl.workflows.tools import Calculator, Search, ToolError, calculate
 from tests.kit.examples import max_examples
 from tests.kit.http import Answer, answered_by
 from tests.kit.replies import RecordingEngine, check_trajectory
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m-instruct"
 
@@ -328,6 +328,50 @@ def test_a_reply_of_many_calls_runs_the_first_and_hears_of_the_others():
     turn = asyncio.run(ToolUse({}, tools=[Note()]).step(reply, None))
     assert ran == list(range(MOST_CALLS)) and len(turn.messages) == MOST_CALLS + 1
     assert turn.messages[-1]["content"].startswith(f"error: a reply has at most {MOST_CALLS} calls")
+
+
+DRAFT = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("reply", "ran"),
+    [
+        (f"<think>maybe {DRAFT}</think>42", []),
+        (f"maybe {DRAFT}</think>42", []),
+        (f"<think>maybe {DRAFT}", []),
+        (f"so <think>{DRAFT}</think>42", []),
+        (f"<think>maybe {DRAFT}</think>{DRAFT.replace('1', '2')}", ["2"]),
+        (DRAFT.replace('"1"', '"</think>"'), ["</think>"]),
+        (DRAFT.replace('"1"', '"<think>"'), ["<think>"]),
+    ],
+)
+def test_an_answer_behind_a_drafted_call_is_scored_and_the_draft_is_not_run(reply, ran):
+    expressions = []
+
+    class Note(Calculator):
+        async def __call__(self, expression):
+            expressions.append(expression)
+            return "1"
+
+    async def score():
+        return 0.75
+
+    turn = asyncio.run(ToolUse({}, tools=[Note()]).step(reply, score))
+    assert expressions == ran and (turn.reward, bool(turn.messages)) == ((0.0, True) if ran else (0.75, False))
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_call_in_a_thought_that_the_prompt_has_opened_is_not_run(is_special):
+    tokenizer = make_tokenizer(CHAT_TEMPLATE.replace("{% if enable_thinking %}", "{% if true %}"))
+    tokenizer.add_tokens(["</think>"], special_tokens=is_special)
+    replies = iter([f"maybe {DRAFT}</think>{DRAFT}<eos>", f"maybe {DRAFT} and so on<eos>"])
+    engine = RecordingEngine(tokenizer, script=lambda _: next(replies))
+    reward = lambda **_: 0.5  # noqa: E731
+    workflow = ToolUseWorkflow(
+        reward, GenerationConfig(max_new_tokens=200), tokenizer, {Calculator: {}}, max_tokens=900
+    )
+    (trajectory,) = run(workflow, engine, **asked("What is 1?"))
+    assert (trajectory.reward, trajectory.sequence["turns"]) == (0.5, 2), "the second reply calls nothing: it is scored"
 
 
 def test_what_a_call_says_can_always_be_tokenised(tokenizer):
