@@ -132,8 +132,7 @@ def messages_of(body: dict[str, Any]) -> list[Message]:
     is_right = isinstance(messages, list) and bool(messages)
     require(is_right, "messages", messages, "must be a list of one message or more")
     found = [normal(message, f"messages[{number}]") for number, message in enumerate(messages or ())]
-    # Told by the messages alone: an API of its own has them under another name.
-    rule = "the last one is the assistant's, and beginning a reply for the model is not supported; end with another's"
+    rule = "the last one is the assistant's, and to continue it is not supported; end with a user's or a tool's message"
     require(found[-1]["role"] != "assistant", "messages", found[-1]["content"], rule)
     return found
 

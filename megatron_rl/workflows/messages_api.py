@@ -40,8 +40,9 @@ def keeps_all(value: Any) -> bool:
 
 OPTIONS: Rules = {
     **taken("messages", "system", "tools", "metadata", "service_tier", "cache_control", "inference_geo", "speed"),
-    **taken("user_profile_id", "betas", "diagnostics", "fallbacks"),
-    **refused("top_k", "container", "mcp_servers", "output_format"),
+    **taken("user_profile_id", "workspace_id", "billing_policy", "betas", "diagnostics", "fallbacks"),
+    **taken("fallback_credit_token"),
+    **refused("top_k", "container", "mcp_servers", "output_format", "compaction", "thread"),
     "model": (is_text, "must be text"),
     "max_tokens": (is_count, "must be a whole number of at least 1"),
     "temperature": (is_number, "must be a number"),

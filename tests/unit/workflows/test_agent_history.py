@@ -1,6 +1,7 @@
 """Sessions without a process: what an agent is told of a reply, and which of its requests continue a dialogue."""
 
 import asyncio
+import importlib
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from megatron_rl.api import ContextOutgrown
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.workflows import agent_request, messages_api, responses_api
 from megatron_rl.workflows.agent_request import BadRequest
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.chat_api import ChatApi
@@ -313,6 +315,31 @@ def test_an_option_that_would_change_the_reply_is_refused_by_its_name(tokenizer,
 @pytest.mark.parametrize("name", API_NAMES)
 def test_options_that_change_nothing_are_taken(tokenizer, name):
     assert ask(session_of(tokenizer, "42<eos>"), apis(tokenizer)[name], body_of(name, **TAKEN[name]))
+
+
+@pytest.mark.parametrize(
+    ("options", "client", "path"),
+    [
+        (agent_request.OPTIONS, "openai", "types.chat.completion_create_params:CompletionCreateParamsBase"),
+        (responses_api.OPTIONS, "openai", "types.responses.response_create_params:ResponseCreateParamsBase"),
+        (messages_api.OPTIONS, "anthropic", "types.message_create_params:MessageCreateParamsBase"),
+    ],
+)
+def test_every_option_of_the_published_clients_is_taken_or_refused_by_name(options, client, path):
+    pytest.importorskip(client, reason=f"the {client} client is not installed: pip install {client}")
+    module, _, name = path.partition(":")
+    published = getattr(importlib.import_module(f"{client}.{module}"), name)
+    fields = {field for kind in published.__mro__ for field in getattr(kind, "__annotations__", {})}
+    assert len(fields) > 10 and fields <= options.keys()
+
+
+def test_log_probabilities_are_streamed_to_agents_that_ask(tokenizer):
+    session, api = session_of(tokenizer, "42<eos>"), ChatApi(tokenizer)
+    body = {"messages": [QUESTION], "logprobs": True}
+    events = list(api.stream(body).finish(asyncio.run(session.answer(body))))
+    given = [event["choices"][0].get("logprobs") for _, event in events]
+    (reply,) = [reply for _, reply in session.engine.served]
+    assert [entry["logprob"] for entry in given[-1]["content"]] == reply.output_logprobs
 
 
 @pytest.mark.parametrize("name", API_NAMES)
