@@ -192,6 +192,8 @@ class TagForm:
                     key = tag.name or key
                     value = inner.removeprefix("\n").removesuffix("\n") if tag.name else inner
                     call, parameters = found[-1], texts.get(found[-1].name)
+                    if not key:
+                        faults[len(found) - 1] = "an argument has no name"
                     if key in call.arguments:
                         faults[len(found) - 1] = f"the argument {key[:100]!r} stands there twice"
                     if self.swallows(value, parameters):

@@ -207,6 +207,24 @@ def is_json(text):
         ("mistral", "[TOOL_CALLS] no JSON"),
         ("mistral", "[TOOL_CALLS]add[ARGS]{"),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": 5}]'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"count": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}} and so on</tool_call>'),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1<parameter=b>2</parameter></function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=>1</parameter></function></tool_call>"),
+        (
+            "qwen3_coder",
+            "<tool_call><function=add><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+        ),
+        (
+            "glm",
+            "<tool_call>add<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value></tool_call>",
+        ),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>"),
+        ("glm", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+        ("llama", "<|python_tag|>add.call()"),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"count": 1e999}'),
     ],
 )
 def test_a_call_that_cannot_be_read_has_its_fault(form, text):
@@ -218,6 +236,32 @@ def test_a_call_that_cannot_be_read_has_its_fault(form, text):
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_answer_without_a_call_is_left_as_it_is(form, text):
     assert FORMATS[form].split(text, {}) == (text, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "x", "parameters": {}}', '{"name": "add"}', '{"name": "add", "count": 1}', '[{"name": "add"}]'],
+)
+def test_an_answer_in_json_that_has_a_name_is_no_call(text):
+    assert FORMATS["llama"].split(text, text_arguments(TOOLS)) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "names", "kept"),
+    [
+        ("hermes", '<tool_call>{"name": "a", "arguments": {}}, {"name": "b"}</tool_call> so', ["a", "b"], "so"),
+        ("hermes", '<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>', ["a", "b"], ""),
+        ("hermes", '<tool_call>{"name": "a"}<tool_call>{"name": "b"}', ["a", "b"], ""),
+        ("qwen3_coder", "<tool_call><function=a></function><function=b></function></tool_call> so", ["a", "b"], "so"),
+        ("glm", "<tool_call>a</tool_call> and <tool_call>b\n</tool_call> so", ["a", "b"], "and  so"),
+        ("llama", '{"name": "add", "parameters": {}}, {"name": "add", "parameters": {}} so', ["add", "add"], "so"),
+        ("mistral", "[TOOL_CALLS]a[ARGS]{}, b[ARGS]{} so", ["a", "b"], "so"),
+        ("mistral", '[TOOL_CALLS] [{"name": "a"}, {"name": "b"}] so', ["a", "b"], "so"),
+    ],
+)
+def test_several_calls_in_a_block_and_text_behind_them_are_all_read(form, text, names, kept):
+    found, calls = FORMATS[form].split(text, text_arguments(TOOLS))
+    assert ([call.name for call in calls], found) == (names, kept) and not any(call.fault for call in calls)
 
 
 UNITS = ["<tool_call>", "<tool_call></tool_call>", "<function=", "<parameter=", "<function=f>", "<parameter=a>", ">"]
