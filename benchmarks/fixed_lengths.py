@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.types import LLMRequest
 from megatron_rl.workflows import RLVRWorkflow
-from megatron_rl.workflows.scoring import prompt_ids
+from megatron_rl.workflows.rendering import prompt_ids
 
 
 class FixedLengths(RLVRWorkflow):

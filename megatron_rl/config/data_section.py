@@ -9,6 +9,14 @@ from typing import Any
 from megatron_rl.config.rules import Section, above, at_least, one_of, refuse, ruled, within
 
 MIXTURE = "mixture"
+TAKEN = frozenset(
+    (
+        *("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Arguments of a template's rendering that are no variable of the template, or the trainer's own."""
 BLOCK = 1000
 """Prompts over which a mixture has its shares."""
 
@@ -35,6 +43,14 @@ class DataConfig(Section, name="data"):
     evaluation: str = ""
     """Held-out prompts, named like `train`; empty evaluates nothing."""
     evaluation_args: dict[str, Any] = field(default_factory=dict)
+    template_args: dict[str, Any] = ruled(
+        "must be arguments of the model's chat template, such as enable_thinking; the trainer gives it messages, tools "
+        "and whether a reply follows",
+        lambda args: all(isinstance(name, str) for name in args) and not TAKEN & set(args),
+        default={},
+    )
+    """Arguments that the model's chat template is given wherever messages are rendered: prompts, answers, pairs,
+    evaluation and agents. A row's `chat_template_kwargs` win over them."""
     shuffle: bool = True
     max_prompt_tokens: int = at_least(0, default=0, hint="0 leaves out none")
     """Leave out training prompts with more; 0 leaves out none, and one that does not fit the context is an error."""

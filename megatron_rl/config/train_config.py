@@ -97,6 +97,12 @@ class TrainConfig:
                 f"data.max_tokens = {self.data.max_tokens}: counts the tokens of replies too, and the prompts of RL "
                 f"bring none; set data.max_prompt_tokens, or leave it out."
             )
+        thinks, own = self.data.template_args.get("enable_thinking"), self.rollout.workflow_args.get("enable_thinking")
+        if thinks is not None and own is not None and thinks != own:
+            raise ValueError(
+                f"data.template_args.enable_thinking = {thinks}: rollout.workflow_args.enable_thinking is {own}; leave "
+                f"one of them out."
+            )
         if self.data.sampling != "all" and self.learns_from_data:
             raise ValueError(
                 f"data.sampling = {self.data.sampling!r}: follows the rewards of RL, and {self.chosen_data} trains on "

@@ -1,8 +1,8 @@
 """The sources of prompts, and resumable iteration over them.
 
 A prompt is a dict with exactly one of `input_ids` (token ids), `prompt` (text, tokenised as it is) and `messages` (for
-the chat template), usually `answer` (str; what rewards compare with and the warm start trains on), and whatever else
-its workflow or reward wants.
+the chat template, with `tools` and `chat_template_kwargs` if the row has them), usually `answer` (str; what rewards
+compare with and the warm start trains on), and whatever else its workflow or reward wants.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_rl.config import MIXTURE, TrainConfig
 from megatron_rl.config.data_section import BLOCK
 from megatron_rl.config.import_path import resolve
 from megatron_rl.data.data_files import holds_rows, is_file, read_rows
+from megatron_rl.data.row_forms import FORMS, as_prompt, check_form
 
-FORMS = ("input_ids", "prompt", "messages")
 RESERVED = ("prompt_number", "prompt_index", "epoch")
 IMPORT_FROM = "import_from"
 """An argument that a function of prompts is given without a config's doing: its run.import_from."""
@@ -48,6 +48,7 @@ def load_prompts(
         prompts = call_source(source, args, key, import_from)
     if not prompts:
         raise ValueError(f"{key} = {source!r}: holds no prompts; give a source with at least one.")
+    prompts = [as_prompt(prompt) if isinstance(prompt, dict) else prompt for prompt in prompts]
     for number, prompt in enumerate(prompts, start=1):
         check_prompt(prompt, f"{key} = {source!r}, prompt {number}")
     return prompts
@@ -114,8 +115,9 @@ def check_prompt(prompt: Any, where: str) -> None:
     if len(forms) != 1:
         found = " and ".join(forms) or f"only {', '.join(map(str, prompt)) or 'nothing'}"
         raise ValueError(f"{where}: has {found}; must have exactly one of {', '.join(FORMS)}.")
-    if not prompt[forms[0]]:
+    if isinstance(prompt[forms[0]], str | list | tuple) and not prompt[forms[0]]:
         raise ValueError(f"{where}: {forms[0]} is empty; a server needs at least one token to continue.")
+    check_form(forms[0], prompt[forms[0]], where)
     for name in RESERVED:
         if name in prompt:
             raise ValueError(f"{where}: has {name!r}, which the iterator writes; rename it.")

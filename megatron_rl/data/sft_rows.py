@@ -1,6 +1,6 @@
 """Prompts (prompts.py) whose rows bring replies as text, answers or pairs, and as training takes them.
 
-A reply follows its prompt as a model's own would, and ends with the end-of-sequence token.
+A reply follows its prompt as a model's own would, and ends as the chat template ends a turn (workflows/rendering.py).
 
 Every rank holds the texts of all rows, as it does of prompts, and the tokens of those that it is at work on.
 """
@@ -17,14 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import DataConfig, TrainConfig
 from megatron_rl.data.prompts import load_held_out
-from megatron_rl.data.tokens import at_most, reply_ids, training_rows
+from megatron_rl.data.row_forms import PAIR, Row, as_reply, says
+from megatron_rl.data.tokens import at_most, check_ids, training_rows
 from megatron_rl.types import TrajectoryBatch
-from megatron_rl.workflows.scoring import prompt_ids
+from megatron_rl.workflows.rendering import with_replies
 
-Row = dict[str, Any]
 Encoded = tuple[list[int], ...]
 """Token ids of a prompt, and of each of its replies."""
-PAIR = ("chosen", "rejected")
 DIALOGUE = "messages"
 """The form of a prompt whose last message can be the answer."""
 
@@ -52,11 +51,13 @@ class ReplyRows(ABC):
         tokenizer: PreTrainedTokenizerBase,
         *,
         context: int,
+        vocab: int | None = None,
         limits: DataConfig | None = None,
     ) -> None:
         """ValueError names the first row that is not as it has to be, or does not fit into `context` tokens.
 
-        limits: leave out rows that are longer than it says.
+        vocab: ids of the model, below which all tokens must be; None checks none. limits: leave out rows that are
+        longer than it says.
         """
         self.tokenizer = tokenizer
         if tokenizer.eos_token_id is None:
@@ -66,9 +67,15 @@ class ReplyRows(ABC):
             )
         kept = []
         for number, row in enumerate(rows, start=1):
-            self._check(row, f"{key}, {self.WORD} {number}")
+            where = f"{key}, {self.WORD} {number}"
+            self._check(row, where)
             # The lengths alone are kept: the tokens of all rows would take several times the memory of their texts.
-            prompt, *replies = self._encode(row)
+            try:
+                prompt, *replies = self._encode(row)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            for ids in (prompt, *replies):
+                check_ids(ids, vocab, where)
             kept.append(Measured(number, row, len(prompt), len(prompt) + max(map(len, replies))))
         if limits is not None:
             kept = at_most(limits.max_prompt_tokens, "data.max_prompt_tokens", kept, lambda one: one.prompt_tokens)
@@ -109,16 +116,16 @@ class PairRows(ReplyRows):
 
     def _check(self, row: Row, where: str) -> None:
         for name in PAIR:
-            if not is_text(row.get(name)):
+            if as_reply(row.get(name)) is None:
                 raise ValueError(
                     f"{where}: {name} = {row.get(name)!r}: must be the text of a reply; give every prompt a chosen and "
-                    f"a rejected one, of a dialogue the last message's content."
+                    f"a rejected one, of a dialogue the last message's content or that message."
                 )
         if row["chosen"] == row["rejected"]:
             raise ValueError(f"{where}: chosen and rejected are the same reply, {row['chosen']!r}; leave the row out.")
 
     def _encode(self, row: Row) -> Encoded:
-        return prompt_ids(self.tokenizer, row), *(reply_ids(self.tokenizer, row[name]) for name in PAIR)
+        return with_replies(self.tokenizer, row, [as_reply(row[name]) or "" for name in PAIR])
 
     def batch(self, numbers: Iterable[int]) -> TrajectoryBatch:
         return join_pairs(self._encoded(numbers))
@@ -143,62 +150,54 @@ class AnswerRows(ReplyRows):
         column: str,
         setting: str,
         context: int,
+        vocab: int | None = None,
         limits: DataConfig | None = None,
     ) -> None:
         """column: where the answer is, or DIALOGUE. setting: what asks for it, as messages name it."""
         self.column, self.setting = column, setting
-        super().__init__(key, rows, tokenizer, context=context, limits=limits)
+        super().__init__(key, rows, tokenizer, context=context, vocab=vocab, limits=limits)
 
     def _check(self, row: Row, where: str) -> None:
         if self.column == DIALOGUE:
             self._check_dialogue(row.get(DIALOGUE), where)
-        elif not is_text(self._answer(row)):
+        elif as_reply(row.get(self.column)) is None:
             raise ValueError(
                 f"{where}: {self.column} = {row.get(self.column)!r}: must be the text of the answer, on which "
-                f"{self.setting} trains; give every row one."
+                f"{self.setting} trains, or an assistant's message; give every row one."
             )
 
     def _check_dialogue(self, messages: Any, where: str) -> None:
         found = messages if isinstance(messages, list) else []
         last = found[-1] if found else None
-        is_answer = isinstance(last, dict) and last.get("role") == "assistant" and is_text(last.get("content"))
+        is_answer = isinstance(last, dict) and last.get("role") == "assistant" and says(last)
         if not is_answer or len(found) < 2:
             raise ValueError(
                 f"{where}: the last of {len(found)} messages is {last!r}: must be an assistant's with text as its "
-                f"content, behind the prompt's, with {self.setting}; end the dialogue with the answer, or name the "
-                f"column that has it."
+                f"content, or with tool calls, behind the prompt's, with {self.setting}; end the dialogue with the "
+                f"answer, or name the column that has it."
             )
 
     def _encode(self, row: Row) -> Encoded:
         if self.column == DIALOGUE:
             *before, last = row[DIALOGUE]
-            return prompt_ids(self.tokenizer, row | {DIALOGUE: before}), reply_ids(self.tokenizer, last["content"])
-        return prompt_ids(self.tokenizer, row), reply_ids(self.tokenizer, self._answer(row))
-
-    def _answer(self, row: Row) -> Any:
-        """The column's text; a number as rewards compare with it."""
-        found = row.get(self.column)
-        return str(found) if isinstance(found, int | float) else found
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+            return with_replies(self.tokenizer, row | {DIALOGUE: before}, [last])
+        return with_replies(self.tokenizer, row, [as_reply(row[self.column]) or ""])
 
 
 def load_replies(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab: int | None = None
 ) -> tuple[ReplyRows, dict[str, TrajectoryBatch]]:
     """Return the rows of data.train that a run learns from, and the held-out ones of each set.
 
-    These are batches, as they are evaluated. ValueError for a row that has no replies, or whose longest does not fit
-    into `context` tokens behind the prompt.
+    These are batches, as they are evaluated. ValueError for a row that has no replies, whose longest does not fit into
+    `context` tokens behind the prompt, or that has ids from `vocab` on.
     """
 
     def rows_of(key: str, rows: list[Row], limits: DataConfig | None = None) -> ReplyRows:
         if not config.supervised.answer:
-            return PairRows(key, rows, tokenizer, context=context, limits=limits)
+            return PairRows(key, rows, tokenizer, context=context, vocab=vocab, limits=limits)
         asked = {"column": config.supervised.answer, "setting": config.chosen_data}
-        return AnswerRows(key, rows, tokenizer, **asked, context=context, limits=limits)
+        return AnswerRows(key, rows, tokenizer, **asked, context=context, vocab=vocab, limits=limits)
 
     train, held_out = rows_of("data.train", training_rows(config), config.data), load_held_out(config)
     return train, {name: rows_of(f"evaluation {name}", own).batch(range(len(own))) for name, own in held_out.items()}

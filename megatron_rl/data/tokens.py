@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -10,29 +10,54 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.data.curriculum import by_success
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.workflows.scoring import prompt_ids
+from megatron_rl.workflows.rendering import TEMPLATE_ARGS, prompt_ids
 
 Entry = TypeVar("Entry")
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `model.path`; ValueError where there is none."""
+def load_tokenizer(folder: str, template_args: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `model.path`; ValueError where there is none.
+
+    template_args: those that its chat template is given whatever is rendered, the config's data.template_args.
+    """
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model.path = {folder!r}: no usable tokenizer there ({error}); copy the model's.") from error
+    if template_args:
+        tokenizer.init_kwargs[TEMPLATE_ARGS] = dict(template_args)
+    return tokenizer
 
 
-def reply_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of a reply that is given as text, with the end-of-sequence token that a model ends it by."""
-    # The prompt has brought the token that begins a sequence, where the model wants one.
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+def row_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: dict[str, Any], where: str, vocab: int | None = None
+) -> list[int]:
+    """Return a prompt's token ids. ValueError names the row that cannot be rendered, or has ids from `vocab` on."""
+    try:
+        ids = prompt_ids(tokenizer, prompt)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    check_ids(ids, vocab, where)
+    return ids
+
+
+def check_ids(ids: Sequence[int], vocab: int | None, where: str) -> None:
+    """Raise ValueError for a token id that a model with `vocab` ids has no embedding of; None checks nothing."""
+    if vocab is not None and (highest := max(ids, default=0)) >= vocab:
+        raise ValueError(
+            f"{where}: has the token id {highest}, and the model's vocabulary has {vocab}; take the model's own "
+            f"tokenizer, or a model whose embedding has a row for every token."
+        )
 
 
 def training_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the prompts of data.train that the section's other keys leave. ValueError where these leave none."""
-    prompts, longest = training_rows(config), config.data.max_prompt_tokens
-    return at_most(longest, "data.max_prompt_tokens", prompts, lambda prompt: len(prompt_ids(tokenizer, prompt)))
+    numbered, longest = list(enumerate(training_rows(config), start=1)), config.data.max_prompt_tokens
+
+    def tokens_of(entry: tuple[int, dict[str, Any]]) -> int:
+        return len(row_ids(tokenizer, entry[1], f"data.train, prompt {entry[0]}"))
+
+    return [prompt for _, prompt in at_most(longest, "data.max_prompt_tokens", numbered, tokens_of)]
 
 
 def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
@@ -58,11 +83,15 @@ def prompt_lengths(
     generation: GenerationConfig,
     *,
     context: int,
+    vocab: int | None = None,
 ) -> list[int]:
-    """Return the tokens of each prompt. ValueError where one and its longest reply do not fit into `context` tokens."""
+    """Return the tokens of each prompt. ValueError where one and its longest reply do not fit into `context` tokens.
+
+    So it is where a prompt cannot be rendered, or has ids from `vocab` on; None checks no ids.
+    """
     lengths = []
     for number, prompt in enumerate(prompts, start=1):
-        lengths.append(len(prompt_ids(tokenizer, prompt)))
+        lengths.append(len(row_ids(tokenizer, prompt, f"{key}, prompt {number}", vocab)))
         if lengths[-1] + generation.max_new_tokens > context:
             raise ValueError(
                 f"{key}, prompt {number}: has {lengths[-1]} tokens, and with generation.max_new_tokens = "

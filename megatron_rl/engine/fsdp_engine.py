@@ -237,6 +237,7 @@ class FSDPEngine(ModelEngine):
         return masks if len(masks) > 1 else mask
 
     def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
+        self.check_tokens(batch)
         return pack_alike(
             batch,
             self.groups,

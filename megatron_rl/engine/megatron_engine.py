@@ -337,6 +337,7 @@ class MegatronEngine(ModelEngine):
         return kept
 
     def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
+        self.check_tokens(batch)
         if self.routing is not None:
             self.routing.check(batch)
         # The interleaved schedule takes its microbatches in rounds of the pipeline's length.

@@ -73,6 +73,15 @@ class ModelEngine(TrainEngine):
         options = self.config.optimizer
         return options if lr is None else replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
 
+    def check_tokens(self, batch: TrajectoryBatch) -> None:
+        """ValueError for a token that the model has no embedding of, padded rows of a split one included."""
+        ids = batch["input_ids"]
+        if len(ids) and not 0 <= (found := int(ids.max())) < self.arch.vocab:
+            raise ValueError(
+                f"input_ids: token {int(ids.argmax())} of the batch is {found}, and the vocabulary of "
+                f"{self.config.model.path!r} has {self.arch.vocab} ids; take the tokenizer that belongs to the model."
+            )
+
     def check_trainable(self) -> None:
         """RuntimeError for an engine that has no optimizer."""
         if self.optimizer is None:

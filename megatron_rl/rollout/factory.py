@@ -14,7 +14,8 @@ from megatron_rl.rewards.faults import shortened
 from megatron_rl.rewards.recipe import Ingredient, Recipe, ingredients
 from megatron_rl.rewards.reward_service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout
 from megatron_rl.rewards.worker import with_args
-from megatron_rl.workflows.scoring import OWN_ARGUMENTS, prompt_ids
+from megatron_rl.workflows.rendering import prompt_ids
+from megatron_rl.workflows.scoring import OWN_ARGUMENTS
 from megatron_rl.workflows.taught import TaughtWorkflow
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     config.rollout.check_servers()
     if platform.has_cuda():
         config.rollout.check_for_gpus()
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.template_args)
     make_workflow(config, tokenizer, config.generation)  # here for its errors; the rollout process makes its own
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     longest = config.rollout.workflow_args.get("max_tokens", 0)
@@ -80,14 +80,14 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
             f"rollout.workflow_args.max_tokens = {longest!r}: the model's context is {arch.max_positions} tokens, and "
             f"a dialogue that outgrows it is refused with all it has earned; lower it."
         )
-    train = training_prompts(config, tokenizer)
+    train, sizes = training_prompts(config, tokenizer), {"context": arch.max_positions, "vocab": arch.vocab}
     held_out = load_held_out(config)
     for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
-        prompt_lengths(key, prompts, tokenizer, config.generation, context=arch.max_positions)
+        prompt_lengths(key, prompts, tokenizer, config.generation, **sizes)
     check_teachers(config, arch, tokenizer, train)
-    load_demonstrations(config, tokenizer, context=arch.max_positions)
+    load_demonstrations(config, tokenizer, **sizes)
     if config.warm_start.updates > 0:
-        warm_start_rows(config.warm_start, train, tokenizer, context=arch.max_positions)
+        warm_start_rows(config.warm_start, train, tokenizer, **sizes)
     return tokenizer, train, held_out
 
 

@@ -18,14 +18,16 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch
 
 
-def load_demonstrations(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int) -> AnswerRows | None:
+def load_demonstrations(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab: int | None = None
+) -> AnswerRows | None:
     """Return the rows of demonstrations.source, None without any. ValueError for one without an answer, or too long."""
     options, key = config.demonstrations, "demonstrations.source"
     if not options.source:
         return None
     rows = load_prompts(options.source, options.source_args, key=key, import_from=config.run.import_from)
     asked = {"column": options.answer, "setting": f"demonstrations.answer = {options.answer!r}"}
-    return AnswerRows(key, rows, tokenizer, **asked, context=context)
+    return AnswerRows(key, rows, tokenizer, **asked, context=context, vocab=vocab)
 
 
 class Demonstrations:

@@ -39,9 +39,10 @@ def evaluate(path: Path, overrides: list[str]) -> str:
             f"model.init = {config.model.init!r}: is not trained, and has no weights to evaluate; name a run's folder, "
             f"or a model with weights."
         )
-    tokenizer, context = load_tokenizer(config.model.path), read_architecture(config.model.path).max_positions
+    tokenizer, arch = load_tokenizer(config.model.path, config.data.template_args), read_architecture(config.model.path)
+    sizes = {"context": arch.max_positions, "vocab": arch.vocab}
     for name, members in prompts.items():
-        prompt_lengths(f"evaluation {name}", members, tokenizer, config.evaluation_generation, context=context)
+        prompt_lengths(f"evaluation {name}", members, tokenizer, config.evaluation_generation, **sizes)
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     together = [prompt for members in prompts.values() for prompt in members]
     # Of weights that are whole: adapters are merged into what a run saves.

@@ -64,7 +64,8 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
     transformer_config(arch, config.actor, config.megatron)
-    rows, held_out = load_replies(config, load_tokenizer(config.model.path), context=arch.max_positions)
+    tokenizer = load_tokenizer(config.model.path, config.data.template_args)
+    rows, held_out = load_replies(config, tokenizer, context=arch.max_positions, vocab=arch.vocab)
     data, seed = config.data, config.run.seed
     order = PromptIterator(rows.rows, seed=seed, shuffle=data.shuffle, weights=data.weights)
     return RowData(order=order, rows=rows, held_out=held_out, rows_per_step=config.batch.prompts_per_step)

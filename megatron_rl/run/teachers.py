@@ -26,7 +26,8 @@ from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import weight_source
-from megatron_rl.workflows.scoring import prompt_ids, with_hint
+from megatron_rl.workflows.rendering import prompt_ids
+from megatron_rl.workflows.scoring import with_hint
 
 Prompts = list[dict[str, Any]]
 
@@ -67,7 +68,7 @@ def check_teachers(
     for source, teacher in teachers.items():
         read = [with_hint(it, teacher.hint) for it in prompts if not source or it["source"] == source]
         name = f"teacher.by_source.{source}" if source else "teacher"
-        prompt_lengths(name, read, tokenizer, config.generation, context=contexts[teacher.path])
+        prompt_lengths(name, read, tokenizer, config.generation, context=contexts[teacher.path], vocab=policy.vocab)
 
 
 class Teachers:

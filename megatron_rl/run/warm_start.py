@@ -23,11 +23,16 @@ SETTINGS = "warm_start.json"
 
 
 def warm_start_rows(
-    options: WarmStartConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, context: int
+    options: WarmStartConfig,
+    prompts: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    vocab: int | None = None,
 ) -> AnswerRows:
     """Return the training prompts with their answers. ValueError names the first without one, or that is too long."""
     asked = {"column": "answer", "setting": f"warm_start.updates = {options.updates}"}
-    return AnswerRows("data.train", prompts, tokenizer, **asked, context=context)
+    return AnswerRows("data.train", prompts, tokenizer, **asked, context=context, vocab=vocab)
 
 
 class WarmStart:

@@ -15,7 +15,7 @@ from megatron_rl.workflows.agent_proxy import AgentProxy, ProxyAddress
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_workers import AgentFailed, AgentLost, AgentWorkers
 from megatron_rl.workflows.constrained import CHOICES
-from megatron_rl.workflows.conversation import ChatTemplate
+from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows.agent_request import is_object, is_text, require
-from megatron_rl.workflows.conversation import Message
+from megatron_rl.workflows.messages import Message
 
 Event = tuple[str | None, dict[str, Any]]
 """The name of an event of a stream, where the API names them, and its data."""

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.workflows.conversation import Message
+from megatron_rl.workflows.messages import Message
 from megatron_rl.workflows.tools import THINK, THOUGHT, ends_a_thought
 
 NO_REPLY, TOOLS, AGAIN, OTHER = "", "tools", "again", "other"

@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.workflows.conversation import Message
+from megatron_rl.workflows.messages import Message
 from megatron_rl.workflows.strict_json import read_json
 
 
@@ -175,17 +175,3 @@ def normal_call(call: Any, field: str) -> Message:
         is_right = False
     require(is_right, f"{field}.function.arguments", arguments, "must be the text of a JSON object")
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def as_rendered(messages: list[Message]) -> list[Message]:
-    """The same as chat templates take it: a call's arguments as an object, and not as its text."""
-    rendered = []
-    # Templates write arguments with `tojson`, which would put a text in quotes once more.
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            given = [function | {"arguments": read_json(function["arguments"])} for function in functions]
-            calls = [call | {"function": function} for call, function in zip(calls, given, strict=True)]
-            message = message | {"tool_calls": calls}
-        rendered.append(message)
-    return rendered

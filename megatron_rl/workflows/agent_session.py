@@ -27,10 +27,12 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.agent_api import Answer
 from megatron_rl.workflows.agent_history import Beginning, History, beginnings
-from megatron_rl.workflows.agent_request import OPTIONS, as_rendered, check, messages_of, normal
+from megatron_rl.workflows.agent_request import OPTIONS, check, messages_of, normal
 from megatron_rl.workflows.constrained import grammar_of
-from megatron_rl.workflows.conversation import ChatTemplate, Conversation, Message
+from megatron_rl.workflows.conversation import Conversation
+from megatron_rl.workflows.messages import Message
 from megatron_rl.workflows.multi_turn import within
+from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.streamed_text import HALF, Progress, split_thoughts, sure_parts, up_to
 from megatron_rl.workflows.tool_formats import ToolFormat, text_arguments
 from megatron_rl.workflows.tools import THINK, THOUGHT, ToolCall
@@ -199,16 +201,14 @@ class AgentSession:
         names = beginnings(messages, tools)
         parent, kept = self._continued(names)
         if parent is None:
-            asked = {"messages": as_rendered(messages), "tools": tools}
-            return (
-                Conversation(await self._tokens(asked, partial(self.options.template.opening, asked))),
-                None,
-                messages,
-            )
+            asked = {"messages": messages, "tools": tools}
+            opening = await self._tokens(asked, partial(self.options.template.opening, asked))
+            return Conversation(opening), None, messages
         conversation = parent.fork()
-        added, reply_ids = as_rendered(messages[kept:]), conversation.last_reply
+        added, calls = messages[kept:], messages[kept - 1].get("tool_calls", ())
+        follow = partial(self.options.template.following, added, conversation.last_reply, calls)
         with self._marking(parent):
-            conversation.add(await self._tokens(added, partial(self.options.template.following, added, reply_ids)))
+            conversation.add(await self._tokens(added, follow))
         return conversation, parent, messages
 
     async def _complete(self, body: dict[str, Any], shows_thoughts: bool, progress: Progress | None) -> Answer:

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from megatron_rl.workflows.agent_request import BadRequest, is_object, require
-from megatron_rl.workflows.conversation import Message
+from megatron_rl.workflows.messages import Message
 from megatron_rl.workflows.streamed_text import THOUGHT
 from megatron_rl.workflows.tool_formats import ToolFormat
 

@@ -1,29 +1,18 @@
 """Dialogues in tokens: what a server was sent and what it generated, never tokenised again.
 
-A message of others is rendered with the chat template and tokenised once, when it is added; a reply's ids are taken as
-they were generated. So a trajectory is exactly the last prompt that a server saw and the reply to it.
+A message of others is rendered and tokenised once (rendering.py), when it is added; a reply's ids are taken as they
+were generated. So a trajectory is exactly the last prompt that a server saw and the reply to it.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from megatron_rl.api import InfrastructureFailure
 from megatron_rl.types import TURN_REWARDS, LLMResponse, Reward, Trajectory, route_column
-from megatron_rl.workflows.scoring import prompt_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, Any]
-REPLY = "THEREPLYSTANDSHERE"
-"""In place of the reply where a template is rendered for what comes after one: a word that no template touches."""
 
 
 class Conversation:
@@ -141,88 +130,3 @@ class Conversation:
         for place, reward in self.earned:
             column[place] += reward
         return {TURN_REWARDS: column.float()}
-
-
-class Form(abc.ABC):
-    """How messages become tokens."""
-
-    @abc.abstractmethod
-    def opening(self, data: dict[str, Any]) -> list[int]:
-        """Return the ids of a dialogue's beginning, up to where the first reply begins."""
-
-    @abc.abstractmethod
-    def following(self, messages: Sequence[Message], reply: Sequence[int]) -> list[int]:
-        """Return the ids that come after `reply`: what closes it, the messages, and what opens the next reply."""
-
-
-class PlainText(Form):
-    """For prompts that are text or ids: a message is its content, tokenised as it is."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-
-    def opening(self, data: dict[str, Any]) -> list[int]:
-        return prompt_ids(self.tokenizer, data)
-
-    def following(self, messages: Sequence[Message], reply: Sequence[int]) -> list[int]:
-        text = "".join(str(message["content"]) for message in messages)
-        return list(self.tokenizer(tokenizable(text), add_special_tokens=False)["input_ids"])
-
-
-class ChatTemplate(Form):
-    """For prompts of `messages`, with `tools` where the data have them."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> None:
-        self.tokenizer, self.enable_thinking = tokenizer, enable_thinking
-
-    def opening(self, data: dict[str, Any]) -> list[int]:
-        return self._ids(self._render(data["messages"], data.get("tools"), opens_reply=True))
-
-    def following(self, messages: Sequence[Message], reply: Sequence[int]) -> list[int]:
-        # Rendered after a short dialogue in place of the real one, whose earlier replies a template may change
-        # (Qwen3's drops what was thought): the tokens that were generated stay as they are.
-        before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": REPLY}]
-        ids = self._after_reply([*before, *messages], opens_reply=True)
-        closing = self._after_reply(before, opens_reply=False)
-        # A reply that ended by itself has generated its end already; one that was cut off is closed for it.
-        for length in range(min(len(closing), len(reply)), 0, -1):
-            if list(reply[-length:]) == ids[:length]:
-                return ids[length:]
-        return ids
-
-    def _after_reply(self, messages: Sequence[Message], *, opens_reply: bool) -> list[int]:
-        _, found, text = self._render(messages, None, opens_reply=opens_reply).partition(REPLY)
-        if not found:
-            raise ValueError("the tokenizer's chat template does not show the content of an assistant's message.")
-        return self._ids(text)
-
-    def _render(self, messages: Sequence[Message], tools: list[Message] | None, *, opens_reply: bool) -> str:
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools or None,
-                    tokenize=False,
-                    add_generation_prompt=opens_reply,
-                    enable_thinking=self.enable_thinking,
-                )
-            )
-        except (TemplateError, TypeError) as error:  # a template may go through what is no list
-            roles = " ".join(str(message.get("role")) for message in messages)
-            raise ValueError(
-                f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; give it a template "
-                f"that takes them."
-            ) from error
-
-    def _ids(self, text: str) -> list[int]:
-        # The template writes special tokens itself.
-        return list(self.tokenizer(tokenizable(text), add_special_tokens=False)["input_ids"])
-
-
-def tokenizable(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can name and no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def form_of(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> Form:
-    return ChatTemplate(tokenizer, enable_thinking=enable_thinking) if "messages" in data else PlainText(tokenizer)

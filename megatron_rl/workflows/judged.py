@@ -10,7 +10,7 @@ from megatron_rl.api import InferenceEngine
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards.grading import QUESTION, Grading
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
-from megatron_rl.workflows.conversation import ChatTemplate
+from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import RLVRWorkflow
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardFn

@@ -29,7 +29,7 @@ from megatron_rl.workflows.agent_request import (
     require,
     taken,
 )
-from megatron_rl.workflows.conversation import Message
+from megatron_rl.workflows.messages import Message
 
 
 def keeps_all(value: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, together
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
-from megatron_rl.workflows.conversation import ChatTemplate, Conversation
+from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.multi_turn import within
+from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn

@@ -17,8 +17,9 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.attempts import steps_here
-from megatron_rl.workflows.conversation import Conversation, form_of
+from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import Environment, Score, ToolUse, Turn
+from megatron_rl.workflows.rendering import form_of
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn

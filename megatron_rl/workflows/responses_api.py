@@ -30,7 +30,7 @@ from megatron_rl.workflows.agent_request import (
     require,
     taken,
 )
-from megatron_rl.workflows.conversation import Message
+from megatron_rl.workflows.messages import Message
 
 TEXTS = ("input_text", "output_text", "text")
 OPTIONS: Rules = {

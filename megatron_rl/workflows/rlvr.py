@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.workflows.rendering import prompt_ids
 from megatron_rl.workflows.samples import samples
-from megatron_rl.workflows.scoring import RewardCall, RewardFn, prompt_ids
+from megatron_rl.workflows.scoring import RewardCall, RewardFn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

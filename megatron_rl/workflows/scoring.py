@@ -1,4 +1,4 @@
-"""The parts that workflows share: a prompt's token ids, and the call of a reward function."""
+"""The parts that workflows share: the call of a reward function, and a teacher's hint in a prompt."""
 
 from __future__ import annotations
 
@@ -28,39 +28,6 @@ DECODED_HERE = 2048
 RewardFn = Callable[..., float | dict[str, float]]
 # What a reward function is given beside the prompt's data, and the run's own key, which it is not given.
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
-
-
-def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase | None, data: dict[str, Any], *, enable_thinking: bool = False
-) -> list[int]:
-    """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
-
-    Text is tokenised as the tokenizer does by default (a Llama's BOS is added); messages go through the chat template.
-    """
-    if "input_ids" in data:
-        return [int(token) for token in data["input_ids"]]
-    if tokenizer is None:
-        raise ValueError(
-            f"prompt with keys {sorted(data)}: has no input_ids and the workflow no tokenizer; give one of them."
-        )
-    if "prompt" in data:
-        return list(tokenizer(data["prompt"])["input_ids"])
-    if "messages" in data:
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"model.path = {tokenizer.name_or_path!r}: its tokenizer has no chat template, and the prompts have "
-                f"messages; take the instruct version of the model, add chat_template.jinja, or give prompts as text."
-            )
-        return list(
-            tokenizer.apply_chat_template(
-                data["messages"],
-                tokenize=True,
-                add_generation_prompt=True,
-                return_dict=False,  # the default of transformers 5 is another one
-                enable_thinking=enable_thinking,
-            )
-        )
-    raise ValueError(f"prompt with keys {sorted(data)}: must have input_ids, prompt or messages.")
 
 
 def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from megatron_rl.config.teacher_section import Teacher
 from megatron_rl.rewards.reward_servers import Servers
 from megatron_rl.types import Trajectory
 from megatron_rl.workflows.attempts import RunBroken, call_here
-from megatron_rl.workflows.scoring import prompt_ids, with_hint
+from megatron_rl.workflows.rendering import prompt_ids
+from megatron_rl.workflows.scoring import with_hint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

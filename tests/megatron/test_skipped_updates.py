@@ -18,6 +18,7 @@ from megatron_rl.engine.fsdp_engine import FSDPEngine
 from megatron_rl.run.row_training import RowTraining
 from megatron_rl.telemetry.run_log import read_run
 from megatron_rl.train import train as train_run
+from megatron_rl.weights.architecture import read_architecture
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
 from tests.kit.ranks import run_each, run_ranks
 
@@ -248,6 +249,22 @@ def answers_run(folder, bad_steps, *settings):
     small = ("batch.prompts_per_step=6", "run.evaluate_every_steps=0", "run.steps=5", f"run.folder={folder}")
     train_run(load_config(ROOT / "configs" / "count_sft.yaml", [*model, *small, "run.save_at_end=false", *settings]))
     return read_run(folder)
+
+
+def refusal_of_a_token(folder, world):
+    engine = engine_of(folder, world)
+    batch = share_of(make_batch(), engine)
+    batch.tokens["input_ids"][3] = engine.arch.vocab  # on the tensor axis a row of padding may have this id
+    with pytest.raises(ValueError) as error:
+        engine.forward(batch)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world", ["one", "tp2"])
+def test_a_token_that_the_model_has_no_embedding_of_was_trained_silently(world, folders):
+    vocab = read_architecture(folders["dense"]).vocab
+    for said in run_ranks(WORLDS[world][0], refusal_of_a_token, folders["dense"], world):
+        assert f"input_ids: token 3 of the batch is {vocab}, and the vocabulary of " in said
 
 
 @pytest.mark.slow

@@ -77,6 +77,9 @@ class Text:
                 f"may set; known are {', '.join(sorted(COMMON_OPTIONS))}, and what the template itself reads"
             )
         options = {"add_generation_prompt": not options.get("continue_final_message")} | options
+        from megatron_rl.workflows.messages import normal_messages  # with all workflows, as seldom as the tokenizer
+
+        messages = normal_messages(messages)  # as other servers do before they render
         try:
             text = self._hf.apply_chat_template(messages, tokenize=False, **options)
         except TEMPLATE_ERRORS as error:

@@ -17,8 +17,9 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import game_worker
 from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
-from megatron_rl.workflows.conversation import ChatTemplate, Conversation
+from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.multi_turn import within
+from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardFn

@@ -5,8 +5,9 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config import load_config
-from megatron_rl.data.sft_rows import load_replies
+from megatron_rl.config import GenerationConfig, load_config
+from megatron_rl.data.sft_rows import AnswerRows, load_replies
+from megatron_rl.data.tokens import load_tokenizer, prompt_lengths
 
 TINY = "configs/models/count_tiny"
 TEMPLATE = (
@@ -134,3 +135,68 @@ def test_tokenizer_that_cannot_end_an_answer_is_refused(load, tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match=f"model.path = '{TINY}': its tokenizer has no end-of-sequence token"):
         load({"prompt": "1?", "answer": "1"})
+
+
+def test_rows_of_other_trainers_are_taken_as_they_are(load, tokenizer):
+    eos, asked, right, wrong = tokenizer.eos_token, [USER], [ANSWER], [ANSWER | {"content": "0"}]
+    forms = [
+        {"messages": asked, "chosen": "1", "rejected": "0"},
+        {"prompt": asked, "chosen": right, "rejected": wrong},  # TRL's conversational form
+        {"prompt": None, "messages": asked, "chosen": right[0], "rejected": wrong[0]},  # as Arrow fills a column
+        {"chosen": asked + right, "rejected": asked + wrong},  # with an implicit prompt
+        {"prompt": "1?", "chosen": asked + right, "rejected": asked + wrong},
+        {"messages": asked, "input_ids": None, "chosen": [ANSWER | {"tool_calls": None}], "rejected": wrong},
+    ]
+    rows, _ = load(*forms, **{"supervised.answer": "", "preference.loss": "dpo"})
+    for number in range(len(forms)):
+        assert texts(tokenizer, rows.batch([number])) == [(f"u1?,a1{eos}", f"1{eos}"), (f"u1?,a0{eos}", f"0{eos}")]
+    rows, _ = load({"prompt": asked, "completion": right}, **{"supervised.answer": "completion"})
+    assert texts(tokenizer, rows.batch([0])) == [(f"u1?,a1{eos}", f"1{eos}")]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": 1.5, "answer": "1"}, "prompt 2: prompt = 1.5: must be text, or a list of messages"),
+        ({"prompt": {"role": "user"}, "answer": "1"}, "prompt 2: prompt = {'role': 'user'}: must be text"),
+        ({"input_ids": [1, 2.5], "answer": "1"}, "prompt 2: input_ids has 2.5: must be token ids"),
+        ({"messages": [USER], "answer": [USER]}, "row 2: answer = .*: must be the text of the answer"),
+        ({"messages": [USER], "answer": [ANSWER, ANSWER]}, "row 2: answer = .*: must be the text of the answer"),
+        (
+            {"messages": [{"role": "user"}, {"content": "1"}], "answer": "1"},
+            r"row 2: messages\[1\] = .*: must be an object",
+        ),
+        ({"prompt": "1?", "answer": [ANSWER]}, "row 2: a reply is a message, and the prompt is text"),
+    ],
+)
+def test_row_in_no_form_is_named(row, message, load):
+    with pytest.raises(ValueError, match=message):
+        load({"prompt": "1?", "answer": "1"}, row)
+
+
+def test_number_that_a_data_frame_lacks_is_no_answer(load, tokenizer):
+    with pytest.raises(ValueError, match="row 1: answer = nan: must be the text of the answer"):
+        AnswerRows("k", [{"prompt": "1?", "answer": float("nan")}], tokenizer, column="answer", setting="s", context=9)
+
+
+def test_token_beyond_the_models_vocabulary_is_refused_with_its_row(load, tokenizer):
+    rows = [{"prompt": "1?", "answer": "1"}, {"input_ids": [3, 500], "answer": "1"}]
+    asked = {"column": "answer", "setting": "s", "context": 9}
+    with pytest.raises(ValueError, match="k, row 2: has the token id 500, and the model's vocabulary has 48"):
+        AnswerRows("k", rows, tokenizer, vocab=48, **asked)
+    with pytest.raises(ValueError, match="k, row 1: has the token id .*, and the model's vocabulary has 3"):
+        AnswerRows("k", rows, tokenizer, vocab=3, **asked)
+    with pytest.raises(ValueError, match="data.train, prompt 2: has the token id 500"):
+        prompt_lengths("data.train", rows, tokenizer, GenerationConfig(max_new_tokens=1), context=9, vocab=48)
+
+
+def test_template_arguments_of_the_config_reach_answers_and_prompts(load, tokenizer, tmp_path):
+    template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{{ '?' if loud }}")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    loud = load_tokenizer(str(tmp_path), {"loud": True})
+    rows = AnswerRows("k", [{"messages": [USER, ANSWER]}], loud, column="messages", setting="s", context=16)
+    assert texts(loud, rows.batch([0]))[0][0].startswith("u1??,a1")
+    with pytest.raises(ValueError, match="data.template_args.quiet = True: the chat template of .* does not read it"):
+        AnswerRows("k", [{"messages": [USER, ANSWER]}], load_tokenizer(str(tmp_path), {"quiet": True}),
+                   column="messages", setting="s", context=16)  # fmt: skip

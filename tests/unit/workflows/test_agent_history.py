@@ -13,8 +13,8 @@ from megatron_rl.workflows import agent_request, messages_api, responses_api
 from megatron_rl.workflows.agent_request import BadRequest
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.chat_api import ChatApi
-from megatron_rl.workflows.conversation import ChatTemplate
 from megatron_rl.workflows.messages_api import MessagesApi
+from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.responses_api import ResponsesApi
 from megatron_rl.workflows.streamed_text import Progress
 from megatron_rl.workflows.tool_formats import tool_format

@@ -18,7 +18,7 @@ from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows import AgentWorkflow
 from megatron_rl.workflows.agent_session import AgentSession, ProxyOptions
 from megatron_rl.workflows.agent_workers import AgentFailed
-from megatron_rl.workflows.conversation import ChatTemplate
+from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.tool_formats import tool_format
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer

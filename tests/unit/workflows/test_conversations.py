@@ -24,9 +24,10 @@ from megatron_rl.workflows import (
     MultiTurnWorkflow,
     ToolUseWorkflow,
 )
-from megatron_rl.workflows.conversation import ChatTemplate, Conversation, PlainText
+from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import MOST_CALLS, Environment, SelfCorrection, ToolUse, Turn
 from megatron_rl.workflows.multi_turn import EnvironmentTimeout
+from megatron_rl.workflows.rendering import ChatTemplate, PlainText
 from megatron_rl.workflows.tools import Calculator, Search, ToolError, calculate, run_call, split_tool_calls
 from tests.kit.examples import max_examples
 from tests.kit.http import Answer, answered_by

@@ -7,7 +7,7 @@ import torch
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import ReMaxWorkflow, RLVRWorkflow
-from megatron_rl.workflows.scoring import prompt_ids
+from megatron_rl.workflows.rendering import prompt_ids
 from tests.kit.waiting import LATE_S
 
 

@@ -1,0 +1,454 @@
+"""From text to token ids: prompts, whole dialogues with their replies, and what is added behind a reply.
+
+Every id that is trained, sampled from or served comes from here. A prompt and its reply are rendered and tokenised as
+one text. The prompt's ids must be the beginning of the whole's, as a server is sent the prompt alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from megatron_rl.config.data_section import TAKEN
+from megatron_rl.workflows.messages import (
+    THOUGHTS,
+    Message,
+    normal_call,
+    normal_message,
+    normal_messages,
+    normal_tools,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_ARGS = "template_args"
+"""Where a tokenizer keeps the template arguments of its run: a key of its `init_kwargs`."""
+ROW_ARGS = "chat_template_kwargs"
+"""Column with the template arguments of one row."""
+REPLY = "THEREPLYSTANDSHERE"
+"""In place of the reply where a template is rendered for what comes after one: a word that no template touches."""
+MARK = "THEMESSAGESTANDSHERE"
+"""In place of a message's content, to see whether the template shows it."""
+BEFORE = ("\n", ".", "a")
+"""Texts behind which an encoding is taken that has nothing of its own before it."""
+WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*(<think>\s*)?\Z")
+THOUGHT_END = "</think>"
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase | None, data: dict[str, Any], *, enable_thinking: bool = False
+) -> list[int]:
+    """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
+
+    A text gets the special tokens that its tokenizer puts in front (a Llama's BOS), once. Messages, and `tools` if the
+    data have them, go through the chat template. ValueError for what cannot be rendered.
+    """
+    if "input_ids" in data:
+        return [int(token) for token in data["input_ids"]]
+    if tokenizer is None:
+        raise ValueError(
+            f"prompt with keys {sorted(data)}: has no input_ids and the workflow no tokenizer; give one of them."
+        )
+    return form_of(data, tokenizer, enable_thinking=enable_thinking).opening(data)
+
+
+def with_replies(
+    tokenizer: PreTrainedTokenizerBase, data: dict[str, Any], replies: Sequence[str | Message]
+) -> tuple[list[int], ...]:
+    """Return the ids of a prompt and of each reply to it, which is text, or an assistant's message of a dialogue.
+
+    A reply is what the whole dialogue has behind the prompt, up to the token with which the template ends a turn, or
+    the tokenizer's EOS if the template writes no such token. ValueError where the prompt's ids are not the beginning of
+    the whole's, or the template drops a part of the reply.
+    """
+    if "messages" in data:
+        return ChatTemplate(tokenizer).with_replies(data, replies)
+    texts = [reply for reply in replies if isinstance(reply, str)]
+    if len(texts) < len(replies):
+        raise ValueError("a reply is a message, and the prompt is text; give the prompt as messages too.")
+    return PlainText(tokenizer).with_replies(data, texts)
+
+
+class Form(abc.ABC):
+    """How messages become tokens."""
+
+    @abc.abstractmethod
+    def opening(self, data: dict[str, Any]) -> list[int]:
+        """Return the ids of a dialogue's beginning, up to where the first reply begins."""
+
+    @abc.abstractmethod
+    def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
+        """Return the ids that come after `reply`: what closes it, the messages, and what opens the next reply.
+
+        calls: the tool calls that the reply made, whose results are among the messages.
+        """
+
+
+class PlainText(Form):
+    """For prompts that are text or ids: a message is its content, tokenised as it is."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def opening(self, data: dict[str, Any]) -> list[int]:
+        if "input_ids" in data:
+            return [int(token) for token in data["input_ids"]]
+        if "prompt" not in data:
+            raise ValueError(f"prompt with keys {sorted(data)}: must have input_ids, prompt or messages.")
+        return self._from_the_beginning(data["prompt"])
+
+    def with_replies(self, data: dict[str, Any], replies: Sequence[str]) -> tuple[list[int], ...]:
+        prompt, end = self.opening(data), self.tokenizer.eos_token_id
+        if "input_ids" in data:
+            return prompt, *([*ids_behind(self.tokenizer, BEFORE, reply), end] for reply in replies)
+        wholes = [self._from_the_beginning(data["prompt"] + reply) for reply in replies]
+        for reply, whole in zip(replies, wholes, strict=True):
+            if whole[: len(prompt)] != prompt:
+                raise ValueError(
+                    f"prompt ... {data['prompt'][-20:]!r} and reply {reply[:20]!r} ...: the tokenizer joins the "
+                    f"prompt's end to the reply's beginning, so that a server which is sent the prompt alone sees "
+                    f"other tokens; move the space between them to the reply's side, or give messages."
+                )
+        return prompt, *([*whole[len(prompt) :], end] for whole in wholes)
+
+    def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
+        return ids_behind(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
+
+    def _from_the_beginning(self, text: Any) -> list[int]:
+        """Return the ids of a text with the special tokens that go in front of one, each once."""
+        if not isinstance(text, str):
+            raise ValueError(f"prompt = {shown(text)}: must be text.")
+        ids = encoded(self.tokenizer, text)
+        alone = encoded(self.tokenizer, text, special=True)
+        # Between what the tokenizer puts in front and what it puts behind: a text that goes on has no end.
+        places = [at for at in range(len(alone) - len(ids) + 1) if alone[at : at + len(ids)] == ids]
+        if not places:
+            return alone
+        front = alone[: places[0]]
+        return ids if ids[: len(front)] == front else front + ids
+
+
+class ChatTemplate(Form):
+    """For prompts of `messages`, with `tools` where the data have them.
+
+    ValueError, which names the role or field, for messages that the template does not show as they are.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.arguments = {"enable_thinking": enable_thinking} | tokenizer.init_kwargs.get(TEMPLATE_ARGS, {})
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"model.path = {tokenizer.name_or_path!r}: its tokenizer has no chat template, and the prompts have "
+                f"messages; take the instruct version of the model, add chat_template.jinja, or give prompts as text."
+            )
+        self._check_read(tokenizer.init_kwargs.get(TEMPLATE_ARGS, {}), "data.template_args")
+
+    def _check_read(self, arguments: Mapping[str, Any], key: str) -> None:
+        found = self.tokenizer.chat_template
+        words = {
+            word for text in (found.values() if isinstance(found, dict) else [found]) for word in WORD.findall(text)
+        }
+        if unread := sorted(set(arguments) - words):
+            raise ValueError(
+                f"{key}.{unread[0]} = {shown(arguments[unread[0]])}: the chat template of "
+                f"{self.tokenizer.name_or_path!r} does not read it; leave it out."
+            )
+
+    def opening(self, data: dict[str, Any]) -> list[int]:
+        messages, tools, arguments = self._read(data)
+        self._check_shown(messages, tools, arguments)
+        return encoded(self.tokenizer, self._render(messages, tools, arguments, opens_reply=True))
+
+    def with_replies(self, data: dict[str, Any], replies: Sequence[str | Message]) -> tuple[list[int], ...]:
+        """Return the ids of the prompt and of each reply; all replies have the same prompt."""
+        messages, tools, arguments = self._read(data)
+        said = [{"role": "assistant", "content": it} if isinstance(it, str) else normal_message(it) for it in replies]
+        for reply in said:
+            if reply["role"] != "assistant":
+                raise ValueError(f"reply.role = {reply['role']!r}: must be assistant.")
+        ways = [arguments]
+        if not self._asks_for_thoughts(data):
+            # A prompt without thoughts may close an empty one in front of a reply that has one.
+            ways.append(arguments | {"enable_thinking": True})
+        first_error = None
+        for way in ways:
+            try:
+                for reply in said:
+                    self._check_shown([*messages, reply], tools, way, of_reply=True)
+                found = [self._prompt_and_reply(messages, tools, way, reply) for reply in said]
+            except ValueError as error:
+                first_error = first_error or error
+                continue
+            return found[0][0], *(reply for _, reply in found)
+        assert first_error is not None
+        raise first_error
+
+    def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
+        added, made = answered(normal_messages(list(messages)), [normal_call(call, "tool_calls") for call in calls])
+        closing, ids = self._behind_reply(self._for_template(added), made)
+        # A reply that ended by itself has generated its end already; one that was cut off is closed for it.
+        for length in range(min(len(closing), len(reply)), 0, -1):
+            if list(reply[-length:]) == ids[:length]:
+                return ids[length:]
+        return ids
+
+    def _read(self, data: dict[str, Any]) -> tuple[list[Message], list[Message] | None, dict[str, Any]]:
+        own = data.get(ROW_ARGS) or {}
+        if not isinstance(own, Mapping) or TAKEN & set(own):
+            raise ValueError(f"{ROW_ARGS} = {shown(own)}: must be an object of the chat template's own arguments.")
+        self._check_read(own, ROW_ARGS)
+        messages = self._for_template(normal_messages(data["messages"]))
+        return messages, normal_tools(data.get("tools")), self.arguments | dict(own)
+
+    def _asks_for_thoughts(self, data: dict[str, Any]) -> bool:
+        set_for_run = self.tokenizer.init_kwargs.get(TEMPLATE_ARGS, {})
+        return "enable_thinking" in set_for_run or "enable_thinking" in (data.get(ROW_ARGS) or {})
+
+    def _for_template(self, messages: list[Message]) -> list[Message]:
+        """Give developers' messages the role `system` where the template knows no other."""
+        if self._shows_developers or all(message["role"] != "developer" for message in messages):
+            return messages
+        return [it | {"role": "system"} if it["role"] == "developer" else it for it in messages]
+
+    @cached_property
+    def _shows_developers(self) -> bool:
+        asked = [{"role": "developer", "content": MARK}, {"role": "user", "content": "question"}]
+        try:
+            return MARK in self._render(asked, None, self.arguments, opens_reply=True)
+        except ValueError:
+            return False
+
+    def _check_shown(
+        self, messages: list[Message], tools: list[Message] | None, arguments: dict[str, Any], *, of_reply: bool = False
+    ) -> None:
+        """Raise ValueError, which names role and field, where the template leaves out what a message says."""
+        marked = [with_marks(message, number) for number, message in enumerate(messages)]
+        named = [tool | {"function": tool["function"] | {"name": f"{MARK}T{n}W"}} for n, tool in enumerate(tools or ())]
+        try:
+            text = self._render(marked, named, arguments, opens_reply=not of_reply)
+        except ValueError:
+            return  # it wants what the marks stand for: the real text is rendered behind this
+        wanted = [
+            (f"messages[{n}].{field}", mark, f" in a message of the role {message['role']}")
+            for n, message in enumerate(messages)
+            for field, mark in marks(message, n)
+        ]
+        wanted += [(f"tools[{n}]", f"{MARK}T{n}W", "") for n in range(len(named))]
+        for field, mark, place in wanted:
+            if mark not in text:
+                raise ValueError(
+                    f"{field}: the chat template of {self.tokenizer.name_or_path!r} does not show it{place}; give the "
+                    f"tokenizer a template that does, or write it into another message."
+                )
+
+    def _prompt_and_reply(
+        self, messages: list[Message], tools: list[Message] | None, arguments: dict[str, Any], reply: Message
+    ) -> tuple[list[int], list[int]]:
+        prompt = self._render(messages, tools, arguments, opens_reply=True)
+        whole = self._render([*messages, reply], tools, arguments, opens_reply=False)
+        if not whole.startswith(prompt):
+            place = next(at for at, (a, b) in enumerate(zip(prompt, whole + " " * len(prompt), strict=False)) if a != b)
+            raise ValueError(
+                f"reply {shown(reply['content'])}: the chat template opens a reply with {prompt[place:][:80]!r} and "
+                f"writes {whole[place:][:80]!r} in its place once the reply is there, so that a model would be trained "
+                f"behind a prompt that no server sends; set data.template_args or the row's {ROW_ARGS} so that both "
+                f"agree, give prompt and reply as text, or leave the row out."
+            )
+        text = whole[len(prompt) :]
+        for field, words in spoken(reply):
+            if words not in text:
+                raise ValueError(
+                    f"reply.{field} = {shown(words)}: the chat template of {self.tokenizer.name_or_path!r} does not "
+                    f"show it as it is; give the tokenizer a template that does, or leave the row out."
+                )
+        thought = next((words for _, words in spoken(reply)), "") if thinks(reply) else ""
+        if thought and EMPTY_THOUGHT.search(whole[: whole.index(thought, len(prompt))]):
+            raise ValueError(
+                f"reply {shown(reply['content'])}: the chat template writes an empty thought in front of the reply's "
+                f"own; give the thought in the field that the template reads ({', '.join(THOUGHTS)})."
+            )
+        if self._turn_end is None:
+            text = text.removesuffix(self._closing)
+        first, ids = encoded(self.tokenizer, prompt), encoded(self.tokenizer, prompt + text)
+        if ids[: len(first)] != first:
+            raise ValueError(
+                f"reply {shown(reply['content'])}: the tokenizer joins its beginning to the prompt's end "
+                f"{prompt[-20:]!r}, so that a server which is sent the prompt alone sees other tokens; begin the reply "
+                f"without the white space in front."
+            )
+        return first, self._up_to_the_end(ids[len(first) :])
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template writes behind the words of a dialogue's last reply."""
+        return self._text_behind([], REPLY)
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        """The token of its own that the template ends a reply with."""
+        own = self.tokenizer.added_tokens_decoder
+        return next((token for token in encoded(self.tokenizer, self._closing) if token in own), None)
+
+    def _up_to_the_end(self, ids: list[int]) -> list[int]:
+        """Cut a reply behind the token that ends a turn: what templates write after it, no model is asked for."""
+        end, eos = self._turn_end, self.tokenizer.eos_token_id
+        ends = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special} | {end, eos}
+        start = len(ids)
+        while start and (ids[start - 1] in ends or not self.tokenizer.decode(ids[start - 1 : start]).strip()):
+            start -= 1
+        tail = ids[start:]
+        for wanted in ({end}, {eos}, ends):
+            for place, token in enumerate(tail, start=start):
+                if token in wanted:
+                    return ids[: place + 1]
+        return [*ids, eos]
+
+    def _behind_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
+        """Return the ids behind a reply: those that close it where nothing follows, and all up to the next reply.
+
+        Rendered after a short dialogue in place of the real one, whose earlier replies a template may change (Qwen3's
+        drops what was thought): the tokens that were generated stay as they are.
+        """
+        try:
+            return self._behind_calls(added, calls) if calls else self._behind_words(added)
+        except ValueError:
+            if not calls:
+                raise
+        return self._behind_words(added)  # of a template that shows results and no calls
+
+    def _behind_words(self, added: list[Message]) -> tuple[list[int], list[int]]:
+        whole = self._text_behind(added, REPLY)
+        return ids_behind(self.tokenizer, [REPLY], self._closing), ids_behind(self.tokenizer, [REPLY], whole)
+
+    def _behind_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
+        """The same behind calls, whose own end is a part of what was generated."""
+        ended = ids_behind(self.tokenizer, [REPLY], self._text_behind([], REPLY, calls))
+        ids = ids_behind(self.tokenizer, [REPLY], self._text_behind(added, REPLY, calls))
+        own = len(self._up_to_the_end(ended))
+        is_closed = own <= len(ended)  # otherwise the template writes no end behind a call
+        own -= 1
+        if ids[:own] != ended[:own]:
+            raise ValueError("the chat template writes a call otherwise when its result follows.")
+        return ended[own:] if is_closed else [], ids[own:]
+
+    def _text_behind(self, added: list[Message], reply: str, calls: list[Message] | None = None) -> str:
+        """Return what the template writes behind the reply, or behind the last argument of its last call."""
+        said: Message = {"role": "assistant", "content": "" if calls else reply}
+        if calls:
+            *others, last = calls
+            function = last["function"] | {"arguments": {"text": reply}}
+            said["tool_calls"] = [*others, last | {"function": function}]
+        before = [{"role": "user", "content": "question"}, said]
+        opens = bool(added)
+        marked = [with_marks(message, number) for number, message in enumerate(added)]
+        shown_text = self._render([*before, *marked], None, self.arguments, opens_reply=opens)
+        for number, message in enumerate(added):
+            for field, mark in marks(message, number):
+                if mark not in shown_text:
+                    raise ValueError(
+                        f"the chat template of {self.tokenizer.name_or_path!r} does not show the {field} of a message "
+                        f"of the role {message['role']} behind a reply; give the tokenizer a template that does, or "
+                        f"send it as a user's message."
+                    )
+        _, found, text = self._render([*before, *added], None, self.arguments, opens_reply=opens).partition(reply)
+        if not found:
+            raise ValueError("the tokenizer's chat template does not show the content of an assistant's message.")
+        return text
+
+    def _render(
+        self, messages: list[Message], tools: list[Message] | None, arguments: dict[str, Any], *, opens_reply: bool
+    ) -> str:
+        options = {"tokenize": False, "add_generation_prompt": opens_reply}
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tools=tools or None, **options, **arguments))
+        except (TemplateError, TypeError) as error:  # a template may go through what is no list
+            roles = " ".join(str(message.get("role")) for message in messages)
+            raise ValueError(
+                f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; give it a template "
+                f"that takes them."
+            ) from error
+
+
+def form_of(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> Form:
+    return ChatTemplate(tokenizer, enable_thinking=enable_thinking) if "messages" in data else PlainText(tokenizer)
+
+
+def thinks(reply: Message) -> bool:
+    return THOUGHT_END in reply["content"] or any(reply.get(name, "").strip() for name in THOUGHTS)
+
+
+def spoken(reply: Message) -> list[tuple[str, str]]:
+    """Return what a reply says and thinks, each with its field; the thought in front of the words is one of its own."""
+    thought, _, words = reply["content"].rpartition(THOUGHT_END)
+    parts = [(name, reply.get(name, "")) for name in THOUGHTS]
+    parts += [("content", thought.rpartition("<think>")[2]), ("content", words)]
+    return [(field, part.strip()) for field, part in parts if part.strip()]
+
+
+def marks(message: Message, number: int) -> list[tuple[str, str]]:
+    """Return the fields of a message that a template has to show, with a word of its own for each."""
+    found = [("content", f"{MARK}{number}W")] if message["content"].strip() else []
+    calls = range(len(message.get("tool_calls", ())))
+    return found + [(f"tool_calls[{call}]", f"{MARK}{number}C{call}W") for call in calls]
+
+
+def with_marks(message: Message, number: int) -> Message:
+    words = dict(marks(message, number))
+    marked = message | ({"content": words["content"]} if "content" in words else {})
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": {"text": words[f"tool_calls[{place}]"]}}}
+            for place, call in enumerate(calls)
+        ]
+    return marked
+
+
+def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """Return messages whose tool results all name a call, and the calls: those given, and one for each other result."""
+    known, made, named = {call.get("id") for call in calls}, list(calls), []
+    for number, message in enumerate(messages):
+        if message["role"] == "tool":
+            identity = message.get("tool_call_id") or f"call{number:05}"  # some templates want nine characters
+            message = message | {"tool_call_id": identity}
+            if identity not in known:
+                function = {"name": message.get("name", "tool"), "arguments": {}}
+                made.append({"id": identity, "type": "function", "function": function})
+        named.append(message)
+    return named, made if any(message["role"] == "tool" for message in messages) else []
+
+
+def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
+    """Return the ids that a text has behind another one, the first of `before` that it leaves as it is."""
+    for other in before:
+        try:
+            first, ids = encoded(tokenizer, other), encoded(tokenizer, other + text)
+        except ValueError:  # a small vocabulary may not have it
+            continue
+        if ids[: len(first)] == first:
+            return ids[len(first) :]
+    return encoded(tokenizer, text)
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    """Return the ids of a text, if asked with the special tokens that the tokenizer puts around one.
+
+    A chat template writes these itself. ValueError for a text that the tokenizer cannot take.
+    """
+    try:
+        return list(tokenizer(tokenizable(text), add_special_tokens=special)["input_ids"])
+    except Exception as error:  # what tokenizers raise has no class of its own
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} cannot take {shown(text)}: {error}.") from error
+
+
+def tokenizable(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can name and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
