@@ -24,6 +24,7 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.3",
     "orjson>=3.10",
     "psutil>=6",
+    "markdown-it-py>=3",
     "rich>=13",
     "safetensors>=0.5",
     "uvloop>=0.20; sys_platform != 'win32'",

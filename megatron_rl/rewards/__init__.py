@@ -21,6 +21,7 @@ PART = re.compile(r"(?:[0-9)}\]]\s*/\s*|\^\s*[{(]?|[0-9.][eE]|\}\s*\{\s*|(?:\u22
 """Before a number: what makes it a divisor, an exponent or what is denied."""
 BEGIN, END = "<answer>", "</answer>"
 BOXED = "\\boxed{"
+THINK, THOUGHT = "<think>", "</think>"
 BRACKET = re.compile(r"\\boxed\{|[{}]")
 
 
@@ -90,6 +91,13 @@ def gold(data: dict[str, Any]) -> str:
     if not str(data["answer"]).strip():
         raise ValueError("answer = '': is blank, and any reply would match it; give every prompt an answer.")
     return str(data["answer"])
+
+
+def answer_of(prompt: str, reply: str) -> str:
+    """Return what a reply says after its last thought; nothing while a thought is open, whoever opened it."""
+    _, is_ended, said = reply.rpartition(THOUGHT)
+    is_open = THINK in said or (not is_ended and prompt.rstrip().endswith(THINK))
+    return "" if is_open else said
 
 
 def find_tagged(text: str) -> str | None:

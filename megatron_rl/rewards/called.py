@@ -7,8 +7,10 @@ it likes: all of that is what its functions might have returned.
 """
 
 import builtins
+import importlib
 import itertools
 import json
+import numbers
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -20,6 +22,11 @@ MOST_LINE_BYTES = 16 << 20
 MOST_ITEMS = 100_000
 """Most items taken of an iterator, which may have no end."""
 READY = "ready"
+NAME = "program"
+"""The program's `__name__`. It is imported, as tests import a module: what it guards by `__main__` does not run."""
+TYPING = ("Any", "Callable", "Deque", "DefaultDict", "Dict", "FrozenSet", "Iterable", "Iterator", "List", "Optional")
+TYPING += ("Sequence", "Set", "Tuple", "Union")
+"""Names for annotations that a program may use without an import: a task's head of the function often has it."""
 
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, str, lambda text: text == "True"),  # before int, which it is, too
@@ -57,6 +64,14 @@ def encode(value: Any, handle_of: Callable[[Any], int]) -> list[Any]:
         return ["range", [hex(value.start), hex(value.stop), hex(value.step)]]
     if isinstance(value, Iterator):
         return ["iterator", [encode(entry, handle_of) for entry in itertools.islice(value, MOST_ITEMS)]]
+    # Numbers and arrays of packages, such as numpy's, are sent as the plain ones that they stand for.
+    if isinstance(value, numbers.Integral):
+        return ["int", hex(int(value))]
+    if isinstance(value, numbers.Real):
+        return ["float", float(value).hex()]
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        plain = encode(value.tolist(), handle_of)
+        return ["array", plain] if type(value).__name__ == "ndarray" else plain
     return ["handle", handle_of(value)]
 
 
@@ -76,6 +91,8 @@ def decode(sent: Any, thing_of: Callable[[int], Any]) -> Any:
         return range(*(int(number, 16) for number in content))
     if tag == "iterator":
         return iter([decode(entry, thing_of) for entry in content])
+    if tag == "array":
+        return importlib.import_module("numpy").array(decode(content, thing_of))
     if tag == "handle" and type(content) is int:
         return thing_of(content)
     raise ValueError(f"{tag!r} is no tag of a value")
@@ -126,12 +143,19 @@ class Host:
 
 def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
     """Run a program, and answer what is asked of it until nobody asks."""
-    # A program's guarded part runs under this name, under which dataclasses and others look its module up.
-    program = types.ModuleType("__main__")
-    sys.modules["__main__"] = program
+    # Dataclasses and others look its module up, by its name or as the main one.
+    program = types.ModuleType(NAME)
+    sys.modules[NAME] = sys.modules["__main__"] = program
+    builtins.exit = builtins.quit = sys.exit  # which `site` has, and a locked interpreter runs without it
     scope = vars(program)
     scope["__builtins__"] = builtins
-    exec(compile(source, "program", "exec"), scope)
+    if any(name in source for name in TYPING):
+        typing = importlib.import_module("typing")
+        scope.update({name: getattr(typing, name) for name in TYPING})
+    try:
+        exec(compile(source, NAME, "exec", dont_inherit=True), scope)
+    except (SystemExit, EOFError):
+        pass  # a demo that ends itself or asks for input: what is defined by then can be called
     host = Host(scope)
     answers.write(json.dumps([READY]).encode() + b"\n")
     while line := questions.readline():
@@ -139,9 +163,9 @@ def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Arguments: descriptors of the program's text, of the questions and of the answers."""
-    text, questions, answers = map(int, sys.argv[1:])
-    sys.argv[1:] = []
+    """Arguments: descriptors of the program's text, of the questions and of the answers, and folders of packages."""
+    text, questions, answers = map(int, sys.argv[1:4])
+    sys.path[len(sys.path) :], sys.argv[1:] = sys.argv[4:], []
     with open(text, encoding="utf-8", errors="replace") as file:
         source = file.read()
     serve(source, open(questions, "rb"), open(answers, "wb", buffering=0))

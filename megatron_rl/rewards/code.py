@@ -1,20 +1,29 @@
 """Rewards for programs: a reply's Python is run against the prompt's tests, locked in (locked.py).
 
-The program is the reply's last fenced block, or all of it where there is none. A program that crashes, does what it
-must not or is too slow has failed its test; that is the model's doing, and its reward is 0.
+Which of the reply's code blocks is the program is decided in program_text.py. A program that crashes, does what it must
+not or is too slow has failed its test; that is the model's doing, and its reward is 0.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import itertools
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.rewards.locked import run_program
-from megatron_rl.rewards.trial import holds
+from megatron_rl.rewards.program_text import find_program
+from megatron_rl.rewards.trial import holds, parsed_names
 
-FENCE = "```"
 MEMORY_MIB = 512
+TOLERANCE = 1e-6
+"""Between a number printed and the right one that has a decimal point; relative for numbers above 1."""
+INTEGER, NUMBER = re.compile(r"[-+]?[0-9]+"), re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
 
 
 def program_output(
@@ -23,23 +32,27 @@ def program_output(
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
-    tests: Sequence[dict[str, str]],
+    tests: Sequence[dict[str, Any]],
     time_s: float = 10.0,
     memory_mib: int = MEMORY_MIB,
     partial: bool = False,
+    packages: Sequence[str] = (),
     **data: Any,
 ) -> float:
-    """1 if the program prints each test's `output` for its `input`, white space at line ends aside; else 0.
+    """1 if the program prints each test's `output` for its `input`, as `is_same_output` compares; else 0.
 
-    time_s: of all tests together. partial: the share of tests that pass. The program never sees an `output`.
+    An input or output may be a number or a list of lines. time_s: of all tests together. partial: the share of tests
+    that pass. packages: installed ones that programs may import, such as numpy. The program never sees an `output`.
     """
-    source, memory = find_program(completions), memory_mib << 20
+    given = [(text_of(test, "input"), text_of(test, "output")) for test in checked(tests)]
+    source = find_program(completions, prompt=prompt, reads_input=any(text.strip() for text, _ in given))
+    memory, folders = memory_mib << 20, folders_of(tuple(packages))
 
-    def is_passed(test: dict[str, str], left_s: float) -> bool:
-        printed = run_program(source, test["input"], time_s=left_s, memory_bytes=memory)
-        return printed is not None and lines(printed) == lines(test["output"])
+    def is_passed(test: tuple[str, str], left_s: float) -> bool:
+        printed = run_program(source, test[0], time_s=left_s, memory_bytes=memory, folders=folders)
+        return printed is not None and is_same_output(printed, test[1])
 
-    return share_passed(tests, is_passed, time_s=time_s, partial=partial)
+    return share_passed(given, is_passed, time_s=time_s, partial=partial)
 
 
 def assertions(
@@ -52,17 +65,22 @@ def assertions(
     time_s: float = 10.0,
     memory_mib: int = MEMORY_MIB,
     partial: bool = False,
+    packages: Sequence[str] = (),
     **data: Any,
 ) -> float:
     """1 if each of `tests`, Python such as `assert f(2) == 4`, ends without an error with the program's names; else 0.
 
     The tests run in another process than the program, which sees the arguments of its functions and none of the rest
-    (trial.py). What it is given and gives is plain data.
+    (trial.py). What it is given and gives is plain data. The program is imported: its `__name__` is not `__main__`.
+    packages: installed ones that programs may import, such as numpy.
     """
-    source, memory = find_program(completions), memory_mib << 20
+    tests = checked(tests)
+    names = sorted({name for test in tests for name in parsed_names(test)[0]})
+    source = find_program(completions, names, prompt=prompt)
+    memory, folders = memory_mib << 20, folders_of(tuple(packages))
 
     def is_passed(test: str, left_s: float) -> bool:
-        return holds(source, test, time_s=left_s, memory_bytes=memory)
+        return holds(source, test, time_s=left_s, memory_bytes=memory, folders=folders)
 
     return share_passed(tests, is_passed, time_s=time_s, partial=partial)
 
@@ -86,7 +104,7 @@ def share_passed(
 ) -> float:
     """Run the tests, each within what is left of `time_s`; without `partial` the first that fails makes it 0."""
     deadline, passed = time.monotonic() + time_s, 0
-    for test in checked(tests):
+    for test in tests:
         left_s = deadline - time.monotonic()
         # With `partial` those that come after a late one count as failed, and are not run.
         if left_s > 0 and is_passed(test, left_s):
@@ -97,20 +115,61 @@ def share_passed(
 
 
 def checked(tests: Sequence[Any]) -> Sequence[Any]:
-    if not tests:
+    if not len(tests):
         raise ValueError("tests = []: a program is run against its prompt's tests; give every prompt some.")
-    return tests
+    return [tests] if isinstance(tests, str) else tests
 
 
-def find_program(reply: str) -> str:
-    """Return the content of the last fenced block that is closed; the whole reply where there is none."""
-    blocks = reply.split(FENCE)[1:-1:2]  # one that is cut off has no fence behind it
-    if not blocks:
-        return reply
-    block = blocks[-1]
-    language, newline, source = block.partition("\n")
-    return source if newline and language.strip().lower() in ("", "python", "python3", "py") else block
+def text_of(test: dict[str, Any], key: str) -> str:
+    """Return a test's input or output as text: of a list each entry is a line, and of a list in it a line's words."""
+    if not isinstance(test, dict) or key not in test:
+        raise ValueError(f"tests: {test!r:.200} has no {key!r}; a test of a program is {{input: ..., output: ...}}.")
+    value = test[key]
+    if isinstance(value, dict):
+        raise ValueError(f"tests: {key} = {value!r:.200}: must be text, a number or a list of lines; write it as text.")
+    if not isinstance(value, list | tuple):
+        return "" if value is None else str(value)
+    return "\n".join(" ".join(map(str, line)) if isinstance(line, list | tuple) else str(line) for line in value)
 
 
-def lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def is_same_output(printed: str, wanted: str) -> bool:
+    """True if each line that is not blank has the same words, and numbers within TOLERANCE of those with a point."""
+    ours, theirs = words_of(printed), words_of(wanted)
+    if [len(line) for line in ours] != [len(line) for line in theirs]:
+        return False
+    return all(map(is_same_word, itertools.chain(*ours), itertools.chain(*theirs)))
+
+
+def words_of(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def is_same_word(word: str, right: str) -> bool:
+    if word == right:
+        return True
+    if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(right)):
+        return False
+    # Of two integers the text counts: 0101 is not 101, and large ones are not rounded.
+    if INTEGER.fullmatch(word) and INTEGER.fullmatch(right):
+        return False
+    if INTEGER.fullmatch(right):
+        return re.fullmatch(r"([-+]?[0-9]+)\.0*", word) is not None and word.partition(".")[0] == right
+    value, wanted = float(word), float(right)
+    return math.isfinite(value) and abs(value - wanted) <= TOLERANCE * max(1.0, abs(wanted))
+
+
+@functools.cache
+def folders_of(packages: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the folders of installed packages. ValueError for one that is missing, or that locked text cannot read."""
+    folders = []
+    for name in packages:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+        places = [] if spec is None else [*(spec.submodule_search_locations or []), spec.origin or ""][:1]
+        folder = Path(places[0]).parent if places else Path()
+        if folder.name not in ("site-packages", "dist-packages"):
+            raise ValueError(
+                f"packages = {list(packages)}: {name!r} is not installed among this environment's packages; "
+                f"pip install it, or leave it out."
+            )
+        folders.append(str(folder))
+    return tuple(dict.fromkeys(folders))

@@ -37,6 +37,18 @@ RESULT = 3
 """File descriptor of a locked fork's result."""
 
 
+PROGRAM = """
+def read_program():
+    import builtins, sys
+    builtins.exit = builtins.quit = sys.exit  # which `site` has, and a locked interpreter runs without it
+    text, sys.path[len(sys.path) :], sys.argv[1:] = sys.argv[1], sys.argv[2:], []
+    with open(int(text), encoding="utf-8", errors="replace") as file:
+        return compile(file.read(), "program", "exec", dont_inherit=True)
+exec(read_program())
+"""
+"""The script that runs a program as `__main__`. Arguments: the descriptor of its text, and folders of packages."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment in which BLAS, which numpy has, starts no thread for each core: text may have few or none."""
 START_S = 30.0
 """Longest that a process may take until it is locked in. That is not the text's doing."""
 ENDING_S = 0.5
@@ -126,6 +138,7 @@ def answer_and_exit(
         os.closerange(kept.stop, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         lock(parent=parent, time_s=time_s, memory_bytes=address_space() + memory_bytes)
         os.write(RESULT, LOCKED)
+        os.environ.update(ONE_THREAD)
         try:
             answer = {"value": function(*args, *kept[1:])}
         except BaseException as error:  # the text's own, whatever it is
@@ -135,18 +148,23 @@ def answer_and_exit(
         os._exit(0)
 
 
-def run_program(source: str, stdin: str, *, time_s: float, memory_bytes: int) -> str | None:
+def run_program(
+    source: str, stdin: str, *, time_s: float, memory_bytes: int, folders: Sequence[str] = ()
+) -> str | None:
     """Run Python source in an interpreter of its own, locked; return what it printed.
 
     None where it ended with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It has the
-    standard library and no other package. SandboxFailed where it was not its own doing.
+    standard library and the packages in `folders`. SandboxFailed where it was not its own doing.
     """
     deadline = time.monotonic() + time_s
     with host_errors():
-        given = memory_file(stdin)
-    ends = {"stdin": given, "stdout": subprocess.PIPE}
+        given, text = memory_file(stdin), memory_file(source)
+    ends = {"stdin": given, "stdout": subprocess.PIPE, "pass_fds": [text]}
     try:
-        with started_program(source, **ends, time_s=time_s, memory_bytes=memory_bytes) as (process, threads):
+        with started_program(PROGRAM, (str(text), *folders), **ends, time_s=time_s, memory_bytes=memory_bytes) as (
+            process,
+            threads,
+        ):
             assert process.stdout is not None
             printed = read_to_the_end(process.stdout.fileno(), deadline, MOST_PRINTED_BYTES, threads)
             if printed is not None:
@@ -157,6 +175,7 @@ def run_program(source: str, stdin: str, *, time_s: float, memory_bytes: int) ->
         code = None
     finally:
         os.close(given)
+        os.close(text)
     return None if printed is None or code != 0 else printed.decode("utf-8", "replace")
 
 
@@ -184,7 +203,7 @@ def started_program(
                 stdin=stdin,
                 stdout=stdout,
                 stderr=subprocess.DEVNULL,
-                env={},
+                env=ONE_THREAD,
                 pass_fds=[script, *pass_fds],
                 preexec_fn=lambda: lock(
                     parent=parent, time_s=time_s, memory_bytes=memory_bytes, threads=threads.theirs

@@ -15,7 +15,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,19 +32,19 @@ from megatron_rl.rewards.locked import (
 )
 
 
-def holds(source: str, test: str, *, time_s: float, memory_bytes: int) -> bool:
-    """True where `test` ends without an error beside the program `source`. ValueError for a test that is no Python."""
-    try:
-        names, modules = names_of_program(test)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"tests: {test[:200]!r} is no Python ({error}); give every prompt tests that are.") from error
+def holds(source: str, test: str, *, time_s: float, memory_bytes: int, folders: Sequence[str] = ()) -> bool:
+    """True where `test` ends without an error beside the program `source`. ValueError for a test that is no Python.
+
+    folders: of packages that the program may import.
+    """
+    names, modules = parsed_names(test)
     with host_errors():
         asked, questions = os.pipe()
         answers, answered = os.pipe()
         text = memory_file(source)
     given, bounds = (text, asked, answered), {"time_s": time_s, "memory_bytes": memory_bytes}
     try:
-        with started_program(script(), map(str, given), pass_fds=given, **bounds) as (process, threads):
+        with started_program(script(), (*map(str, given), *folders), pass_fds=given, **bounds) as (process, threads):
             # At once: as long as anyone has the other ends open, neither side hears that the other one has gone.
             for end in given:
                 os.close(end)
@@ -65,6 +65,14 @@ def holds(source: str, test: str, *, time_s: float, memory_bytes: int) -> bool:
 @functools.cache
 def script() -> str:
     return Path(called.__file__).read_text(encoding="utf-8")
+
+
+def parsed_names(test: str) -> tuple[list[str], list[str]]:
+    """`names_of_program`, with a ValueError that says what to do about a test that is no Python."""
+    try:
+        return names_of_program(test)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"tests: {test[:200]!r} is no Python ({error}); give every prompt tests that are.") from error
 
 
 def names_of_program(test: str) -> tuple[list[str], list[str]]:

@@ -1,0 +1,195 @@
+"""Finds the program in a reply: the code block that the prompt's tests can run.
+
+Blocks are found as CommonMark defines them, by markdown-it-py. Nothing here runs the model's text.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import io
+import re
+import symtable
+import sys
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from textwrap import dedent
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from megatron_rl.rewards import THINK, THOUGHT, answer_of
+
+PYTHON = frozenset({"py", "py3", "python", "python3", "ipython", "ipython3", "pypy", "pypy3"})
+LANGUAGE = re.compile(r"[\s{.]*(?:lang(?:uage)?-)?([A-Za-z][A-Za-z0-9-]*)?")
+"""The language in a fence's info string: `python`, `{.python .numberLines}`, `python3.11`, `python:main.py`."""
+INLINE = re.compile(r"(`{3,})(?!`)([^\n]*[^`\n])\1(?!`)")
+"""A program between fences on a single line. CommonMark calls that inline code."""
+READS = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\(\s*0|\bfileinput\b")
+FAR_FENCE = re.compile(r"^[ \t]{4,}(?=`{3}|~{3})", re.MULTILINE)
+ITEM = re.compile(r"^[ \t]*(?:[-*+]|[0-9]{1,3}[.)])[ \t]+(?=`{3}|~{3})", re.MULTILINE)
+LONGEST_PROGRAM = 100_000
+"""Characters. A longer text is not compiled here."""
+MOST_CHARACTERS = 200_000
+"""Characters of a reply's end in which blocks are found."""
+MOST_BLOCKS = 50
+"""The last so many blocks of a reply are considered."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a reply. language: None if the block names none. is_closed: a fence ends it."""
+
+    source: str
+    language: str | None = None
+    is_closed: bool = True
+    lines: tuple[int, int] = (0, 0)
+
+
+def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", reads_input: bool = False) -> str:
+    """Return the program of a reply: the last code block that is best by `fitness`, or all of the reply if it has none.
+
+    names: what the program must define. prompt: its text, which may have opened the reply's thought. Text in a thought
+    is no program.
+    """
+    if len(reply) <= LONGEST_PROGRAM and compiles(reply):
+        return reply  # with whatever fences its strings have
+    text = behind_thoughts(re.sub("\r\n?", "\n", reply), prompt)
+    blocks = [block for block in blocks_of(text[-MOST_CHARACTERS:])[-MOST_BLOCKS:] if block.source.strip()]
+    if not blocks:
+        return text
+    # The last one of several that are as good.
+    place = max(range(len(blocks)), key=lambda it: (fitness(blocks[it], names, reads_input=reads_input), it))
+    return blocks[place].source
+
+
+def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple[bool, ...]:
+    """Return what speaks for a block being the program, what matters most first."""
+    is_python = block.language is None or block.language in PYTHON
+    facts = facts_of(block.source)
+    if facts is None:
+        return (False, False, is_python)
+    return (
+        True,
+        set(names) <= facts.defined,
+        is_python,
+        bool(facts.defined.intersection(names)),
+        facts.does_something,
+        block.is_closed,
+        not facts.missing,
+        not reads_input or bool(READS.search(block.source)),
+        block.language is not None,
+    )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a program's text says of it. missing: global names that it uses and does not define."""
+
+    defined: frozenset[str]
+    missing: frozenset[str]
+    does_something: bool
+
+
+@functools.lru_cache(maxsize=64)
+def facts_of(source: str) -> Facts | None:
+    """Return the facts of a program; None if it does not compile."""
+    if len(source) > LONGEST_PROGRAM or not compiles(source):
+        return None
+    tree, table = ast.parse(source), symtable.symtable(source, "program", "exec")
+    defined = {it.get_name() for it in table.get_symbols() if it.is_assigned() or it.is_namespace()}
+    imported, has_star = set(), False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                has_star |= alias.name == "*"
+                imported.add((alias.asname or alias.name).partition(".")[0])
+                # A name imported from a file that a usage example assumes is not defined by it.
+                if (module or alias.name).partition(".")[0] in sys.stdlib_module_names:
+                    defined.add(alias.asname or alias.name)
+    missing = set() if has_star else global_names(table) - defined - imported - set(vars(builtins)) - {"__file__"}
+    # Output such as `3` or `[1, 2]` is valid Python and does nothing.
+    acts = any(isinstance(node, ast.Call | ast.FunctionDef | ast.ClassDef | ast.Import) for node in ast.walk(tree))
+    return Facts(frozenset(defined), frozenset(missing), acts or bool(defined))
+
+
+def global_names(table: symtable.SymbolTable) -> set[str]:
+    """Return the names that a program reads from its module."""
+    names, tables = set(), [table]
+    while tables:
+        each = tables.pop()
+        names |= {
+            it.get_name() for it in each.get_symbols() if it.is_referenced() and (it.is_global() or each is table)
+        }
+        tables += each.get_children()
+    return names
+
+
+def compiles(source: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the model's escapes and comparisons
+            compile(source, "program", "exec", dont_inherit=True)
+    # compile raises all of these for some text: a null byte, half a character, many operators in a row.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def behind_thoughts(reply: str, prompt: str) -> str:
+    """Return what comes after the thoughts of a reply; a mark of a thought inside a program is the program's own."""
+    if THOUGHT not in reply and THINK not in reply:
+        return answer_of(prompt, reply)
+    begin, end = reply[:-MOST_CHARACTERS], reply[-MOST_CHARACTERS:]
+    lines = end.split("\n")
+    hidden = list(lines)
+    for block in blocks_of(end)[-MOST_BLOCKS:]:
+        if block.is_closed and ("think>" in block.source) and compiles(block.source):
+            for place in range(*block.lines):
+                hidden[place] = lines[place].replace("think>", "......")
+    rest = answer_of(prompt, begin + "\n".join(hidden))
+    return reply[len(reply) - len(rest) :] if rest else ""
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Return the code blocks of a text, in their order."""
+    # A block that begins on the line of a list's item is indented like the rest of the item.
+    text = ITEM.sub(lambda mark: " " * len(mark[0]), text)
+    found = [block_of(token) for token in parser().parse(text) if token.type in ("fence", "code_block")]
+    if FAR_FENCE.search(text):
+        # Four spaces before a fence make it text or indented code in CommonMark. Models mean a fence.
+        blocks = [block_of(it) for it in parser().parse(FAR_FENCE.sub("", text)) if it.type == "fence"]
+        found = [replace(block, source=dedent(block.source)) for block in blocks] + found
+    if not found:
+        found = [Block(source) for _, source in INLINE.findall(text)]
+    return [*rejoined(found, text.split("\n")), *found]
+
+
+def block_of(token: Token) -> Block:
+    begin, end = token.map or [0, 0]
+    if token.type == "code_block":
+        return Block(token.content, is_closed=False, lines=(begin, end))
+    language = LANGUAGE.match(token.info)
+    name = (language[1] or "").lower() if language else ""
+    name = name if name in PYTHON else name.rstrip("0123456789")  # python311
+    is_closed = end - begin == len(io.StringIO(token.content).readlines()) + 2
+    return Block(token.content, name or None, is_closed, (begin, end))
+
+
+def rejoined(blocks: list[Block], lines: list[str]) -> list[Block]:
+    """Return programs that a fence in one of their strings has cut: from where a block begins to the last fence."""
+    ends = [number for number, line in enumerate(lines) if re.fullmatch(r"\s*(?:`{3,}|~{3,})\s*", line)]
+    cut = [it for it in blocks if it.language in PYTHON][-4:]
+    cut = [it for it in cut if not compiles(it.source[:LONGEST_PROGRAM])]
+    whole = [Block("\n".join(lines[it.lines[0] + 1 : ends[-1]]), it.language) for it in cut if ends]
+    return [it for it in whole if it.source.count("\n")]
+
+
+@functools.cache
+def parser() -> MarkdownIt:
+    """Return a parser of code blocks alone."""
+    # Lists are left out: a block inside of an item is found by its fence, and long lists take seconds.
+    return MarkdownIt("commonmark").disable(["inline", "html_block", "reference", "lheading", "list"])
