@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.data.data_files import read_rows
 from megatron_rl.data.tasks import NUMBER_INSTRUCTION, TAG_INSTRUCTION
-from megatron_rl.rewards import BOXED, NUMBER, find_tagged, last_boxed
+from megatron_rl.rewards import BOXED, NUMBER, answer_of, find_tagged, last_boxed
 from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression, value_and_numbers
 
 PROGRAM_INSTRUCTION = "Give the whole Python program in one ```python block."
@@ -111,7 +111,7 @@ def countdown_reward(
 
     It may end in `= target`, and in nothing else. The text is read as a tree of numbers and operators, and never run.
     """
-    found = find_tagged(completions)
+    found = find_tagged(answer_of(prompt, completions))
     if found is None:
         return 0.0
     left, equals, right = (part.strip() for part in found.partition("="))

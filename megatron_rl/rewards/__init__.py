@@ -1,8 +1,9 @@
 """Built-in reward functions: `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
 
-`completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. None of those here
-evaluates the model's text as code, and each takes time in proportion to its length. Those that do run it are in
-`code.py`, `mathematics.py` and `procedural.py`, and lock it in (`locked.py`; `sandbox.py` is the lock).
+`completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. What a reply thinks is
+no answer (`answer_of`). None of the rewards here evaluates the model's text as code, and each takes time in proportion to
+its length. Those that do run it are in `code.py`, `mathematics.py` and `procedural.py`, and lock it in (`locked.py`;
+`sandbox.py` is the lock).
 
 A config's rewards are computed in worker processes: `reward_service.py` asks them, `worker_pool.py` keeps them,
 `worker.py` is what they run, `recipe.py` adds several up. Agents of the workflows run in such processes, too
@@ -32,7 +33,7 @@ def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion
     lines is compared with as many lines.
     """
     answer = gold(data).strip()
-    lines = completions.strip().splitlines()[: len(answer.splitlines())]
+    lines = answer_of(prompt, completions).strip().splitlines()[: len(answer.splitlines())]
     return float([line.strip() for line in lines] == [line.strip() for line in answer.splitlines()])
 
 
@@ -46,14 +47,14 @@ def last_number(prompt: str, completions: str, prompt_ids: list[int], completion
         raise ValueError(
             f"answer = {data['answer']!r}: holds no number; last_number needs one in every prompt's answer."
         )
-    return float(find_last_number(completions, whole=True) == wanted)
+    return float(find_last_number(answer_of(prompt, completions), whole=True) == wanted)
 
 
 def tagged_answer(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
 ) -> float:
     """1 if the last `<answer>..</answer>` of the reply is the answer, white space around both aside; else 0."""
-    found = find_tagged(completions)
+    found = find_tagged(answer_of(prompt, completions))
     return float(found is not None and found.strip() == gold(data).strip())
 
 

@@ -1,8 +1,9 @@
 """Equality of mathematical answers, by the package math-verify (the extra `math`).
 
-The package looks for an answer in whatever it is given: of `\\neq 4` and `5 = 4` it takes the 4. So what is given must
-first be one: the value itself, with a name and `=` before it and a unit after it at most. What the right answer is
-written with, such as a relation or an interval's brackets, a given one may have too.
+Answers are first compared as text, so that one that repeats the right one is right whatever it is. Then their parts are
+read (math_text.py): sets, intervals, units, the letter of a choice. Words are only compared as text. What is left are
+single values, which the package compares. It looks for an answer in whatever it is given: of `\\neq 4` and `5 = 4` it
+takes the 4. So it is only given values, with the letters and signs of the right one and those of numbers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,23 @@ import logging
 import re
 from typing import Any
 
-from megatron_rl.rewards import BOXED, gold, last_boxed
+from megatron_rl.rewards import BOXED, answer_of, gold, last_boxed
 from megatron_rl.rewards.locked import TextFailed, evaluate
+from megatron_rl.rewards.math_text import (
+    FUNCTIONS,
+    RELATION,
+    Quantity,
+    as_bracketed,
+    as_choice,
+    as_range,
+    as_set,
+    computable,
+    key,
+    plain,
+    quantity,
+    split_at,
+    words_in,
+)
 
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 50_000
@@ -30,14 +46,11 @@ def math_answer(
     """
     warm_up()
     wanted = gold(data)
-    end = completions[-MOST_CHARACTERS:]
+    end = answer_of(prompt, completions)[-MOST_CHARACTERS:]
     try:
-        verdict = evaluate(is_equal, wanted, end, time_s=time_s, memory_bytes=MEMORY_BYTES)
+        return float(evaluate(is_right, wanted, end, time_s=time_s, memory_bytes=MEMORY_BYTES))
     except TextFailed:
         return 0.0
-    if verdict is None:
-        raise ValueError(f"answer = {wanted!r}: math-verify reads no answer in it; give a number or LaTeX.")
-    return float(verdict)
 
 
 @functools.cache
@@ -48,34 +61,242 @@ def warm_up() -> None:
     except ImportError as error:
         raise RuntimeError("math-verify is not installed; run pip install 'megatron-rl[math]'.") from error
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its own time limits are off
-    is_equal("\\frac{1}{2} + x", "$x + 0.5$")
+    is_right("\\frac{1}{2} + x", "$x + 0.5$")
 
 
-def is_equal(wanted: str, reply: str) -> bool | None:
+def is_right(wanted: str, reply: str) -> bool:
+    """True if the answer of a reply equals the right one: that in its last box, or the one that its text ends in."""
+    if reply.strip() == wanted.strip():
+        return True
+    # A box has no clear end if the right answer's own brackets do not match.
+    box = f"{BOXED}{wanted}}}"
+    if last_boxed(box) != wanted and reply.rstrip(" .$\n").endswith(box.rstrip(" .$\n")):
+        return True
+    boxed = last_boxed(reply)
+    if boxed.strip() or BOXED in reply:
+        return bool(boxed.strip()) and is_equal(wanted, boxed)
+    said = SAID.search(reply.strip()[-LONGEST_ANSWER:])
+    if any(is_equal(wanted, text) for text in (reply, *(said.groups() if said else ())) if is_short(text, wanted)):
+        return True
+    found = [part.rstrip("*. ") for part in parsed(reply) if isinstance(part, str)]
+    return bool(found) and not is_taken_back(reply, found[0]) and is_equal(wanted, found[0])
+
+
+def parsed(text: str) -> list[Any]:
     # Its own time limits are alarms that would end up in this process's; the lock has one.
-    from math_verify import parse, verify
+    from math_verify import parse
 
-    def read(text: str) -> list[Any]:
-        return parse(text, parsing_timeout=None)
+    return list(parse(text, parsing_timeout=None))
 
-    # Outside of LaTeX the last number would be all that is read of an answer such as x + 1.
-    is_marked = any(mark in wanted for mark in ("$", "\\(", "\\[", "\\boxed"))
-    right = read(wanted if is_marked else f"\\boxed{{{wanted}}}")
-    if not right:
+
+def is_short(text: str, wanted: str) -> bool:
+    return len(text) <= LONGEST_ANSWER + 4 * len(wanted)
+
+
+def is_equal(wanted: str, given: str) -> bool:
+    """True if two answers are equal: as text, or as what they mean."""
+    if given.strip() == wanted.strip():
+        return True
+    ours, theirs = (plain(given), plain(wanted)) if is_short(given, wanted) else ("", "")
+    return bool(ours) and are_equal(theirs, ours)
+
+
+def are_equal(wanted: str, given: str) -> bool:
+    """Compare two plain answers by their parts. The order of these questions matters: words before letters."""
+    if not key(given) or not key(wanted):
+        return False
+    if key(wanted) == key(given):
+        return True
+    names = [named(text) for text in (wanted, given)]
+    if all(names) and len({key(name) for name, _ in names}) > 1 and not all(NAME.fullmatch(it) for _, it in names):
+        return False
+    # Another equation than one that gives a number its name.
+    if names[0] and not names[1] and "=" in given and not re.search("[A-Za-z]", names[0][1]):
+        return False
+    wanted, given = without_name(wanted, given)
+    if key(wanted) == key(given):
+        return True
+    if (choice := as_choice(wanted)) is not None:
+        return is_choice(choice, given)
+    for compare in (equal_unions, equal_ranges, equal_brackets, equal_sets):
+        if (verdict := compare(wanted, given)) is not None:
+            return verdict
+    return equal_quantities(quantity(wanted), quantity(given))
+
+
+def without_name(wanted: str, given: str) -> tuple[str, str]:
+    """Return two answers without the names that they give to their values, as in f(2) = 5 and x \\in [0, 1]."""
+    wanted, given = (re.sub(r"^\\?[A-Za-z]+\s*\\in(?![A-Za-z])\s*", "", text) for text in (wanted, given))
+    left, right = named(wanted), named(given)
+    if left is not None and right is not None and key(left[0]) != key(right[0]):
+        return wanted, given
+    if left is not None and (right is not None or "=" not in given):
+        wanted = left[1]
+    if right is not None and (left is not None or "=" not in wanted):
+        given = right[1]
+    return wanted, given
+
+
+def named(text: str) -> tuple[str, str] | None:
+    """Return the name and the value of `x = 5`."""
+    name, equals, value = text.partition("=")
+    # In a list each entry may have a name.
+    is_one = equals and NAME.fullmatch(name.strip()) and not (NAME_IN_LIST.search(value) or RELATION.search(value))
+    return (name.strip(), value.strip()) if is_one else None
+
+
+def is_choice(wanted: tuple[str, str], given: str) -> bool:
+    choice = as_choice(given)
+    if choice is not None:
+        return choice[0] == wanted[0] and not re.match(r"(?:or|and|,)(?![A-Za-z])", choice[1])
+    return bool(wanted[1]) and are_equal(wanted[1], given)
+
+
+def equal_unions(wanted: str, given: str) -> bool | None:
+    ours, theirs = union_parts(given), union_parts(wanted)
+    if len(ours) == 1 and len(theirs) == 1:
         return None
-    # Of several boxes the package makes one set: who has corrected himself would be wrong.
-    given = last_boxed(reply)
-    if not given.strip():
-        if BOXED in reply:
-            return False
-        found = [part for part in read(reply) if isinstance(part, str)]
-        if not found or is_taken_back(reply, found[0].rstrip("*. ")):
-            return False
-        given = found[0].rstrip("*. ")
-    values = values_of(given, wanted)
-    return bool(values) and all(verify(right, read(f"\\boxed{{{value}}}"), timeout_seconds=None) for value in values)
+    return equal_in_any_order(theirs, ours)
 
 
+def union_parts(text: str) -> list[str]:
+    parts = [part.strip() for part in split_at(text, CUP)]
+    either = [part.strip() for part in split_at(text, OR)]
+    ranges = [as_range(part) for part in either]
+    # x < -2 or x > 2, of the same letter
+    return either if len(either) > 1 and all(ranges) and len({it[0] for it in ranges if it}) == 1 else parts
+
+
+def equal_ranges(wanted: str, given: str) -> bool | None:
+    """Compare inequalities, and an inequality with an interval."""
+    ours, theirs = as_range(given), as_range(wanted)
+    if ours is None and theirs is None:
+        return None
+    if ours is not None and theirs is not None and ours[0] != theirs[0]:
+        return False
+    left = theirs[1:] if theirs is not None else as_bracketed(wanted)
+    right = ours[1:] if ours is not None else as_bracketed(given)
+    if left is None or right is None:
+        # Another inequality, such as x^2 < 4.
+        return bool(RELATION.search(wanted)) and equal_values(wanted, given)
+    return left[0] == right[0] and equal_in_order(left[1], right[1])
+
+
+def equal_brackets(wanted: str, given: str) -> bool | None:
+    ours, theirs = as_bracketed(given), as_bracketed(wanted)
+    if ours is None and theirs is None:
+        return None
+    if ours is None or theirs is None:
+        return False
+    return ours[0] == theirs[0] and equal_in_order(theirs[1], ours[1])
+
+
+def equal_sets(wanted: str, given: str) -> bool | None:
+    """Compare sets and lists without brackets, in any order. Both values of `3 \\pm 1` are such a list."""
+    ours, theirs = members(given), members(wanted)
+    if ours is None and theirs is None:
+        return None
+    if (ours is None and not given.startswith("\\emptyset")) or (
+        theirs is None and not wanted.startswith("\\emptyset")
+    ):
+        return False
+    return equal_in_any_order(theirs or [], ours or [])
+
+
+def members(text: str) -> list[str] | None:
+    found = as_set(text)
+    if found is None and PLUS_MINUS.search(text):
+        found = [text]
+    if found is None:
+        return None
+    values = []
+    for part in found:
+        part = name[1] if (name := named(part)) else part
+        if PLUS_MINUS.search(part):
+            values += [PLUS_MINUS.sub("+", part).removeprefix("+"), PLUS_MINUS.sub("-", part)]
+        else:
+            values.append(part)
+    return values
+
+
+def equal_in_order(wanted: list[str], given: list[str]) -> bool:
+    return len(wanted) == len(given) and all(map(are_equal, wanted, given))
+
+
+def equal_in_any_order(wanted: list[str], given: list[str]) -> bool:
+    if len(wanted) != len(given) or len(wanted) > MOST_MEMBERS:
+        return False
+    left = list(given)
+    for right in wanted:
+        place = next((place for place, entry in enumerate(left) if are_equal(right, entry)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def equal_quantities(wanted: Quantity, given: Quantity) -> bool:
+    """Compare values with their units. A unit may be left out; where both have one it is the same."""
+    if wanted.is_percent or given.is_percent:
+        if wanted.is_percent and given.is_percent:
+            return equal_values(wanted.value, given.value)
+        if given.is_percent:
+            return not wanted.unit and equal_values(wanted.value, rf"\frac{{{given.value}}}{{100}}")
+        # Of a question for a percentage the sign may be left out.
+        return not given.unit and any(
+            equal_values(value, given.value) for value in (wanted.value, rf"\frac{{{wanted.value}}}{{100}}")
+        )
+    is_same_unit = not (wanted.unit and given.unit) or wanted.unit == given.unit
+    return is_same_unit and equal_values(wanted.value, given.value)
+
+
+def equal_values(wanted: str, given: str) -> bool:
+    """Compare single values by math-verify; words, and numbers of other bases, by their text alone."""
+    if not key(given) or not key(wanted):
+        return False
+    if key(wanted) in (key(given), key(JOINED.sub("", given))):
+        return True
+    if FORMULA.fullmatch(wanted) and FORMULA.fullmatch(given):
+        return False
+    if words_in(wanted) or words_in(given) or BASE.search(wanted) or BASE.search(given):
+        return False
+    wanted, given = (RATIO.sub(r"\\frac{\1}{\2}", computable(text)) for text in (wanted, given))
+    if SPACED_DIGITS.search(given) and not SPACED_DIGITS.search(wanted):
+        return False
+    if commands_of(given) - commands_of(wanted) - OF_VALUES:
+        return False
+    relates = bool(RELATION.search(wanted))
+    sides = [given]
+    if "=" in given and "=" not in wanted and not relates:
+        sides = [side.strip() for side in given.split("=")]
+        sides = sides[1:] if NAME.fullmatch(sides[0]) else sides
+    if not relates and not all(is_value(side, wanted) for side in sides):
+        return False
+    from math_verify import verify
+
+    right = parsed(f"\\boxed{{{wanted}}}")
+    return all(verify(right, parsed(f"\\boxed{{{side}}}"), timeout_seconds=None) for side in sides)
+
+
+NAME = re.compile(
+    r"(?!\\(?:n?eq?|not|neg|approx|sim|equiv|pm|int|sum|prod|lim)(?![A-Za-z]))"
+    r"(?:\\[A-Za-z]+\s*)?[|(]?(?:[A-Za-z]|\\[A-Za-z]+)[A-Za-z' ]*(?:_\s*(?:\w|\{[^{}=]{1,8}\}))?(?:,\s*[A-Za-z])*[|)]?"
+    r"(?:\s*\((?:[^()=]|\([^()=]*\))*\))?"
+)
+"""What a value is given as: x, a_{10}, f(2), |x|, (x, y), Area."""
+NAME_IN_LIST = re.compile(r"[,;]\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
+MOST_MEMBERS = 30
+"""Members of a set or list that are compared."""
+SAID = re.compile(r"(?:answer(?:\s+is)?|####)\s*:?\s*([^\n]+?)\.?$", re.IGNORECASE)
+OR = re.compile(r"\s*\bor\b\s*")
+CUP = re.compile(r"\\cup(?![A-Za-z])")
+JOINED = re.compile(r"(?<=\b[a-z])\s*(?:\\cdot\s*|\*\s*|\s)(?=[a-z]\b)")
+FORMULA = re.compile(r"(?:[A-Z][a-z]?(?:_\s*\{?\d+\}?)?\s*){2,}")
+"""A chemical formula, whose order counts."""
+SPACED_DIGITS = re.compile(r"\d\s+\d")
+PLUS_MINUS = re.compile(r"\s*\\pm(?![A-Za-z])\s*")
+BASE = re.compile(r"(?<![A-Za-z}])\d+\s*_\s*\{?\d")
+RATIO = re.compile(r"^(\d+)\s*:\s*(\d+)$")
 LONGEST_ANSWER = 200
 """Characters, beside four times the right answer's."""
 COMMAND = re.compile(r"\\([A-Za-z]+)")
@@ -83,28 +304,13 @@ OF_VALUES = frozenset(
     "frac dfrac tfrac cfrac sqrt pi cdot times div left right infty sin cos tan cot sec csc arcsin arccos arctan sinh "
     "cosh tanh log ln lg exp binom dbinom tbinom pm cup cap begin end quad qquad displaystyle mathbf mathbb mathrm "
     "boldsymbol circ degree emptyset alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi "
-    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega mathcal hat vec boxed".split()
+    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega mathcal hat vec".split()
 )
 """LaTeX commands that an answer may have though the right one has not: none that relates, hides or is not evaluated."""
-SAME_COMMANDS = {"geq": "ge", "geqslant": "ge", "leq": "le", "leqslant": "le", "neq": "ne", "varnothing": "emptyset"}
-RELATIONS, TEXTS = {"ge", "le", "gt", "lt"}, {"text", "textbf"}
-FUNCTIONS = re.compile(r"\b(?:sqrt|pi|sin|cos|tan|log|ln|exp|pmatrix|bmatrix|matrix|vmatrix|array|cases)\b")
+NAMED_FUNCTIONS = re.compile(rf"\b(?:{'|'.join(sorted(FUNCTIONS))})\b")
 SIGNS = frozenset("+-*/^_(){}.!|&\\$'=,;: ~\t\n0123456789%[]")
 """The characters of plain values. The last three have rules of their own."""
 KNOWN_SIGNS = frozenset("\u03c0\u221a\u00d7\u00b7\u00f7\u221e\u00b0\u2212ie")
-SPACE = r"(?:\\[,;:! ]|[~\s])*"
-WHOLE = re.compile(r"\\(?:boxed|text|textbf|mathrm|mbox)\{((?:[^{}]|\{[^{}]*\})*)\}")
-UNIT = re.compile(
-    rf"{SPACE}(?:\\(?:text|mathrm|textrm|mbox|textbf)\{{([^{{}}]{{1,40}})\}}|(?<=[\s}}])(?:[kcm]?m|k?g|h|s|min|in|ft|feet|"
-    r"inches|yards|miles|met(?:er|re)s|dollars|cents|degrees|units|hours|minutes|seconds|days|weeks|years))(?:\^\{?[23]\}?)?$"
-)
-NO_UNITS = frozenset(
-    "or and not no nor never is isnt wrong false incorrect than less more most least about approximately roughly minus "
-    "plus times over by hundred thousand million billion trillion dozen half percent per-cent pi to between if unless "
-    "but maybe otherwise negative mod squared cubed factorial".split()
-)
-NAME = re.compile(r"(?:[A-Za-z]|\\(?:text|mathrm)\{[A-Za-z ]{1,20}\})(?:_\{?[A-Za-z0-9]{1,4}\}?)?(?:\([A-Za-z]\))?")
-THOUSANDS = re.compile(r"(?<=\d),(?:\\!)?(?=\d{3}(?!\d))")
 TAKEN_BACK = re.compile(
     r"(?:\u2260|!=|[<>\u2264\u2265\u2248~\u00b1]|\\(?:neq?|not|[lg]e(?:q|qslant)?|approx|sim|pm)|n't|\b(?:not|never|or|nor|"
     r"than|about|approximately|around|minus)|[0-9]\s*[,;|]|(?<![-+*/^0-9.\s])\s*[0-9.]+\s*=)"
@@ -120,56 +326,13 @@ def is_taken_back(reply: str, found: str) -> bool:
     return place >= 0 and bool(TAKEN_BACK.search(f" {before}") or re.match(r"[\s$*\\]*%|\s*(?:or|=|!=)(?!\w)", after))
 
 
-def values_of(given: str, wanted: str) -> list[str]:
-    """Return what must all equal the right answer for the given one to do so; nothing where it is no answer."""
-    text, right = given.strip().strip("$").rstrip(".").strip(), THOUSANDS.sub("", wanted)
-    while whole := WHOLE.fullmatch(text):
-        text = whole[1].strip()
-    if len(text) > LONGEST_ANSWER + 4 * len(wanted) or ("boxed" in text and "boxed" not in wanted):
-        return []
-    # A right answer of several parts is compared as a whole; beside a single one, a list is a wrong answer or a guess.
-    is_single = not any(mark in right for mark in (",", "[", "\\{", "\\text{", "\\cup", "\\in", "matrix"))
-    relates = bool(relations_of(wanted) or commands_of(wanted) & RELATIONS)
-    is_single = is_single and not relates
-    if is_single:
-        text = THOUSANDS.sub("", text)
-        if unit := UNIT.search(text):
-            words = (unit[1] or "").lower().replace("'", "").split()
-            if len(words) > 2 or NO_UNITS.intersection(words) or any(letter.isdigit() for letter in "".join(words)):
-                return []
-            text = text[: unit.start()]
-    else:
-        text = re.sub(r"\\text\{ *(?:or|and) *\}", ",", text)
-    known = commands_of(wanted) | OF_VALUES | (RELATIONS if relates else set()) | (set() if is_single else TEXTS)
-    if commands_of(text) - known:
-        return []
-    sides = [text]
-    if is_single and "=" in text and "=" not in right:
-        sides = [side.strip() for side in text.split("=")]
-        if NAME.fullmatch(sides[0]):
-            del sides[0]
-    if not is_single:
-        return sides if relates or not relations_of(text) else []
-    return [as_fraction(side, right) for side in sides] if sides and all(is_value(it, right) for it in sides) else []
-
-
 def commands_of(text: str) -> set[str]:
-    return {SAME_COMMANDS.get(name, name) for name in COMMAND.findall(text)}
-
-
-def relations_of(text: str) -> set[str]:
-    return set(text) & set("<>\u2264\u2265\u2248\u2260\u2208\u2192")
+    return set(COMMAND.findall(text))
 
 
 def is_value(text: str, right: str) -> bool:
     """True where only one value is written, with the letters and signs of the right answer and those of numbers."""
-    plain = FUNCTIONS.sub("", COMMAND.sub(" ", re.sub(r"\\sqrt\[\d\]", "", text)))
-    foreign = set(plain) - set(right) - SIGNS - KNOWN_SIGNS
+    letters = NAMED_FUNCTIONS.sub("", COMMAND.sub(" ", re.sub(r"\\sqrt\[\d\]", "", text)))
+    foreign = set(letters) - set(right) - SIGNS - KNOWN_SIGNS
     has_others = any(mark in text and mark not in right for mark in (",", ";", "[", "]", "\\{", "\\}", "="))
     return bool(text) and not foreign and not has_others
-
-
-def as_fraction(text: str, right: str) -> str:
-    """Write a share of a hundred as what it is, beside a right answer that is none."""
-    value = re.sub(r"\\?%", "", text)
-    return f"\\frac{{{value}}}{{100}}" if value != text and "%" not in right else text

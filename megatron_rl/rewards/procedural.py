@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.rewards import find_tagged
+from megatron_rl.rewards import answer_of, find_tagged
 from megatron_rl.rewards.arithmetic import value_and_numbers
 from megatron_rl.rewards.locked import TextFailed, evaluate
 
@@ -34,8 +34,9 @@ def reasoning_gym(
     Some scorers evaluate the text as code, so they run locked in. Text that makes one raise or hang is no right answer.
     """
     entry = {"question": question, "answer": answer, "metadata": metadata}
-    found = find_tagged(completions)
-    text = (completions if found is None else found).strip()
+    said = answer_of(prompt, completions)
+    found = find_tagged(said)
+    text = (said if found is None else found).strip()
     try:
         score = float(evaluate(scorer(task), text, entry, time_s=time_s, memory_bytes=MEMORY_BYTES))
     except TextFailed:
@@ -66,7 +67,8 @@ def countdown(
 
     With + - * / and parentheses, each number at most as often as it is given. Nothing is evaluated but these.
     """
-    found = find_tagged(completions)
-    text = (completions if found is None else found).strip()
+    said = answer_of(prompt, completions)
+    found = find_tagged(said)
+    text = (said if found is None else found).strip()
     value, used = value_and_numbers(text)
     return float(value == metadata["target"] and used <= Counter(metadata["numbers"]))

@@ -15,6 +15,8 @@ import importlib
 import json
 import os
 import sys
+import types
+import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,7 +123,22 @@ def run_test(test: str, names: list[str], modules: list[str], questions: int, an
             continue  # for the test to raise, if it comes to that
     # optimize=0 keeps assertions whatever flags this process was started with.
     exec(compile(test, "test", "exec", dont_inherit=True, optimize=0), scope)
+    run_defined(test, scope)
     return True
+
+
+def run_defined(test: str, scope: dict[str, Any]) -> None:
+    """Run what a test only defines: functions that pytest would call, and cases of unittest."""
+    used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
+    for name, found in list(scope.items()):
+        if name in used:
+            continue
+        if isinstance(found, types.FunctionType) and name.startswith("test") and not found.__code__.co_argcount:
+            found()
+        elif isinstance(found, type) and issubclass(found, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(found).run(result)
+            assert result.wasSuccessful(), result
 
 
 class Program:

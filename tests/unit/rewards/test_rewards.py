@@ -414,3 +414,13 @@ def test_locked_text_reads_no_file_but_what_is_installed(tmp_path):
         "import decimal, json, zoneinfo\nprint(json.dumps(str(decimal.Decimal(1) / 4)), len(open('/dev/null').read()))"
     )
     assert run_program(usual, "", time_s=LATE_S, memory_bytes=1 << 29) == '"0.25" 0\n'
+
+
+@pytest.mark.parametrize("reward", [exact_match, last_number, tagged_answer])
+def test_an_answer_behind_a_thought_is_scored_and_one_in_a_thought_is_not(reward):
+    right, wrong = ("<answer>4</answer>", "<answer>5</answer>") if reward is tagged_answer else ("4", "5")
+    assert score(reward, f"<think>\n{wrong}\n</think>\n{right}", "4") == 1.0
+    assert score(reward, f"{wrong}</think>{right}", "4") == 1.0
+    for none in (f"<think>\n{right}\n</think>\n{wrong}", f"<think>\n{right}", f"{right}\n<think>", f"{right}</think>"):
+        assert score(reward, none, "4") == 0.0
+    assert reward("2 + 2 = ?\n<think>\n", right, [1], [2], answer="4") == 0.0, "the prompt opened a thought"
