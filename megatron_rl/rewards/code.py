@@ -52,7 +52,8 @@ def program_output(
         printed = run_program(source, test[0], time_s=left_s, memory_bytes=memory, folders=folders)
         return printed is not None and is_same_output(printed, test[1])
 
-    return share_passed(given, is_passed, time_s=time_s, partial=partial)
+    # A reply that says nothing prints nothing, which is no program for an empty output.
+    return share_passed(given, is_passed, time_s=time_s, partial=partial) if source.strip() else 0.0
 
 
 def assertions(
@@ -82,7 +83,7 @@ def assertions(
     def is_passed(test: str, left_s: float) -> bool:
         return holds(source, test, time_s=left_s, memory_bytes=memory, folders=folders)
 
-    return share_passed(tests, is_passed, time_s=time_s, partial=partial)
+    return share_passed(tests, is_passed, time_s=time_s, partial=partial) if source.strip() else 0.0
 
 
 def passes(

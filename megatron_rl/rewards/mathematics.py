@@ -287,7 +287,8 @@ NAME = re.compile(
 NAME_IN_LIST = re.compile(r"[,;]\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 MOST_MEMBERS = 30
 """Members of a set or list that are compared."""
-SAID = re.compile(r"(?:answer(?:\s+is)?|####)\s*:?\s*([^\n]+?)\.?$", re.IGNORECASE)
+SAID = re.compile(r"(?s:.*)(?:\banswer\b(?:\s+is\b)?|####|\bis\b|\bequals\b)[\s:*]*([^\n]+?)[*.\s]*$", re.IGNORECASE)
+"""The end of a reply in plain text, where it says its answer."""
 OR = re.compile(r"\s*\bor\b\s*")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 JOINED = re.compile(r"(?<=\b[a-z])\s*(?:\\cdot\s*|\*\s*|\s)(?=[a-z]\b)")

@@ -60,6 +60,8 @@ def test_a_right_answer_without_any_mathematics_is_compared_as_text():
         ("The answer is Paris.", 1.0),
         ("Answer: **Paris**", 1.0),
         ("paris", 1.0),
+        ("Of these, the capital of France is Paris.", 1.0),
+        ("**Answer:** Paris", 1.0),
         ("The answer is Pairs.", 0.0),
         ("The answer is not Paris.", 0.0),
         ("The answer is Paris or London.", 0.0),

@@ -60,3 +60,9 @@ def test_a_test_that_cannot_be_run_is_refused_and_says_why(test):
 def test_a_package_that_is_not_installed_is_refused():
     with pytest.raises(ValueError, match=r"packages = \['no_such'\]: 'no_such' is not installed"):
         code.passes("", "print(1)", [], [], tests=["assert f()"], packages=["no_such"])
+
+
+@pytest.mark.parametrize("reply", ["", "<think>print()</think>", "<think>\n```python\nprint()\n```"])
+def test_a_reply_without_a_program_passes_no_test(reply):
+    assert code.passes("", reply, [], [], tests=[{"input": "", "output": ""}]) == 0.0
+    assert code.passes("", reply, [], [], tests=["assert True"], partial=True) == 0.0
