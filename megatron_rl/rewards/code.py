@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import json
 import math
 import re
 import time
@@ -118,7 +119,13 @@ def share_passed(
 def checked(tests: Sequence[Any]) -> Sequence[Any]:
     if not len(tests):
         raise ValueError("tests = []: a program is run against its prompt's tests; give every prompt some.")
-    return [tests] if isinstance(tests, str) else tests
+    if not isinstance(tests, str):
+        return tests
+    try:
+        found = json.loads(tests)  # a column of text may hold the list
+    except ValueError:
+        found = None
+    return checked(found) if isinstance(found, list) else [tests]
 
 
 def text_of(test: dict[str, Any], key: str) -> str:

@@ -54,7 +54,8 @@ def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", r
     names: what the program must define. prompt: its text, which may have opened the reply's thought. Text in a thought
     is no program.
     """
-    if len(reply) <= LONGEST_PROGRAM and compiles(reply):
+    is_thought = prompt.rstrip().endswith(THINK) and THOUGHT not in reply
+    if not is_thought and len(reply) <= LONGEST_PROGRAM and compiles(reply):
         return reply  # with whatever fences its strings have
     text = behind_thoughts(re.sub("\r\n?", "\n", reply), prompt)
     blocks = [block for block in blocks_of(text[-MOST_CHARACTERS:])[-MOST_BLOCKS:] if block.source.strip()]
@@ -65,17 +66,16 @@ def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", r
     return blocks[place].source
 
 
-def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple[bool, ...]:
+def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple[int, ...]:
     """Return what speaks for a block being the program, what matters most first."""
     is_python = block.language is None or block.language in PYTHON
     facts = facts_of(block.source)
     if facts is None:
-        return (False, False, is_python)
+        return (False, 0, is_python)
     return (
         True,
-        set(names) <= facts.defined,
+        len(facts.defined.intersection(names)),
         is_python,
-        bool(facts.defined.intersection(names)),
         facts.does_something,
         block.is_closed,
         not facts.missing,

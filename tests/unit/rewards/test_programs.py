@@ -27,7 +27,8 @@ def test_the_program_of_a_reply_is_the_block_that_its_tests_can_run():
 
 def test_a_block_in_a_thought_that_the_prompt_opened_is_no_program():
     block = "```python\ndef f(x): return 1\n```"
-    assert "def f" not in find_program(block, ["f"], prompt="What is f?<think>\n")
+    for thought in (block, "def f(x): return 1\n"):
+        assert "def f" not in find_program(thought, ["f"], prompt="What is f?<think>\n")
     assert find_program(f"Hm.</think>\n{block}", ["f"], prompt="What is f?<think>\n") == "def f(x): return 1\n"
 
 
@@ -49,6 +50,13 @@ def test_functions_are_judged_whatever_else_their_program_does():
 def test_what_is_printed_is_compared_by_lines_and_words_and_numbers_within_a_tolerance():
     outputs = cases("programs.yaml")["outputs"]
     assert [case for case in outputs if code.is_same_output(case[1], case[0]) != case[2]] == []
+
+
+def test_tests_may_be_one_text_or_the_text_of_a_list():
+    for tests in ("assert f(1) == 2", '["assert f(1) == 2"]'):
+        assert code.passes("", "def f(x): return x + 1", [], [], tests=tests) == 1.0
+        assert code.passes("", "def f(x): return x", [], [], tests=tests) == 0.0
+    assert code.passes("", "print(int(input()) + 1)", [], [], tests='[{"input": "1", "output": 2}]') == 1.0
 
 
 @pytest.mark.parametrize("test", [{"input": "1"}, {"input": {"a": 1}, "output": "1"}, "assert f("])
