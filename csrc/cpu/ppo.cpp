@@ -11,14 +11,15 @@ using Sums = double[PPO_SUMS];
 // One piece of tokens, or one sequence.
 template <class X>
 void piece_of(const PpoTokens<X>& tokens, int64_t begin, int64_t end, Sums& sums) {
-  double log_ratio = 0, behavior = 0, count = 0;
+  double log_ratio = 0, behavior = 0, count = 0, known = 0;
   const bool by_sequence = tokens.bounds != nullptr;
   for (int64_t i = begin; i < end && by_sequence; i++) {
     if (!tokens.mask[i]) continue;
     auto token = tokens.template token<double>(i);
-    log_ratio += token.log_ratio, behavior += finite_or_zero(token.behavior_log_ratio), count += 1;
+    log_ratio += token.log_ratio, count += 1;
+    add_behavior(token.behavior_log_ratio, behavior, known);
   }
-  log_ratio /= count > 0 ? count : 1, behavior /= count > 0 ? count : 1;
+  log_ratio /= count > 0 ? count : 1, behavior /= known > 0 ? known : 1;
   for (int64_t i = begin; i < end; i++) {
     const bool trained = tokens.mask[i];
     tokens.grad_entropy[i] = trained ? X(tokens.entropy_slope(tokens.template row_weight<double>(i))) : X(0);

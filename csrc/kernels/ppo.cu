@@ -89,7 +89,7 @@ __device__ __forceinline__ Place place_of(const PpoTokens<float>& tokens, int64_
   return {from, min(from + PPO_PIECE, end), first, ppo_pieces(end - begin)};
 }
 
-enum { LOG_RATIO, BEHAVIOR, TOKENS, MEANS = 4 };
+enum { LOG_RATIO, BEHAVIOR, TOKENS, KNOWN, MEANS };
 
 template <bool BY_SEQUENCE>
 __global__ void __launch_bounds__(THREADS) ppo_kernel(
@@ -119,22 +119,21 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
 #pragma unroll 1
       for (int64_t j = threadIdx.x; j < place.count; j += THREADS) {
         const float4 part = __ldcg(&of_sequences[place.first + j]);
-        means[LOG_RATIO] += part.x, means[BEHAVIOR] += part.y, means[TOKENS] += part.z;
+        means[LOG_RATIO] += part.x, means[BEHAVIOR] += part.y, means[TOKENS] += part.z, means[KNOWN] += part.w;
       }
     } else if (trained) {
-      means[LOG_RATIO] = token.log_ratio, means[BEHAVIOR] = finite_or_zero(token.behavior_log_ratio);
-      means[TOKENS] = 1.0f;
+      means[LOG_RATIO] = token.log_ratio, means[TOKENS] = 1.0f;
+      add_behavior(token.behavior_log_ratio, means[BEHAVIOR], means[KNOWN]);
     }
     sum_over_warps(means, of_means);
-    for (int k : {LOG_RATIO, BEHAVIOR, TOKENS}) means[k] = sum_of(of_means, k);
+    for (int k = 0; k < MEANS; k++) means[k] = sum_of(of_means, k);
     if (!turn.is_second) {
       if (threadIdx.x > 0) return;
-      of_sequences[turn.piece] = {means[LOG_RATIO], means[BEHAVIOR], means[TOKENS], 0.0f};
+      of_sequences[turn.piece] = {means[LOG_RATIO], means[BEHAVIOR], means[TOKENS], means[KNOWN]};
       count_finished(slot, 2 * pieces);
       return;
     }
-    const float count = fmaxf(means[TOKENS], 1.0f);
-    means[LOG_RATIO] /= count, means[BEHAVIOR] /= count;
+    means[LOG_RATIO] /= fmaxf(means[TOKENS], 1.0f), means[BEHAVIOR] /= fmaxf(means[KNOWN], 1.0f);
   }
   float sums[PPO_SUMS] = {};
   if (i < place.end) {

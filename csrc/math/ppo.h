@@ -46,10 +46,17 @@ HD bool is_finite(T x) {
   return x - x == T(0);
 }
 
-// log p(proximal) - log p(behaviour), 0 where one of them is missing: counted, and no weight
+// For statistics: a token without a finite log p(proximal) - log p(behaviour) is counted, and in no mean.
 template <class T>
 HD T finite_or_zero(T x) {
   return is_finite(x) ? x : T(0);
+}
+
+// What a token adds to its sequence's sum of log p(proximal) - log p(behaviour), and to the number of tokens in it.
+// Infinite ones count as such. NaN says nothing of the others: it is left out.
+template <class T>
+HD void add_behavior(T log_ratio, T& sum, T& count) {
+  if (log_ratio == log_ratio) sum += log_ratio, count += T(1);
 }
 
 // x within LOG_RATIO_BOUND; is_beyond becomes true where it is not, and stays where it is. NaN stays NaN.
@@ -97,11 +104,12 @@ HD T ppo_token(
   T weight = 1;
   const T behavior = finite_or_zero(t.behavior_log_ratio);
   if (o.behavior != BEHAVIOR_OFF) {
-    weight = exp(bound(o.behavior_by_sequence ? sequence_behavior : behavior, other_is_bounded));
-    const bool outside = weight < T(o.behavior_low) || weight > T(o.behavior_high);
+    // +inf and -inf are bounded like other large log ratios. NaN has no side, and its token no weight.
+    weight = exp(bound(o.behavior_by_sequence ? sequence_behavior : t.behavior_log_ratio, other_is_bounded));
+    const bool unknown = weight != weight || t.behavior_log_ratio != t.behavior_log_ratio;
+    const bool below = weight < T(o.behavior_low), outside = unknown || below || weight > T(o.behavior_high);
     if (outside) sums[SUM_DROPPED] += T(1);
-    if (outside && o.behavior == BEHAVIOR_MASK) weight = T(0);
-    if (outside && o.behavior == BEHAVIOR_CLAMP) weight = T(weight < T(o.behavior_low) ? o.behavior_low : o.behavior_high);
+    if (outside) weight = unknown || o.behavior == BEHAVIOR_MASK ? T(0) : T(below ? o.behavior_low : o.behavior_high);
     // A dropped token adds nothing, even where its loss is not finite.
     loss = weight == T(0) ? T(0) : loss * weight;
     by_ratio = weight == T(0) ? T(0) : by_ratio * weight;

@@ -5,6 +5,8 @@ The operator has its own weights by token and by a sequence's mean for fused los
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,11 @@ from megatron_rl.ops.reference import bounded
 
 
 def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Return each row's p(proximal) / p(behaviour), bounded as `correction` says, and whether it was outside: `[T]`."""
-    log_weight = _log_weight(rows)
+    """Return each row's p(proximal) / p(behaviour), bounded as `correction` says, and whether it was outside: `[T]`.
+
+    An infinite log weight is outside like a large one, at the end of its sign. A row without one (NaN) weighs 0.
+    """
+    log_weight, unknown = log_weights(rows)
     if correction.weight == "off":
         return torch.ones_like(log_weight), torch.zeros_like(rows.trained)
     if correction.level != "token":
@@ -23,47 +28,52 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tenso
         log_weight = (
             sum_of_sequence(log_weight, rows.cu_seqlens)
             if correction.level == "product"
-            else mean_of_sequence(log_weight, rows.trained, rows.cu_seqlens)
+            else mean_of_sequence(log_weight, rows.trained & ~unknown, rows.cu_seqlens)
         )
     weight = bounded(log_weight).exp()
-    is_outside = (weight < correction.low) | (weight > correction.high)
+    unknown = unknown | weight.isnan()  # +inf and -inf in one sequence
+    is_outside = unknown | (weight < correction.low) | (weight > correction.high)
     if correction.weight == "mask":
         return weight.masked_fill(is_outside, 0.0), is_outside
-    return weight.clamp(correction.low, correction.high), is_outside
+    return weight.clamp(correction.low, correction.high).masked_fill(unknown, 0.0), is_outside
 
 
 def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Return which trained rows lose their advantage, as they are too far from who sampled them: `[T]` bool."""
-    left_out = torch.zeros_like(rows.trained)
+    left_out = log_weights(rows)[1]  # of what is unknown nothing can be said
     if correction.negative_bound > 0:
         assert rows.cu_seqlens is not None
         fallen = rows.behavior_logprobs - rows.logprobs.detach()
-        is_far = mean_of_sequence(fallen, rows.trained, rows.cu_seqlens) > correction.negative_bound
+        known = rows.trained & ~fallen.isnan()
+        is_far = mean_of_sequence(fallen.masked_fill(~known, 0.0), known, rows.cu_seqlens) > correction.negative_bound
         left_out = left_out | (is_far & (rows.advantages < 0))
     if correction.reject != "off":
-        left_out = left_out | (_distance(rows, correction).abs() > correction.reject_bound)
+        is_near = _distance(rows, correction).abs() <= correction.reject_bound  # False for NaN
+        left_out = left_out | ~is_near
     return left_out & rows.trained
 
 
 def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Each row's estimate of KL(behaviour || proximal), `[T]`, of its token or of its sequence."""
-    log_weight = _log_weight(rows)
+    log_weight, unknown = log_weights(rows)
     near = bounded(log_weight)
-    distance = {"k1": -log_weight, "k2": log_weight.square() / 2, "k3": torch.expm1(near) - near}[correction.reject]
+    k3 = (torch.expm1(near) - near).masked_fill(log_weight.isinf(), inf)
+    distance = {"k1": -log_weight, "k2": log_weight.square() / 2, "k3": k3}[correction.reject]
     if correction.reject_level == "token":
         return distance
     assert rows.cu_seqlens is not None
     if correction.reject_level == "mean":
-        return mean_of_sequence(distance, rows.trained, rows.cu_seqlens)
+        return mean_of_sequence(distance, rows.trained & ~unknown, rows.cu_seqlens)
     if correction.reject_level == "sum":
         return sum_of_sequence(distance, rows.cu_seqlens)
     return largest_of_sequence(distance.abs(), rows.cu_seqlens)
 
 
-def _log_weight(rows: LossRows) -> Tensor:
-    """Return log p(proximal) - log p(behaviour), `[T]`; 0 where it is not finite, which is counted as not_finite."""
+def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
+    """Return log p(proximal) - log p(behaviour), and where it is NaN, 0 there: `[T]`. It may be infinite."""
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
-    return log_weight.masked_fill(~log_weight.isfinite(), 0.0)
+    unknown = log_weight.isnan()
+    return log_weight.masked_fill(unknown, 0.0), unknown
 
 
 def largest_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import nan
 
 import torch
 from tensordict import TensorDict
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.algo.aggregation import DEMONSTRATED, is_trained
 from megatron_rl.algo.catalogue import find_loss
-from megatron_rl.algo.correction import behavior_weight, is_left_out
+from megatron_rl.algo.correction import behavior_weight, is_left_out, log_weights
 from megatron_rl.algo.registry import FusedLoss, TorchLoss
 from megatron_rl.algo.torch_losses import LossRows
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
@@ -96,7 +97,9 @@ class PolicyLoss:
         elif "proximal_logprobs" in names:
             proximal = column("proximal_logprobs")
         elif "proximal_share" in names:  # updates after the first: log p is taken to move evenly between the two
-            proximal = torch.lerp(behavior, logprobs.detach(), column("proximal_share"))
+            own = logprobs.detach()
+            # From a behaviour log-prob that is not finite there is no way to this policy's.
+            proximal = torch.lerp(behavior, own, column("proximal_share")).where(behavior.isfinite(), own)
         trained, advantages = is_trained(rows), column("advantages")
         row_weights = column("row_weights") if "row_weights" in names else None
         bounds = rows["cu_seqlens"].long() if self.by_sequence else None
@@ -112,14 +115,16 @@ class PolicyLoss:
                 cu_seqlens=bounds,
                 marked=rows["marked"].bool() if "marked" in names else None,
             )
+            weight, is_outside = behavior_weight(seen, self.correction)
             if self.correction.leaves_out:
                 left_out = is_left_out(seen, self.correction)
                 seen = replace(seen, advantages=seen.advantages.masked_fill(left_out, 0.0))
                 counted["left_out_tokens"] = left_out.sum()
-            weight, is_outside = behavior_weight(seen, self.correction)
             if self.weighs_products:
                 counted["behavior_weight"] = weight.masked_fill(~trained, 0.0).sum()
                 counted["dropped_tokens"] = (is_outside & trained).sum()
+            if self.correction.leaves_out or self.correction.weight != "off":
+                seen, proximal, behavior = _without_unknown(seen, proximal, behavior)
             advantages = seen.advantages * weight if self.weighs_products else seen.advantages
         loss, sums = ppo_loss(
             logprobs,
@@ -171,6 +176,24 @@ class PolicyLoss:
         names += ["positive_nll"] if self.options.positive_weight > 0 else []
         names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
         return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])
+
+
+def _without_unknown(
+    rows: LossRows, proximal: Tensor | None, behavior: Tensor
+) -> tuple[LossRows, Tensor | None, Tensor]:
+    """Take the policy's term from rows whose weight is NaN: they have no advantage, and a ratio of 1.
+
+    Without it a NaN would come through: 0 times NaN is NaN. For the operator, which has to count such rows, their
+    behaviour log-prob stays NaN.
+    """
+    unknown, own = log_weights(rows)[1], rows.logprobs.detach()
+    rows = replace(
+        rows,
+        proximal_logprobs=own.where(unknown, rows.proximal_logprobs),
+        behavior_logprobs=own.where(unknown, rows.behavior_logprobs),
+        advantages=rows.advantages.masked_fill(unknown, 0.0),
+    )
+    return rows, None if proximal is None else own.where(unknown, proximal), behavior.masked_fill(unknown, nan)
 
 
 def value_clip(

@@ -120,8 +120,10 @@ def topr(rows: LossRows, options: AlgorithmConfig) -> Tensor:
     """
     assert rows.cu_seqlens is not None
     distance = (rows.logprobs - rows.behavior_logprobs).detach()
-    total = sum_of_sequence(distance.masked_fill(~distance.isfinite(), 0.0), rows.cu_seqlens)
-    weight = torch.where(rows.advantages > 0, 1.0, total.clamp_max(0.0).exp())
+    unknown = distance.isnan()
+    total = sum_of_sequence(distance.masked_fill(unknown, 0.0), rows.cu_seqlens)
+    unknown = unknown | total.isnan()  # a behaviour log-prob that is NaN; or +inf and -inf in one sequence
+    weight = torch.where(rows.advantages > 0, 1.0, total.clamp_max(0.0).exp().masked_fill(unknown, 0.0))
     return -rows.advantages * weight * rows.logprobs
 
 

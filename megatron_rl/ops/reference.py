@@ -90,13 +90,17 @@ def ppo_loss(
     if options.behavior != "off":
         assert behavior_logprobs is not None
         log_weight = (proximal - behavior_logprobs).masked_fill(~mask, 0.0).detach()
+        unknown = log_weight.isnan()  # such a row has no weight, and no part in its sequence's
         if options.behavior_by_sequence:
             assert cu_seqlens is not None
-            log_weight = mean_of_sequence(log_weight, mask, cu_seqlens)
-        weight = bounded(log_weight).exp()
+            log_weight = mean_of_sequence(log_weight.masked_fill(unknown, 0.0), mask & ~unknown, cu_seqlens)
+        weight = bounded(log_weight).exp()  # +inf and -inf are bounded like other large ones
+        unknown = unknown | weight.isnan()
         outside = (weight < options.behavior_low) | (weight > options.behavior_high)
         clamped = weight.clamp(options.behavior_low, options.behavior_high)
-        loss = loss * (weight.masked_fill(outside, 0.0) if options.behavior == "mask" else clamped)
+        weight = weight.masked_fill(outside, 0.0) if options.behavior == "mask" else clamped
+        weight = weight.masked_fill(unknown, 0.0)
+        loss = loss.masked_fill(weight == 0, 0.0) * weight
     if options.kl_coefficient > 0:
         assert ref_logprobs is not None
         divergence = KL[options.kl_estimator](own, ref_logprobs.masked_fill(~mask, 0.0))

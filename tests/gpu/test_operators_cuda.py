@@ -82,6 +82,27 @@ def test_policy_loss_equals_the_cpu(options):
         torch.testing.assert_close(mine, right, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize("behavior", ["mask", "clamp"])
+def test_infinite_and_unknown_weights_are_as_on_the_cpu(behavior, by_sequence):
+    """One of each in the first sequence, of three pieces, and one that is NaN in the other, of six."""
+    options = PpoOptions(behavior=behavior, behavior_by_sequence=by_sequence, behavior_low=0.9, behavior_high=1.1)
+    results = []
+    for device in ("cpu", "cuda"):
+        logprobs, proximal, sampler, advantages, mask, *_ = (tensor.to(device) for tensor in ppo_case(torch.float32))
+        for place, value in ((10, "inf"), (300, "-inf"), (1000, "nan")):
+            mask[place], sampler[place] = True, float(value)
+        own = logprobs.requires_grad_()
+        bounds = CU_SEQLENS.to(device)
+        loss, sums = ppo_loss(own, proximal, sampler, advantages, mask, options, cu_seqlens=bounds)
+        slopes = torch.autograd.grad(loss, own)[0]
+        results.append([t.detach().cpu() for t in (loss, slopes, torch.stack(list(sums.values())))])
+        assert sums["not_finite"] == 3 and not slopes[1000] and slopes.isfinite().all()
+        assert bool(slopes[:700].any()) != by_sequence and slopes[701:].any()
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=2e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_advantages_and_labels_equal_the_cpu(lengths):
     rewards, values, mask, cu_seqlens, bootstrap = gae_case(lengths)

@@ -182,6 +182,64 @@ def test_behaviour_weights_are_those_of_the_definition(loss, correction):
     assert_same(run(options, correction), by_definition(options, correction))
 
 
+def summed_gradient(options, correction, *, untrained=(), **columns):
+    """The gradient `[T]` of the loss of the batch as one microbatch, and its statistics."""
+    batch, policy, entropies = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    for name, values in columns.items():
+        for row, value in values.items():
+            rows[name][row] = value
+    for row in untrained:
+        rows["labels"][row] = -100
+    own = logprobs.clone().requires_grad_()
+    loss, sums = PolicyLoss(options, correction)(own, entropy, rows)
+    return torch.autograd.grad(loss, own)[0], sums
+
+
+COMPARING = {name: it for name, it in CORRECTIONS.items() if it.weight != "off" or it.leaves_out}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("loss", ["ppo_clip", "cpgd"])
+@pytest.mark.parametrize("correction", COMPARING.values(), ids=COMPARING)
+def test_an_infinite_behaviour_log_prob_acts_as_a_very_large_one(loss, correction, sign):
+    options, row = AlgorithmConfig(loss=loss), 7
+    far, _ = summed_gradient(options, correction, logprobs={row: sign * 1e6})
+    found, sums = summed_gradient(options, correction, logprobs={row: sign * math.inf})
+    torch.testing.assert_close(found, far)
+    assert sums["not_finite"] == 1 and found.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["logprobs", "proximal_logprobs"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "cpgd"])
+@pytest.mark.parametrize("correction", COMPARING.values(), ids=COMPARING)
+def test_a_token_whose_weight_is_nan_trains_as_if_it_were_not_there(loss, correction, name):
+    options, row = AlgorithmConfig(loss=loss), 7
+    without, plain = summed_gradient(options, correction, untrained=[row])
+    found, sums = summed_gradient(options, correction, **{name: {row: math.nan}})
+    torch.testing.assert_close(found, without)
+    assert sums["not_finite"] == 1 and sums["tokens"] == plain["tokens"] + 1
+    for counted in {"dropped_tokens", "left_out_tokens"} & sums.keys():
+        assert sums[counted] == plain[counted] + 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_unknown_behaviour_log_prob_leaves_topr_finite(value):
+    found, _ = summed_gradient(AlgorithmConfig(loss="topr"), CorrectionConfig(), logprobs={7: value})
+    assert found.isfinite().all() and found.any()
+
+
+def test_between_an_infinite_behaviour_log_prob_and_the_policys_nothing_lies():
+    batch, policy, entropies = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    del rows["proximal_logprobs"]
+    rows["proximal_share"] = torch.full_like(rows["logprobs"], 0.25)
+    rows["logprobs"][7] = -math.inf
+    own = logprobs.clone().requires_grad_()
+    loss, _ = PolicyLoss(AlgorithmConfig(), CorrectionConfig(proximal="loglinear", weight="mask"))(own, entropy, rows)
+    assert loss.isfinite() and torch.autograd.grad(loss, own)[0][7] == 0
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "dppo", "topr"])
 def test_the_split_into_microbatches_and_the_order_change_nothing(loss, aggregation):

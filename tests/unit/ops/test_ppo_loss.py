@@ -119,10 +119,70 @@ def test_without_proximal_logprobs_the_ratio_is_one():
 def test_numbers_that_are_none_are_counted():
     logprobs, proximal, behavior, advantages, mask, *_ = case()
     mask[:3] = True
-    behavior[0] = float("-inf")  # an infinite weight: counted, and none is applied
+    behavior[0] = float("-inf")
     logprobs[1], proximal[1] = float("-inf"), float("-inf")
     loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, mask, PpoOptions(behavior="clamp"))
     assert sums["not_finite"] == 2 and loss.isnan()
+
+
+INF, NAN = float("inf"), float("nan")
+WITHOUT_A_FINITE_WEIGHT = {  # log p(proximal), log p(behaviour), and the weight by mask and by clamp to [0.5, 2]
+    "more likely than 0": (-1.0, -INF, 0.0, 2.0),
+    "less likely than infinity": (-1.0, INF, 0.0, 0.5),
+    "impossible before": (-INF, -1.0, 0.0, 0.5),
+    "behaviour unknown": (-1.0, NAN, 0.0, 0.0),
+    "proximal unknown": (NAN, -1.0, 0.0, 0.0),
+    "impossible in both": (-INF, -INF, 0.0, 0.0),
+    "far": (-1.0, -1000.0, 0.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("function", [ppo_loss, reference.ppo_loss])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("behavior", ["mask", "clamp"])
+@pytest.mark.parametrize("row", WITHOUT_A_FINITE_WEIGHT.values(), ids=WITHOUT_A_FINITE_WEIGHT)
+def test_an_infinite_weight_is_bounded_and_one_that_is_nan_drops_its_token(row, behavior, dtype, function):
+    """The second token is an ordinary one. -A log p: the slope is the weight."""
+    before, sampled, *weights = row
+    weight = weights[behavior == "clamp"]
+    own = torch.full((2,), -1.0, dtype=dtype, requires_grad=True)
+    proximal, sampler = torch.tensor([[before, -1.0], [sampled, -1.0]], dtype=dtype)
+    options = PpoOptions(mode="reinforce", behavior=behavior, behavior_low=0.5, behavior_high=2.0)
+    found = function(own, proximal, sampler, torch.ones(2).to(dtype), torch.ones(2).bool(), options)
+    loss, sums = found if isinstance(found, tuple) else (found, None)
+    assert torch.autograd.grad(loss, own)[0].tolist() == [-weight, -1.0] and loss.item() == weight + 1
+    if sums is not None:
+        counted = int(sampled != -1000.0)
+        assert sums["dropped_tokens"] == 1 and sums["not_finite"] == counted and sums["behavior_weight"] == weight + 1
+
+
+SEQUENCES_WITHOUT_A_FINITE_WEIGHT = {  # log weights, and the tokens' weights by clamp
+    "one is infinite": ((INF, 0.0), (2.0, 2.0)),
+    "one is infinitely small": ((0.0, -INF), (0.5, 0.5)),
+    "both": ((INF, -INF, 0.0), (0.0, 0.0, 0.0)),
+    "one is unknown": ((NAN, 0.1, 0.3), (0.0, 0.2, 0.2)),  # of the others the mean
+    "all are unknown": ((NAN, NAN), (0.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize("function", [ppo_loss, reference.ppo_loss])
+@pytest.mark.parametrize("behavior", ["mask", "clamp"])
+@pytest.mark.parametrize("case", SEQUENCES_WITHOUT_A_FINITE_WEIGHT.values(), ids=SEQUENCES_WITHOUT_A_FINITE_WEIGHT)
+def test_an_infinite_weight_makes_its_sequences_weight_infinite(case, behavior, function):
+    logs, weights = (torch.tensor(each, dtype=torch.float64) for each in case)
+    if behavior == "mask":
+        weights = weights.masked_fill((weights == 0.5) | (weights == 2.0), 0.0)
+    weights = torch.where(weights == 0.2, torch.tensor(0.2).double().exp(), weights)
+    own = torch.full((len(logs) + 1,), -1.0, dtype=torch.float64, requires_grad=True)
+    proximal = own.detach().clone()
+    sampler = proximal - torch.cat([logs, torch.zeros(1)])
+    bounds, ones = torch.tensor([0, len(logs), len(logs) + 1]), torch.ones(len(own))
+    options = PpoOptions(
+        mode="reinforce", behavior=behavior, behavior_by_sequence=True, behavior_low=0.5, behavior_high=2.0
+    )
+    found = function(own, proximal, sampler, ones.double(), ones.bool(), options, cu_seqlens=bounds)
+    loss = found[0] if isinstance(found, tuple) else found
+    torch.testing.assert_close(torch.autograd.grad(loss, own)[0], -torch.cat([weights, torch.ones(1).double()]))
 
 
 WILD = (0.0, 19.5, 20.5, 100.0, 1000.0, -19.5, -20.5, -100.0, -1000.0)
