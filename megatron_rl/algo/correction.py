@@ -39,14 +39,19 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tenso
 
 
 def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
-    """Return which trained rows lose their advantage, as they are too far from who sampled them: `[T]` bool."""
+    """Return which trained rows lose their advantage, as they are too far from who sampled them: `[T]` bool.
+
+    `negative_bound` decides for whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556): by the mean distance of a
+    sequence's rows, and by the sign of the sum of their advantages, where these differ from token to token.
+    """
     left_out = log_weights(rows)[1]  # of what is unknown nothing can be said
     if correction.negative_bound > 0:
         assert rows.cu_seqlens is not None
         fallen = rows.behavior_logprobs - rows.logprobs.detach()
         known = rows.trained & ~fallen.isnan()
         is_far = mean_of_sequence(fallen.masked_fill(~known, 0.0), known, rows.cu_seqlens) > correction.negative_bound
-        left_out = left_out | (is_far & (rows.advantages < 0))
+        is_negative = sum_of_sequence(rows.advantages, rows.cu_seqlens) < 0
+        left_out = left_out | (is_far & is_negative)
     if correction.reject != "off":
         is_near = _distance(rows, correction).abs() <= correction.reject_bound  # False for NaN
         left_out = left_out | ~is_near

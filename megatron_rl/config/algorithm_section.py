@@ -170,7 +170,7 @@ class CorrectionConfig(Section, name="correction"):
     negative_bound: float = at_least(0, default=0.0, hint="0 leaves none out")
     """A trajectory is left out where its advantage is negative and log p(behaviour) - log p, in nats and the mean over
     its trained tokens, is above this: what the policy no longer says need not be unlearned (DeepSeek-V3.2, arXiv
-    2512.02556). A token's own advantage decides for it. 0 leaves none out."""
+    2512.02556). Where tokens have advantages of their own, their sum over the trajectory decides. 0 leaves none out."""
     reject: str = one_of("off", "k1", "k2", "k3", default="off")
     """Leave out, beside any weight, what is far from the policy that sampled it: estimates of KL(behaviour || proximal)
     by w = p(proximal) / p(behaviour), k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w, as in verl's correction."""

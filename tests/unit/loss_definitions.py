@@ -80,7 +80,8 @@ def defined_loss(options, correction, batch, own, h):
         fallen = float((behavior[places] - own[places]).mean().detach())
         is_far = 0 < correction.negative_bound < fallen
         rejected = is_rejected(correction, (proximal[places] - behavior[places]).tolist())
-        is_out = [(is_far and advantages[t] < 0) or no for t, no in zip(places, rejected, strict=True)]
+        is_masked = is_far and float(advantages[places].sum()) < 0
+        is_out = [is_masked or no for no in rejected]
         left = advantages[places].masked_fill(torch.tensor(is_out), 0.0)
         distances = (own[places] - proximal[places], left, own[places] - behavior[places])
         sequence = of_sequence(options.loss, *(column.detach() for column in distances), args)

@@ -261,13 +261,27 @@ def test_what_is_far_and_negative_does_not_train_and_is_counted(loss):
     own = logprobs.clone().requires_grad_()
     loss, sums = PolicyLoss(AlgorithmConfig(loss=loss), correction)(own, entropy, rows)
     (gradient,) = torch.autograd.grad(loss, own)
-    is_far = torch.zeros(len(policy), dtype=torch.bool)
+    left_out = torch.zeros(len(policy), dtype=torch.bool)
     for part, mean in zip(parts_of(batch), means, strict=True):
-        is_far[part] = bool(mean > bound)
-    left_out = is_far & (batch["advantages"] < 0) & batch["loss_mask"]
+        trained = batch["loss_mask"][part]
+        left_out[part] = trained & bool(mean > bound and batch["advantages"][part][trained].sum() < 0)
     (by_row,) = packed(batch, range(len(batch)), (left_out.double(),))[1]
     assert sums["left_out_tokens"] == by_row.sum() > 0
     assert not gradient[by_row > 0].any() and gradient[(by_row == 0) & (rows["labels"] >= 0)].any()
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cpgd"])
+@pytest.mark.parametrize("advantages", [(1.0, -3.0, 0.5), (1.0, -3.0, 4.0), (-1.0, -1.0, -1.0), (0.0, 0.0, 0.0)])
+def test_a_sequence_of_mixed_signs_is_masked_whole_or_not_at_all(advantages, loss):
+    rows = TensorDict({"labels": torch.ones(3).long(), "advantages": torch.tensor(advantages)})
+    rows["logprobs"], rows["cu_seqlens"] = torch.tensor([0.5, -1.0, -0.7]), torch.tensor([0, 3])
+    rows["proximal_logprobs"] = torch.full((3,), -1.0)
+    own = torch.full((3,), -1.0, requires_grad=True)
+    options = AlgorithmConfig(loss=loss, loss_args={"drift": 0.0} if loss == "cpgd" else {})
+    found, sums = PolicyLoss(options, CorrectionConfig(negative_bound=0.5))(own, own.detach(), rows)
+    is_masked = sum(advantages) < 0
+    assert sums["left_out_tokens"] == 3 * is_masked
+    assert torch.autograd.grad(found, own)[0].tolist() == [0.0 if is_masked else -a for a in advantages]
 
 
 def test_a_sequence_without_trained_tokens_does_not_count():
