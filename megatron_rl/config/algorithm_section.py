@@ -19,6 +19,8 @@ COMPARE_GROUP = (
     *("turn_norm", "gigpo", "agent_norm"),
 )
 """Estimators that compare the replies of one prompt, so that there must be several."""
+COMPARE_REWARDS = tuple(it for it in COMPARE_GROUP if it not in ("gdpo", "turn_norm", "gigpo"))
+"""Those that learn nothing where all rewards of a prompt are equal. The others compare parts of rewards, or turns."""
 LOSSES = (
     "ppo_clip",
     "gspo",
@@ -117,6 +119,19 @@ class AlgorithmConfig(Section, name="algo"):
         if self.kl_target > 0 and not self.penalizes_reward:
             rule = "must be 0 (fixed), or above 0 with algo.kl_in = reward and algo.kl_coefficient > 0"
             self.refuse("kl_target", rule)
+
+    @property
+    def learns_from_equal_rewards(self) -> str:
+        """The option by which a group trains though its trajectories have the same reward; empty if there is none.
+
+        An estimator of your own is not looked at.
+        """
+        if self.advantage in ESTIMATORS and self.advantage not in COMPARE_REWARDS:
+            return f"algo.advantage = {self.advantage}"
+        if self.advantage_mean in ("none", "batch") and self.advantage in ("group_norm", "dr_grpo"):
+            return f"algo.advantage_mean = {self.advantage_mean}"
+        terms = ("kl_coefficient", "positive_weight", "entropy_coefficient", "entropy_target")
+        return next((f"algo.{name} = {getattr(self, name):g}" for name in terms if getattr(self, name) > 0), "")
 
     @property
     def penalizes_reward(self) -> bool:

@@ -168,7 +168,8 @@ class RolloutConfig(Section, name="rollout"):
     arXiv 2503.14476); a prompt of which nothing else is left is replaced by another."""
     max_uniform_resamples: int = within("[0, 50]", default=0, hint="DAPO takes 10")
     """Dynamic sampling (DAPO): groups without variance of rewards are replaced by those of other prompts, at most so
-    many times a step's groups; the rest is trained as it is. 0 replaces none."""
+    many times a step's groups; the rest is trained as it is. Refused where something else trains such groups: a
+    teacher, a KL term, positive trajectories, marked tokens. 0 replaces none."""
     oversample: float = within("[1, 2]", default=1.0)
     """Synchronous runs: start so many episodes for each that a step takes, and train the first ones to finish. The
     others' prompts are the first of the next step, which waits for them. With `stale` = mask or keep their replies go

@@ -146,6 +146,11 @@ class TrainConfig:
                 f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: with generation.n_samples = 1 "
                 f"every group is uniform; raise it, or leave the key out."
             )
+        if self.rollout.max_uniform_resamples > 0 and (source := self._learns_from_equal_rewards):
+            raise ValueError(
+                f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: throws groups with equal "
+                f"rewards away, and {source} trains them; set it to 0, or leave that out."
+            )
         if self.rollout.journal_replies and self.run.checkpoint_every_steps == 0:
             raise ValueError(
                 "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
@@ -251,6 +256,19 @@ class TrainConfig:
             self.run = dataclasses.replace(self.run, import_from=allowed)
         recipe = [{**part, "reward": str(part["reward"])} if "reward" in part else part for part in self.rollout.recipe]
         self.rollout = dataclasses.replace(self.rollout, reward=str(self.rollout.reward), recipe=recipe)
+
+    @property
+    def _learns_from_equal_rewards(self) -> str:
+        """The option that trains groups whose trajectories have the same reward; empty if there is none."""
+        if source := self.algo.learns_from_equal_rewards:
+            return source
+        if self.teacher.is_there:
+            return "a teacher"
+        if self.reward_model.path:  # it scores the trajectories after they were compared
+            return f"reward_model.path = {self.reward_model.path!r}"
+        # Rows of a source are trained in any case: here it is about tokens that a workflow marks.
+        mixed = self.demonstrations
+        return f"demonstrations.weight = {mixed.weight:g}" if mixed.weight > 0 and not mixed.source else ""
 
     @property
     def collective_timeout_s(self) -> float:

@@ -52,6 +52,12 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
             f"generation.n_samples = {config.generation.n_samples}: algo.advantage = {config.algo.advantage} compares "
             f"the replies of one prompt and needs 2 or more; raise it."
         )
+    if config.rollout.max_uniform_resamples > 0 and not estimator.compares_group:
+        raise ValueError(
+            f"rollout.max_uniform_resamples = {config.rollout.max_uniform_resamples}: throws groups with equal rewards "
+            f"away, and algo.advantage = {config.algo.advantage} may train them; set it to 0, or declare the estimator "
+            f"with compares_group=True."
+        )
     find_loss(config.algo.loss, config.algo.loss_args, import_from=allowed)
     arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":

@@ -548,6 +548,24 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             ["rollout.max_uniform_resamples=10", "generation.n_samples=1", "algo.advantage=reinforce"],
             "rollout.max_uniform_resamples = 10: .*every group is uniform",
         ),
+        *(
+            (["rollout.max_uniform_resamples=2", *options], "max_uniform_resamples = 2: .*, and " + named)
+            for options, named in (
+                (["teacher.path=t"], "a teacher trains them"),
+                (["teacher.path=t", "teacher.kl_in=loss", "algo.advantage=none"], "algo.advantage = none trains"),
+                (["algo.kl_coefficient=0.01"], "algo.kl_coefficient = 0.01 trains them; set it to 0"),
+                (["algo.kl_coefficient=0.01", "algo.kl_in=reward"], "algo.kl_coefficient = 0.01"),
+                (["algo.positive_weight=0.1"], "algo.positive_weight = 0.1"),
+                (["algo.entropy_coefficient=0.1"], "algo.entropy_coefficient = 0.1"),
+                (["algo.entropy_target=0.1"], "algo.entropy_target = 0.1"),
+                (["algo.advantage=gae"], "algo.advantage = gae"),
+                (["algo.advantage=reinforce++"], r"algo.advantage = reinforce\+\+"),
+                (["algo.advantage=gdpo"], "algo.advantage = gdpo"),
+                (["algo.advantage_mean=batch"], "algo.advantage_mean = batch"),
+                (["demonstrations.weight=0.1"], "demonstrations.weight = 0.1"),
+                (["reward_model.path=m"], "reward_model.path = 'm'"),
+            )
+        ),
         (
             ["replay.groups_per_step=2"],
             "replay.groups_per_step = 2: the buffer's groups are those of the journal.*set that, or leave the key out",
