@@ -29,7 +29,16 @@ import orjson
 from megatron_rl.api import ChecksumForm, HeldWeights, InfrastructureFailure, RequestRefused
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.rollout_section import shape_refusal
-from megatron_rl.servers.reply_check import SPANS_SINCE, Asked, ReplyPart, as_object, member, read_reply, shown
+from megatron_rl.servers.reply_check import (
+    SPANS_SINCE,
+    Asked,
+    NoLogprob,
+    ReplyPart,
+    as_object,
+    member,
+    read_reply,
+    shown,
+)
 from megatron_rl.telemetry.spans import Spans
 
 logger = logging.getLogger(__name__)
@@ -78,6 +87,10 @@ class ServerError(InfrastructureFailure):
 
 class BadReply(ServerError):
     """The server answered what it cannot have generated; which field shows it, and by which rule, is in the message."""
+
+
+class UnknownLogprob(BadReply):
+    """A reply without the log-probability of one of its tokens, which a sound server gives of a nearly certain policy."""
 
 
 class Busy(ServerError):
@@ -515,7 +528,8 @@ class ServerClient:
             else:  # an abort brings all that were under way at once, and the loop has more to do than to read them
                 part = await asyncio.get_running_loop().run_in_executor(self._readers, read_reply, pieces, asked)
         except ValueError as error:
-            raise BadReply(f"{self.url}/generate: the reply cannot be used: {error}") from error
+            kind = UnknownLogprob if isinstance(error, NoLogprob) else BadReply
+            raise kind(f"{self.url}/generate: the reply cannot be used: {error}") from error
         self.last_reply_s = time.monotonic()  # of good replies alone: bad ones are no sign that it works
         return part
 

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,6 +35,9 @@ PATROL_EVERY_S = 5.0
 SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
 """So many more times than it gave a good reply, a server came with a bad one: then it is dropped."""
+JUDGED_REPLIES, LEAST_REPLIES = 64, 16
+"""A server is judged by its newest replies, and by no fewer than these: by whether half of them lack a
+log-probability."""
 LAG_SHARE = 0.1
 """Of its patience: where this event loop stood still for longer while a server was asked, it is asked again."""
 MOST_STATES = 256
@@ -53,6 +57,8 @@ class Member:
     """Calls that failed since one last went well."""
     bad_replies: int = 0
     """Times that it was lost for a bad reply, less good ones since."""
+    unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
+    """Whether each of its newest replies lacked a log-probability."""
     distrusted: str | None = None
     """The start of it whose replies were not to be believed; empty where it does not say which it is."""
     is_restarted: bool = False
@@ -195,7 +201,32 @@ class Membership:
         """A reply of it was good."""
         if (member := self._members.get(server)) is not None:
             member.failures, member.silent_since = 0, None
+            member.unknown_logprobs.append(False)
             member.bad_replies = max(0, member.bad_replies - 1)
+
+    def record_unknown_logprob(self, server: ServerClient, trouble: str) -> None:
+        """A reply of it lacked a log-probability: it is dropped where half of its newest replies do.
+
+        The last server that serves is not: then the policy is the likely cause, and the run ends with that reason.
+        """
+        member = self._members.get(server)
+        if member is None or server not in self.serving:
+            return
+        newest = member.unknown_logprobs
+        newest.append(True)
+        if len(newest) < LEAST_REPLIES or 2 * sum(newest) < len(newest):
+            return
+        reason = f"{sum(newest)} of its last {len(newest)} replies lack the log-probability of a token ({trouble})"
+        newest.clear()
+        if len(self.serving) == 1:
+            self._on_failure(
+                f"rollout: {server.url}, the only server left: {reason}. A policy that has become nearly certain "
+                f"causes this, as do infinite weights: look at policy/entropy, and at the learning rate."
+            )
+            return
+        member.distrusted = (server.info.start if server.info else None) or ""
+        self.drop(server, reason)
+        member.dropped_in = -1  # it failed no publication
 
     def distrust(self, server: ServerClient, trouble: str) -> None:
         """A reply of it was bad: it is lost, and after BAD_REPLIES dropped."""
@@ -292,6 +323,7 @@ class Membership:
                 self._stop_watching(member)
                 member.weights, member.is_responding, member.is_published = weights, True, True
                 member.bad_replies, member.distrusted, member.silent_since = 0, None, None
+                member.unknown_logprobs.clear()
                 member.is_restarted = False
             else:
                 member.weights = None  # those that it has are old now: it must not come back by their name

@@ -25,7 +25,15 @@ from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.routes import RouteForm
 from megatron_rl.servers.catch_up import Current, catch_up, source_for
-from megatron_rl.servers.client import BadReply, Busy, CommandRefused, ServerClient, ServerError, noting_connections
+from megatron_rl.servers.client import (
+    BadReply,
+    Busy,
+    CommandRefused,
+    ServerClient,
+    ServerError,
+    UnknownLogprob,
+    noting_connections,
+)
 from megatron_rl.servers.membership import Membership
 from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
 from megatron_rl.servers.router import Router
@@ -192,6 +200,8 @@ class Fleet:
             return
         if self.router is not None:  # which does not say whose failure it was
             self.members.suspect()
+        elif isinstance(error, UnknownLogprob):
+            self.members.record_unknown_logprob(server, str(error))
         elif isinstance(error, BadReply):
             self.members.distrust(server, str(error))
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import re
 import reprlib
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ MOST_IDS = 2**31
 """Of a vocabulary whose size nobody knows."""
 KEPT_BACK = 64
 """Tokens of its context, and pages of its cache, that a server may keep for itself."""
+NOT_FINITE = re.compile(rb"[\[,:\s](-?Infinity|NaN)(?=[\],}\s])")
 VERSION = re.compile(r"[0-9]{1,15}")
 REPLY_BYTES, TOKEN_BYTES = 2**20, 2**10
 """Most that a reply takes, and each token that it may have."""
@@ -93,6 +95,13 @@ class ReplyPart:
     """The server's part in the time: those of TIMING that it reports."""
 
 
+class NoLogprob(ValueError):
+    """A token that was sampled came with NaN, an infinity or nothing as its log-probability.
+
+    A policy that is nearly certain makes sound servers say so: the reply is of no use, and the server not yet to blame.
+    """
+
+
 def read_reply(pieces: Sequence[bytes], asked: Asked) -> ReplyPart:
     """Parse and check the body of a /generate answer, from any thread. ValueError for one that it cannot have."""
     content = bytearray().join(pieces)
@@ -110,6 +119,9 @@ def parsed(content: bytes | bytearray) -> Any:
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError as error:
+        if (found := NOT_FINITE.search(content)) is not None:
+            rule = "JSON has no such number; most likely it is the log-probability of a token"
+            raise NoLogprob(f"{bytes(found[1])!r} at byte {found.start(1)}: {rule}") from None
         raise ValueError(f"{bytes(content[:80])!r} is not JSON: {error}") from None
     try:
         # orjson silently keeps the last of two values. A search for the key would miss one that is written in escapes.
@@ -191,6 +203,8 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
         # `type(...) is`, here and below: JSON's true would pass for the number 1.
         if type(token) is not int or not 0 <= token < above:
             refuse(f"the token at position {position}", token, f"must be an id of the vocabulary of {above}")
+        if logprob is None or (type(logprob) is float and not math.isfinite(logprob)):
+            raise NoLogprob(f"the log-probability at position {position} = {logprob}: must be a finite number")
         if not is_number(logprob) or not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB:
             rule = f"must be a number from {LOWEST_LOGPROB:g} to 0, the log-probability of a token that was sampled"
             refuse(f"the log-probability at position {position}", logprob, rule)

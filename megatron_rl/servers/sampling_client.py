@@ -26,7 +26,15 @@ import torch
 from megatron_rl.api import ContextOutgrown, RequestRefused
 from megatron_rl.config import RolloutConfig
 from megatron_rl.routes import RouteForm
-from megatron_rl.servers.client import BadReply, Busy, ServerClient, ServerError, backoff, sampling_params
+from megatron_rl.servers.client import (
+    BadReply,
+    Busy,
+    ServerClient,
+    ServerError,
+    UnknownLogprob,
+    backoff,
+    sampling_params,
+)
 from megatron_rl.servers.pool import Fleet
 from megatron_rl.servers.reply_check import Asked, ReplyPart
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
@@ -258,7 +266,9 @@ class SamplingClient:
         routed: int,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> ReplyPart:
-        """Generate on one server; ServerError, and the server is lost, where it fails or is dropped meanwhile.
+        """Generate on one server; ServerError where it fails or is dropped meanwhile.
+
+        The server is lost then, but where a reply merely lacks a log-probability.
 
         begun: is added what there is where the caller is cancelled. routed: rows whose routes are known.
         """
@@ -285,7 +295,9 @@ class SamplingClient:
         except ServerError as error:
             fleet.record_failure(server, error)
             if not isinstance(error, Busy):
-                self.metrics.add(server_failures=1, bad_replies=isinstance(error, BadReply))
+                is_unknown = isinstance(error, UnknownLogprob)
+                self.metrics.add(server_failures=not is_unknown, bad_replies=isinstance(error, BadReply))
+                self.metrics.add(unknown_logprobs=is_unknown)
             raise
         finally:
             call.cancel()  # which hangs up, so that the server generates no more

@@ -52,6 +52,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
         "rollout/request_retries": sums["request_retries"],
         "rollout/server_failures": sums["server_failures"],
         "rollout/bad_replies": sums["bad_replies"],
+        "rollout/unknown_logprobs": sums["unknown_logprobs"],
         "rollout/stale_cache_tokens": sums["stale_cache_tokens"],
         "rollout/servers_idle_share": 1.0 - sums["generating_s"] / seconds if seconds else 0.0,
     }

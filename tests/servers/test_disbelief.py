@@ -4,6 +4,7 @@ that is itself late, or out of files. No wrong token counts, no sound server is 
 
 import asyncio
 import itertools
+import json
 import os
 import resource
 import threading
@@ -176,6 +177,59 @@ def test_server_whose_replies_are_wrong_again_and_again_is_dropped_with_the_reas
     bad.script.clear()
     engine.select_servers(), update(engine, version=4)
     assert sorted(engine.serving) == sorted([bad.url, good.url])
+
+
+def without_logprob(body):
+    reply = counting(body)
+    reply["meta_info"]["output_token_logprobs"][1][0] = None
+    return reply
+
+
+def with_nan(body):
+    text = json.dumps(without_logprob(body)).replace("[null, 3", "[NaN, 3")
+    assert "NaN" in text
+    return web.Response(text=text, content_type="application/json")
+
+
+@pytest.mark.parametrize("wrong", [without_logprob, with_nan])
+def test_reply_without_a_log_prob_is_refused_and_its_server_stays(scripted, connect, wrong):
+    server = scripted()
+    engine = connect(server.url)
+    update(engine, version=3)
+    for rid in "abcde":  # a server is lost for one that is bad in another way, and dropped after four
+        server.script.append(wrong)
+        assert ask(engine, rid=rid).output_logprobs == [-0.25, -0.25] and engine.serving == [server.url]
+    metrics = engine.metrics()
+    assert metrics["rollout/unknown_logprobs"] == metrics["rollout/bad_replies"] == 5
+    assert metrics["rollout/server_failures"] == 0
+
+
+def test_only_server_whose_replies_lack_log_probs_ends_the_run_with_the_reason(scripted, connect):
+    dropped, server = [], scripted()
+    engine = connect(server.url, on_drop=lambda *it: dropped.append(it))
+    update(engine, version=3)
+    server.script.extend([without_logprob] * 100)
+    wait([start(engine, f"{number}") for number in range(4)], LIMIT_S)
+    reason = "the only server left: 16 of its last 16 replies lack .*position 1 = None.*policy/entropy"
+    with pytest.raises(RuntimeError, match=reason):
+        engine.rollout_batch([{"messages": []}], workflow=None)
+    assert not dropped and engine.serving == [server.url]
+
+
+def test_one_of_two_servers_whose_replies_lack_log_probs_is_dropped_by_its_rate(scripted, connect):
+    dropped, rounds = [], itertools.count()
+    bad, good = scripted(), scripted()
+    engine = connect([bad.url, good.url], on_drop=lambda url, reason: dropped.append((url, reason)))
+    update(engine, version=3)
+    bad.script.extend([without_logprob] * 200)
+
+    def is_dropped():
+        replies = [start(engine, f"{next(rounds)}-{number}") for number in range(4)]
+        assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3]] * 4
+        return bool(dropped)
+
+    wait_until(is_dropped)
+    assert dropped[0][0] == bad.url and "16 of its last 16 replies lack" in dropped[0][1]
 
 
 def test_request_is_refused_by_two_servers_or_the_one_that_did_is_to_blame(scripted, connect):
