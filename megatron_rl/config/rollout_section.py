@@ -35,10 +35,11 @@ class GenerationConfig(Section, name="generation"):
     temperature: float = above(0, default=1.0, hint="for greedy decoding set greedy: true")
     """Above 0. Greedy decoding is `greedy`, not temperature 0."""
     top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
+    """Below 1 not in RL: the trainer's log-probabilities are over the whole vocabulary. See eval.top_p."""
     top_k: int = ruled(
         "must be -1 or at least 1", lambda top_k: top_k == -1 or top_k >= 1, default=-1, hint="-1 keeps all tokens"
     )
-    """-1 keeps all tokens."""
+    """-1 keeps all tokens. Others not in RL, as with top_p."""
     greedy: bool = False
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)

@@ -108,6 +108,8 @@ class TrainConfig:
                 f"data.sampling = {self.data.sampling!r}: follows the rewards of RL, and {self.chosen_data} trains on "
                 f"data; leave it out."
             )
+        if not self.learns_from_data:
+            self._refuse_cut_distributions()
         if self.algo.routing_replay != "off":
             self._check_routing_replay()
         if batch.prompts_per_step * samples < batch.updates_per_step:
@@ -222,6 +224,17 @@ class TrainConfig:
                 f"{key}: an older policy has sampled what is replayed, and correction.weight = off counts it as if the "
                 f"policy of now had; set correction.weight=clamp or mask."
             )
+
+    def _refuse_cut_distributions(self) -> None:
+        """Raise ValueError for sampling from a part of the vocabulary: the trainer's log-probs are of all of it."""
+        for name, everything in (("top_p", 1.0), ("top_k", -1)):
+            value = getattr(self.generation, name)
+            if value != everything:
+                raise ValueError(
+                    f"generation.{name} = {value}: replies would be sampled from a part of the vocabulary, and trained "
+                    f"with log-probabilities over all of it; set it to {everything}. Evaluations have eval.top_p and "
+                    f"eval.temperature of their own."
+                )
 
     def _check_routing_replay(self) -> None:
         key = f"algo.routing_replay = {self.algo.routing_replay!r}"
