@@ -105,11 +105,12 @@ HD T ppo_token(
   const T behavior = finite_or_zero(t.behavior_log_ratio);
   if (o.behavior != BEHAVIOR_OFF) {
     // +inf and -inf are bounded like other large log ratios. NaN has no side, and its token no weight.
-    weight = exp(bound(o.behavior_by_sequence ? sequence_behavior : t.behavior_log_ratio, other_is_bounded));
-    const bool unknown = weight != weight || t.behavior_log_ratio != t.behavior_log_ratio;
-    const bool below = weight < T(o.behavior_low), outside = unknown || below || weight > T(o.behavior_high);
+    const bool is_own = !o.behavior_by_sequence || t.behavior_log_ratio != t.behavior_log_ratio;
+    weight = exp(bound(is_own ? t.behavior_log_ratio : sequence_behavior, other_is_bounded));
+    const bool outside = !(weight >= T(o.behavior_low) && weight <= T(o.behavior_high));
     if (outside) sums[SUM_DROPPED] += T(1);
-    if (outside) weight = unknown || o.behavior == BEHAVIOR_MASK ? T(0) : T(below ? o.behavior_low : o.behavior_high);
+    if (outside && (o.behavior == BEHAVIOR_MASK || weight != weight)) weight = T(0);
+    else if (outside) weight = T(weight < T(o.behavior_low) ? o.behavior_low : o.behavior_high);
     // A dropped token adds nothing, even where its loss is not finite.
     loss = weight == T(0) ? T(0) : loss * weight;
     by_ratio = weight == T(0) ? T(0) : by_ratio * weight;

@@ -29,6 +29,7 @@ from megatron_rl.algo.normalize import (
 from megatron_rl.algo.registry import Estimator, estimator
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.config.import_path import described
 from megatron_rl.ops import packed_discounted_returns, packed_gae
 from megatron_rl.types import PART, TrajectoryBatch
 
@@ -414,14 +415,19 @@ def compute(
     _check_finite(batch["scores"], wrong, len(batch), "the shaped reward: scores")
     found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' leaves it to the entry
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {type(found).__name__}; must "
+            f"be a tensor with one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
+        )
     if is_by_trajectory(found, batch):
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
     elif found.shape == mask.shape:
         found = normalize_tokens(found, batch, mean=mean, std=std)  # untrained tokens may hold anything
     else:
         raise ValueError(
-            f"algo.advantage = {options.advantage!r}: returned {tuple(found.shape)}; must be one number for each of "
-            f"{len(batch)} trajectories, or for each of {len(mask)} tokens."
+            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {list(found.shape)}; must be "
+            f"one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
         )
     if teacher_coefficient > 0:
         found = found.double() + teacher_coefficient * of_teacher(batch)

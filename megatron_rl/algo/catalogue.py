@@ -12,7 +12,7 @@ import torch
 from megatron_rl.algo import advantage, fused_losses, torch_losses, turn_advantage  # noqa: F401  they enter themselves
 from megatron_rl.algo.preference import Pairs, PreferenceLoss
 from megatron_rl.algo.registry import ESTIMATORS, LOSSES, PAIR_LOSSES, Estimator, FusedLoss, PairLoss, Rules, TorchLoss
-from megatron_rl.config.import_path import resolve
+from megatron_rl.config.import_path import described, resolve
 
 
 def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Estimator:
@@ -46,7 +46,13 @@ def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str
     _check_arguments(entry.function, 1, args, key="preference.loss")
     # Pair losses check their arguments as they are called, so that a wrong one shows before any process group.
     ones = torch.ones(1, 2)
-    losses, rewards = entry.function(Pairs(values=-ones, log_ratios=-ones, tokens=ones), **args)
+    result = entry.function(Pairs(values=-ones, log_ratios=-ones, tokens=ones), **args)
+    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(it, torch.Tensor) for it in result)):
+        raise ValueError(
+            f"preference.loss = {name!r}: {described(entry.function)} returned {type(result).__name__}; return two "
+            f"tensors, `[P]` losses and `[P, 2]` rewards."
+        )
+    losses, rewards = result
     if losses.shape != (1,) or rewards.shape != (1, 2):
         raise ValueError(
             f"preference.loss = {name!r}: made {tuple(losses.shape)} losses and {tuple(rewards.shape)} rewards of one "

@@ -17,6 +17,7 @@ from megatron_rl.algo.correction import behavior_weight, is_left_out, log_weight
 from megatron_rl.algo.registry import FusedLoss, TorchLoss
 from megatron_rl.algo.torch_losses import LossRows
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
+from megatron_rl.config.import_path import described
 from megatron_rl.ops import PpoOptions, ppo_loss
 
 Sums = dict[str, Tensor]
@@ -114,6 +115,7 @@ class PolicyLoss:
                 trained=trained,
                 cu_seqlens=bounds,
                 marked=rows["marked"].bool() if "marked" in names else None,
+                columns=_columns(rows, trained, logprobs.dtype) if is_torch else {},
             )
             weight, is_outside = behavior_weight(seen, self.correction)
             if self.correction.leaves_out:
@@ -158,6 +160,13 @@ class PolicyLoss:
     def _in_torch(self, entry: TorchLoss, rows: LossRows, weight: Tensor, row_weights: Tensor | None) -> Tensor:
         """Return the policy's term of a torch loss, `[T]`."""
         loss = entry.function(rows, self.options, **self.options.loss_args)
+        if not isinstance(loss, Tensor) or loss.shape != rows.trained.shape:
+            found = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+            raise ValueError(
+                f"algo.loss = {self.options.loss!r}: {described(entry.function)} returned {found} for the T = "
+                f"{len(rows.trained)} rows of a microbatch; must be [T], each row's own loss, which the engine sums "
+                f"and divides."
+            )
         weight = weight.masked_fill(~rows.trained, 0.0)
         # A dropped row adds nothing, even where its loss is not finite.
         loss = loss.masked_fill(weight == 0, 0.0) * weight
@@ -176,6 +185,13 @@ class PolicyLoss:
         names += ["positive_nll"] if self.options.positive_weight > 0 else []
         names += ["dropped_tokens", "behavior_weight"] if self.correction.weight != "off" else []
         return names + (["reference_kl"] if self.terms.kl_coefficient > 0 else [])
+
+
+def _columns(rows: TensorDict, trained: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what rows have one value each of: whole numbers as they are, others as `dtype`."""
+    found = {str(name): column for name, column in rows.items() if column.shape == trained.shape}
+    columns = {name: column.to(dtype) if column.is_floating_point() else column for name, column in found.items()}
+    return {name: column.masked_fill(~trained, 0) for name, column in columns.items()}
 
 
 def _without_unknown(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from megatron_rl.config.rules import ENTERED
 from megatron_rl.ops import PpoOptions
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
@@ -129,14 +130,18 @@ Entry = TypeVar("Entry")
 
 
 def _entering(
-    catalogue: dict[str, Any], name: str, make: Callable[[Callable[..., Any]], Entry]
+    catalogue: dict[str, Any], kind: str, name: str, make: Callable[[Callable[..., Any]], Entry]
 ) -> Callable[[Callable[..., Any]], Entry]:
-    """Return a decorator that makes an entry of a function, and keeps it under `name` where that is given."""
+    """Return a decorator that makes an entry of a function, and keeps it under `name` where that is given.
+
+    From then on a config of this process may call it by that name.
+    """
 
     def decorate(function: Callable[..., Any]) -> Entry:
         entry = make(function)
         if name:
             catalogue[name] = entry
+            ENTERED[kind].add(name)
         return entry
 
     return decorate
@@ -153,14 +158,14 @@ def estimator(
 ) -> Callable[[Callable[..., Tensor]], Estimator]:
     """Decorate an estimator's function; a name enters it into the catalogue."""
     make = partial(Estimator, mean=mean, std=std, compares_group=compares_group, needs=needs, rules=rules or {})
-    return _entering(ESTIMATORS, name, make)
+    return _entering(ESTIMATORS, "estimator", name, make)
 
 
 def fused_loss(
     name: str = "", *, select: Callable[..., Tensor] | None = None, rules: Rules | None = None
 ) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
     """Decorate the function of a fused loss; a name enters it into the catalogue."""
-    return _entering(LOSSES, name, partial(FusedLoss, select=select, rules=rules or {}))
+    return _entering(LOSSES, "loss", name, partial(FusedLoss, select=select, rules=rules or {}))
 
 
 def torch_loss(
@@ -171,13 +176,17 @@ def torch_loss(
     mark: Callable[..., Tensor] | None = None,
     rules: Rules | None = None,
 ) -> Callable[[Callable[..., Tensor]], TorchLoss]:
-    """Decorate the function of a loss in plain torch; a name enters it into the catalogue."""
+    """Decorate the function of a loss in plain torch; a name enters it into the catalogue.
+
+    A config of this process takes that name. Other processes, such as those that `megatron-rl launch` starts, know
+    import paths alone: algo.loss=my_module:mine.
+    """
     make = partial(TorchLoss, by_sequence=by_sequence, select=select, mark=mark, rules=rules or {})
-    return _entering(LOSSES, name, make)
+    return _entering(LOSSES, "loss", name, make)
 
 
 def pair_loss(
     name: str = "", *, head: str = "policy", needs_reference: bool = False
 ) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
     """Decorate the function of a loss of pairs; a name enters it into the catalogue."""
-    return _entering(PAIR_LOSSES, name, partial(PairLoss, head=head, needs_reference=needs_reference))
+    return _entering(PAIR_LOSSES, "pair_loss", name, partial(PairLoss, head=head, needs_reference=needs_reference))

@@ -7,7 +7,8 @@ of a row, A its advantage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import inf, log, log1p
 
 import torch
@@ -41,6 +42,9 @@ class LossRows:
     """`[B + 1]` int64 bounds of whole sequences, for a loss that is declared by_sequence."""
     marked: Tensor | None = None
     """bool: the tokens that the loss's own `mark` has chosen, where it is declared with one."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """All `[T]` columns of the microbatch by name, among them what a workflow put into `Trajectory.tokens`: entry t is
+    that of the token `labels[t]`. Whole numbers and bools keep their dtype."""
 
     @property
     def log_ratio(self) -> Tensor:

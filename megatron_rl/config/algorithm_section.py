@@ -45,7 +45,7 @@ class AlgorithmConfig(Section, name="algo"):
     `megatron-rl algorithms` lists estimators and losses, docs/algorithms.md says which options go with which.
     """
 
-    advantage: str = name_or_import_path(ESTIMATORS, default="group_norm")
+    advantage: str = name_or_import_path(ESTIMATORS, kind="estimator", default="group_norm")
     """An estimator of the catalogue, such as group_norm (GRPO) or gae (a critic's), or the import path of your own."""
     advantage_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that estimator; gae's are in the section critic."""
@@ -55,7 +55,7 @@ class AlgorithmConfig(Section, name="algo"):
     """The standard deviation that divides: none, of the group or of the batch; empty does as the estimator says."""
     advantage_clip: float = at_least(0, default=0.0, hint="0 sets no bound")
     """Largest advantage either way; 0 sets no bound."""
-    loss: str = name_or_import_path(LOSSES, default="ppo_clip")
+    loss: str = name_or_import_path(LOSSES, kind="loss", default="ppo_clip")
     """A policy loss of the catalogue, or the import path of your own."""
     loss_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that loss."""
@@ -269,7 +269,7 @@ class PreferenceConfig(Section, name="preference"):
     A step is one update by batch.prompts_per_step pairs.
     """
 
-    loss: str = name_or_import_path(PAIR_LOSSES, default="")
+    loss: str = name_or_import_path(PAIR_LOSSES, kind="pair_loss", default="")
     """dpo, ipo or simpo train a policy, bradley_terry a reward model; or the import path of your own. Empty: RL."""
     loss_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that loss."""

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 OURS = "megatron_rl"
@@ -156,3 +156,21 @@ def _check_home(module: str, what: str, import_from: Sequence[str] | None) -> No
         f"{what} is not in {OURS} or run.import_from = {list(import_from)}, from where alone a config may take code; "
         f"if you trust it, set run.import_from=[{declared}]."
     )
+
+
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """Return the code that a call of `function` runs; None where it is not Python's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
+    if inspect.ismethod(called):
+        called = called.__func__
+    return called.__code__ if inspect.isfunction(called) else None
+
+
+def described(function: Callable[..., Any]) -> str:
+    """Return `name (file:line)` of a function, for errors that speak of it."""
+    code = code_of(function)
+    if code is None:
+        return type(function).__qualname__
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"

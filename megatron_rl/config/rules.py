@@ -87,11 +87,19 @@ def import_path(*, default: str) -> Any:
     return ruled("must be an import path package.module:name", is_import_path, default=default)
 
 
-def name_or_import_path(names: tuple[str, ...], *, default: str) -> Any:
-    """Return a field for a name of the catalogue or the user's own function; empty where that is the default."""
+ENTERED: dict[str, set[str]] = {"estimator": set(), "loss": set(), "pair_loss": set()}
+"""Names that decorators of megatron_rl.algo.registry have entered into the catalogue, by kind. This module does not
+import the catalogue, and has its own names from a list."""
+
+
+def name_or_import_path(names: tuple[str, ...], *, kind: str, default: str) -> Any:
+    """Return a field for a name of the catalogue or the user's own function; empty where that is the default.
+
+    kind: one of ENTERED.
+    """
 
     def holds(value: str) -> bool:
-        return value in names or is_import_path(value) or value == default
+        return value in names or value in ENTERED[kind] or is_import_path(value) or value == default
 
     rule = f"must be one of {', '.join(names)}, or an import path package.module:name of your own"
     return ruled(rule, holds, default=default)

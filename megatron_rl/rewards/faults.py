@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
+
+from megatron_rl.config.import_path import code_of
 
 CONTRACT = (
     "it is called for one reply at a time, as reward(prompt, completions, prompt_ids, completion_ids, **data) with the "
@@ -69,13 +69,3 @@ def place_of(error: BaseException, function: Callable[..., Any]) -> str:
             line = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line
-
-
-def code_of(function: Callable[..., Any]) -> CodeType | None:
-    """Return the code that a call of `function` runs; None where it is not Python's."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    called = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
-    if inspect.ismethod(called):
-        called = called.__func__
-    return called.__code__ if inspect.isfunction(called) else None

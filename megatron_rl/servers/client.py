@@ -90,7 +90,7 @@ class BadReply(ServerError):
 
 
 class UnknownLogprob(BadReply):
-    """A reply without the log-probability of one of its tokens, which a sound server gives of a nearly certain policy."""
+    """A reply without the log-probability of a token, which a sound server gives of a nearly certain policy."""
 
 
 class Busy(ServerError):

@@ -13,12 +13,13 @@ from tensordict import TensorDict
 from megatron_rl.algo import registry
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.aggregation import set_positive_weights, set_row_weights, trained_sequences
-from megatron_rl.algo.catalogue import find_loss
+from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.algo.selection import but_covariant, covariances, high_entropy, highest_covariance, second_moment
 from megatron_rl.batch import packing
 from megatron_rl.config import LOSSES, AlgorithmConfig, CorrectionConfig
+from megatron_rl.config.rules import ENTERED
 from megatron_rl.types import TrajectoryBatch
 from tests.kit.examples import max_examples
 from tests.unit.loss_definitions import defined_loss, is_rejected
@@ -589,6 +590,67 @@ def test_a_users_own_loss_is_found_by_its_import_path():
     wanted = sum(-batch["advantages"].double()[p][mask[p]].sum() * policy[p][mask[p]].sum() for p in parts_of(batch))
     torch.testing.assert_close(whole(logprobs, entropy, rows)[0], wanted)
     assert whole.by_sequence
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (lambda rows: (-rows.advantages * rows.ratio)[:, None], r"a tensor \[61, 1\]"),
+        (lambda rows: (-rows.advantages * rows.ratio).sum(), r"a tensor \[\]"),
+        (lambda rows: (-rows.advantages * rows.ratio)[rows.trained], r"a tensor \[35\]"),
+        (lambda rows: None, "NoneType"),
+        (lambda rows: 0.5, "float"),
+        (lambda rows: (rows.ratio, {}), "tuple"),
+    ],
+)
+def test_a_loss_of_a_wrong_shape_is_refused_with_the_shape_found_and_the_one_wanted(returned, found, monkeypatch):
+    batch, policy, entropies = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    monkeypatch.setitem(registry.LOSSES, "wrong", registry.TorchLoss(lambda rows, options: returned(rows)))
+    options = AlgorithmConfig(loss=f"{__name__}:squared")
+    options.loss = "wrong"
+    words = (
+        rf"algo.loss = 'wrong': .*<lambda> \(.*test_losses.py:\d+\) returned {found} for the T = {len(logprobs)} rows"
+    )
+    with pytest.raises(ValueError, match=f"{words} of a microbatch; must be \\[T\\], each row's own loss"):
+        PolicyLoss(options)(logprobs, entropy, rows)
+
+
+@pytest.mark.parametrize(
+    ("decorate", "catalogue", "key"),
+    [
+        (registry.torch_loss, registry.LOSSES, "loss"),
+        (registry.fused_loss, registry.LOSSES, "loss"),
+        (registry.estimator, registry.ESTIMATORS, "advantage"),
+    ],
+)
+def test_a_name_that_a_decorator_has_entered_is_a_name_of_the_config(decorate, catalogue, key):
+    with pytest.raises(ValueError, match=f"algo.{key} = 'mine': must be one of"):
+        AlgorithmConfig(**{key: "mine"})
+    entry = decorate("mine")(lambda rows, *_: rows)
+    try:
+        options = AlgorithmConfig(**{key: "mine"})
+        found = find_loss(options.loss, {}) if key == "loss" else find_estimator(options.advantage, {})
+        assert found is entry
+    finally:
+        del catalogue["mine"]
+        ENTERED[{"loss": "loss", "advantage": "estimator"}[key]].discard("mine")
+
+
+def hurried(rows, options):
+    """-A log p, less for what took long to say; a line that a dialogue has marked counts twice."""
+    return -rows.advantages * rows.logprobs * rows.columns["haste"] * (1 + rows.columns["line"])
+
+
+def test_tokens_of_a_trajectory_reach_a_users_loss():
+    batch, policy, entropies = policy_batch()
+    count = len(batch["input_ids"])
+    batch.tokens["haste"] = torch.linspace(0.5, 1.5, count)
+    batch.tokens["line"] = torch.arange(count) % 2
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    loss, _ = PolicyLoss(AlgorithmConfig(loss=f"{__name__}:hurried"))(logprobs, entropy, rows)
+    each = -batch["advantages"].double() * policy * batch["haste"].double() * (1 + batch["line"])
+    torch.testing.assert_close(loss, each[batch["loss_mask"]].sum())
 
 
 def test_arguments_that_do_not_fit_are_refused():

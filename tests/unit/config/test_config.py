@@ -548,7 +548,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             ["rollout.max_uniform_resamples=10", "generation.n_samples=1", "algo.advantage=reinforce"],
             "rollout.max_uniform_resamples = 10: .*every group is uniform",
         ),
-        (["generation.top_p=0.9"], r"generation.top_p = 0.9: .*log-probabilities over all of it; set it to 1.0. .*eval"),
+        (
+            ["generation.top_p=0.9"],
+            r"generation.top_p = 0.9: .*log-probabilities over all of it; set it to 1.0. .*eval",
+        ),
         (["generation.top_k=20"], "generation.top_k = 20: .*log-probabilities over all of it; set it to -1. .*eval"),
         *(
             (["rollout.max_uniform_resamples=2", *options], "max_uniform_resamples = 2: .*, and " + named)
