@@ -417,8 +417,8 @@ def compute(
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' leaves it to the entry
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {type(found).__name__}; must "
-            f"be a tensor with one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
+            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {type(found).__name__}; "
+            f"must be a tensor, one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
         )
     if is_by_trajectory(found, batch):
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
@@ -426,8 +426,8 @@ def compute(
         found = normalize_tokens(found, batch, mean=mean, std=std)  # untrained tokens may hold anything
     else:
         raise ValueError(
-            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {list(found.shape)}; must be "
-            f"one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
+            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {list(found.shape)}; must "
+            f"be one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
         )
     if teacher_coefficient > 0:
         found = found.double() + teacher_coefficient * of_teacher(batch)

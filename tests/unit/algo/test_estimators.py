@@ -611,7 +611,7 @@ def test_arguments_and_names_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=f"algo.advantage_args.{message}"):
             find_estimator(name, args)
-    with pytest.raises(ValueError, match=r"returned \(1,\); must be one number for each of 9 trajectories, or .* 61"):
+    with pytest.raises(ValueError, match=r"returned \[1\]; must be one number for each of 9 trajectories, or .* 61"):
         advantages(ragged_batch(), f"{__name__}:wrong_shape")
 
 
