@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from textwrap import dedent
 
 from markdown_it import MarkdownIt
@@ -25,8 +26,7 @@ from megatron_rl.rewards import THINK, THOUGHT, answer_of
 PYTHON = frozenset({"py", "py3", "python", "python3", "ipython", "ipython3", "pypy", "pypy3"})
 LANGUAGE = re.compile(r"[\s{.]*(?:lang(?:uage)?-)?([A-Za-z][A-Za-z0-9-]*)?")
 """The language in a fence's info string: `python`, `{.python .numberLines}`, `python3.11`, `python:main.py`."""
-INLINE = re.compile(r"(`{3,})(?!`)([^\n]*[^`\n])\1(?!`)")
-"""A program between fences on a single line. CommonMark calls that inline code."""
+TICKS = re.compile(r"`{3,}")
 READS = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\(\s*0|\bfileinput\b")
 FAR_FENCE = re.compile(r"^[ \t]{4,}(?=`{3}|~{3})", re.MULTILINE)
 ITEM = re.compile(r"^[ \t]*(?:[-*+]|[0-9]{1,3}[.)])[ \t]+(?=`{3}|~{3})", re.MULTILINE)
@@ -163,9 +163,25 @@ def blocks_of(text: str) -> list[Block]:
         # Four spaces before a fence make it text or indented code in CommonMark. Models mean a fence.
         blocks = [block_of(it) for it in parser().parse(FAR_FENCE.sub("", text)) if it.type == "fence"]
         found = [replace(block, source=dedent(block.source)) for block in blocks] + found
-    if not found:
-        found = [Block(source) for _, source in INLINE.findall(text)]
+    if not any(block.source.strip() and compiles(block.source[:LONGEST_PROGRAM]) for block in found):
+        found += split_blocks(text)
     return [*rejoined(found, text.split("\n")), *found]
+
+
+def split_blocks(text: str) -> list[Block]:
+    """Return blocks that CommonMark does not see: with a fence behind other words of its line, or all on one line."""
+    found, lines = [], []
+    for line in text.split("\n"):
+        runs = list(TICKS.finditer(line))
+        if len(runs) == 1:
+            line = f"{line[: runs[0].start()]}\n{line[runs[0].start() :]}"
+        for opening, closing in pairwise(runs):
+            if opening[0] == closing[0]:
+                source = line[opening.end() : closing.start()]
+                word, _, rest = source.lstrip().partition(" ")
+                found.append(Block(rest, word.lower()) if word.lower() in PYTHON else Block(source))
+        lines.append(line)
+    return found + [block_of(it) for it in parser().parse("\n".join(lines)) if it.type == "fence"]
 
 
 def block_of(token: Token) -> Block:

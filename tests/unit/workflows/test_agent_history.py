@@ -207,7 +207,7 @@ def test_ids_of_calls_are_nine_letters_and_digits(tokenizer, name):
 
 
 def test_ids_that_a_policy_or_an_agent_gave_are_kept_and_shown_to_the_template():
-    shown = "{{ call['id'] }}={{ call['function']['name'] }}"
+    shown = "{{ call['id'] }}={{ call['function']['name'] }}{{ call['function']['arguments'] | tojson }}"
     tokenizer = make_tokenizer(CHAT_TEMPLATE.replace("{{ call['function'] | tojson }}", shown))
     session = session_of(tokenizer, '[TOOL_CALLS]add[CALL_ID]abc123XYZ[ARGS]{"x": 1}<eos>', "42<eos>", form="mistral")
     message = ask(session, ChatApi(tokenizer), body_of("chat"))["choices"][0]["message"]
