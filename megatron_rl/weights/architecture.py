@@ -11,6 +11,7 @@ from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.family import DEMANDS, Config, Family, rope_of, windows_by_kind
 from megatron_rl.weights.json_files import read_object
+from megatron_rl.weights.published_models import how_to_fetch
 
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES.values() for name in family.classes}
 SIZES = {
@@ -42,11 +43,9 @@ def read_architecture(folder: str | Path) -> Architecture:
     folder = Path(folder)
     path = folder / "config.json"
     if not path.exists():
-        name = str(folder) if str(folder).count("/") == 1 else f"OWNER/{folder.name}"
         raise ValueError(
             f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face model folder (config.json, "
-            f"safetensors, tokenizer), made by megatron-rl convert or fetched: hf download {name} --local-dir "
-            f"models/{name.rpartition('/')[2].lower()}, and model.path=models/{name.rpartition('/')[2].lower()}."
+            f"safetensors, tokenizer): {how_to_fetch(str(folder))}."
         )
     said = read_object(path, "copy the model folder again")
     head, names = _head(said, path)

@@ -17,6 +17,7 @@ from megatron_rl.tools.plan.plan_text import as_dict, as_text
 from megatron_rl.tools.plan.step_sizes import PromptTokens
 from megatron_rl.tools.plan.week_text import week_text
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.published_models import hub_name
 
 
 def plan_text(path: Path, overrides: list[str], *, as_json: bool = False, week: bool = False, **options: Any) -> str:
@@ -73,7 +74,7 @@ def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
         nor = f", nor in {models / name}" if models else ""
         raise ValueError(
             f"{key} = {path!r}: no config.json there{nor}; a plan needs that file alone: hf download "
-            f"{path if path.count('/') == 1 else f'OWNER/{folder.name}'} config.json --local-dir FOLDER/{name}, and "
+            f"{hub_name(path)} config.json --local-dir FOLDER/{name}, and "
             f"--models FOLDER."
         )
 
