@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.config.loading import changed_yaml
 from megatron_rl.launch import last_words, lost_readers, open_files, own_gpu, process_exit, start_up
 from megatron_rl.launch.placement import ranks_of_step
 from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
@@ -70,8 +71,9 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
                 check, train = load(config)
             if args.dry_run:
                 found = check(config)
-                print(config.to_yaml())
-                print(found if isinstance(found, str) else "ok: the rows fit. Data functions were run.")
+                if os.environ.get("RANK", "0") == "0":
+                    print(f"{changed_yaml(config)}\nAll other options have their defaults.\n")
+                    print(found if isinstance(found, str) else "ok: the rows fit. Data functions were run.")
             elif not train(config, resume=args.resume):
                 sys.exit(EXIT_STOPPED)
         except KeyboardInterrupt as stop:

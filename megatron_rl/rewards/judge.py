@@ -88,6 +88,10 @@ class Judge(AwaitedReward):
         """Return how the reply to a prompt with these columns is graded."""
         return self._grading
 
+    async def reach(self, patience_s: float) -> bool:
+        await self._servers.reach(patience_s)
+        return True
+
     async def close(self) -> None:
         await self._servers.close()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.api import infrastructure_in, together
+from megatron_rl.api import InfrastructureFailure, infrastructure_in, together
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import as_score, place_of, words_of
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService, RewardTimeout, Score
@@ -44,6 +44,13 @@ class AwaitedReward(abc.ABC):
 
     def check_deadline(self, timeout_s: float) -> None:  # noqa: B027  (most do with any)
         """Raise ValueError where this cannot be computed well within a workflow's `reward_timeout_s`."""
+
+    async def reach(self, patience_s: float) -> bool:
+        """Return True once what this waits for answers, False where that cannot be asked.
+
+        InfrastructureFailure, which names what it is, where it gives no answer within these seconds.
+        """
+        return False
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -145,6 +152,10 @@ class Recipe:
         by_name = {ingredient.name: score for ingredient, score in zip([*awaited, *plain], scores, strict=True)}
         return self.added([by_name[ingredient.name] for ingredient in self.ingredients])
 
+    async def reach(self, patience_s: float) -> None:
+        """Return once what the awaited parts wait for is there. InfrastructureFailure names what is not for so long."""
+        await reach(self.ingredients, patience_s)
+
     async def close(self) -> None:
         """End what computes the parts. In the event loop in which they were awaited; may be called twice."""
         for reward in self._awaited_rewards():
@@ -175,6 +186,23 @@ class Recipe:
                 value += ingredient.weight_of(part) * number
                 parts[f"{ingredient.name}/{part}" if part else ingredient.name] = number
         return Scored(Reward(value, parts if len(parts) > 1 else {}), parts, seconds)
+
+
+async def reach(found: Sequence[Ingredient], patience_s: float) -> list[str]:
+    """Ask what awaited rewards wait for whether it is there; return the import paths of those that cannot be asked.
+
+    InfrastructureFailure begins with the path of the first one that gets no answer for so long.
+    """
+    unknown = []
+    for ingredient in (it for it in found if it.is_awaited):
+        function = ingredient.function
+        try:
+            is_there = isinstance(function, AwaitedReward) and await function.reach(patience_s)
+        except InfrastructureFailure as error:
+            raise InfrastructureFailure(f"reward {ingredient.path}: {error}", kind=error.kind) from error
+        if not is_there:
+            unknown.append(ingredient.path)
+    return unknown
 
 
 async def wait_for(ingredient: Ingredient, arguments: dict[str, Any], timeout_s: float) -> list[Score]:

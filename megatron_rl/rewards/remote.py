@@ -1,7 +1,6 @@
 """Rewards that a server gives, such as a reward model's: asked over HTTP in batches, from the rollout process.
 
-A server takes `POST {"items": [{"prompt": .., "reply": .., "answer": .. or null}, ..]}` and answers
-`{"scores": [number, ..]}` in the same order.
+docs/workflows.md has what is sent and what is to be answered.
 """
 
 from __future__ import annotations
@@ -42,10 +41,18 @@ class RemoteReward(AwaitedReward):
         concurrent: int = 4,
         timeout_s: float = 30.0,
         token_file: str = "",
+        columns: Sequence[str] = ("answer",),
     ) -> None:
         """most_items: of one batch. patience_s: how long a reply waits for others to join it. concurrent: batches at a
-        time to one server. timeout_s: of one batch; a recipe's deadline holds beside it.
+        time to one server. timeout_s: of one batch; a recipe's deadline holds beside it. columns: the row's own that
+        are sent with the prompt and the reply.
         """
+        if isinstance(columns, str) or {"prompt", "reply"} & set(columns):
+            raise ValueError(
+                f"args.columns = {columns!r}: must list the row's columns, beside prompt and reply, which are sent; "
+                f"leave those out."
+            )
+        self._columns = list(columns)
         self._servers = Servers(urls, concurrent=concurrent, timeout_s=timeout_s, token_file=token_file)
         self._most_items, self._patience_s = most_items, patience_s
         self._waiting: list[Asked] = []
@@ -55,7 +62,7 @@ class RemoteReward(AwaitedReward):
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
         # As JSON at once: what cannot be written so is the fault of this reply, and not of its batch.
-        item = {"prompt": prompt, "reply": completions, "answer": data.get("answer")}
+        item = {"prompt": prompt, "reply": completions} | {name: data.get(name) for name in self._columns}
         asked = Asked(orjson.Fragment(orjson.dumps(item, default=str)))
         self._waiting.append(asked)
         if len(self._waiting) >= self._most_items:
@@ -64,6 +71,10 @@ class RemoteReward(AwaitedReward):
             # Not cancelled where the batch fills before: it then sends a later one early, which does no harm.
             asyncio.get_running_loop().call_later(self._patience_s, self._send)
         return await asked.score
+
+    async def reach(self, patience_s: float) -> bool:
+        await self._servers.reach(patience_s)
+        return True
 
     async def close(self) -> None:
         for task in self._sending:

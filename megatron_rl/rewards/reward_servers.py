@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -20,6 +21,7 @@ ATTEMPTS = 4
 FIRST_RETRY_S = 0.1
 FAILURES_TO_OPEN = 3
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+CONNECT_S = 5.0
 MOST_ANSWER_BYTES = 16 << 20
 REFUSALS = (400, 413, 422)
 """Statuses that say something of the request, and nothing of the server."""
@@ -111,6 +113,19 @@ class Servers:
             await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 
+    async def reach(self, patience_s: float) -> None:
+        """Return once a server takes a connection. RemoteFailure names the first one where none does for so long.
+
+        A connection alone: a question may cost money, and an answer to a made-up one says nothing.
+        """
+        deadline = time.monotonic() + patience_s
+        while faults := [fault for circuit in self._circuits if (fault := await unreachable(circuit.url))]:
+            if len(faults) < len(self._circuits):
+                return
+            if time.monotonic() >= deadline:
+                raise RemoteFailure(f"{faults[0]}; start the server, or correct its URL.")
+            await asyncio.sleep(FIRST_RETRY_S)
+
     async def close(self) -> None:
         """May be called twice."""
         session, self._session = self._session, None
@@ -156,6 +171,21 @@ class Servers:
                 headers={"Authorization": f"Bearer {token}"} if token else None,
             )
         return self._session
+
+
+async def unreachable(url: str) -> str:
+    """Say why nothing takes a connection at a URL; empty where something does."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(parts.hostname or "", port)
+        writer.close()
+    except TimeoutError:
+        return f"{url}: takes no connection within {CONNECT_S:g} s"
+    except (OSError, ValueError) as error:
+        return f"{url}: {error}"
+    return ""
 
 
 async def whole(answer: aiohttp.ClientResponse) -> bytes:

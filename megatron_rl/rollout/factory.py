@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.api import RolloutWorkflow
+from megatron_rl.api import InfrastructureFailure, RolloutWorkflow
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import shortened
-from megatron_rl.rewards.recipe import Ingredient, Recipe, ingredients
+from megatron_rl.rewards.recipe import Ingredient, Recipe, ingredients, reach
 from megatron_rl.rewards.reward_service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout
 from megatron_rl.rewards.worker import with_args
 from megatron_rl.workflows.rendering import prompt_ids
@@ -55,15 +57,34 @@ def serve_rewards(config: TrainConfig, *, stacks: int | None = None) -> Recipe:
     return Recipe(found, service)
 
 
-def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> float | None:
-    """Compute the configured reward once, in a worker as the run does, for a prompt's row; the reply is its answer.
+@dataclass(frozen=True)
+class TriedReward:
+    """The outcome of trying the configured reward before a run."""
 
-    Return what the parts that are computed in workers give together; None where all are awaited, as they wait for
-    servers that need not be there yet. ValueError says in one line what the reward did, and where.
+    value: float | None
+    """The value of the parts that workers compute; None where there are none."""
+    reached: list[str]
+    """Import paths of parts whose servers take connections, and were asked nothing."""
+    not_tried: list[str]
+    """Import paths of parts that wait for something that cannot be asked."""
+
+
+def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> TriedReward:
+    """Try the configured reward for a prompt's row: in a worker as the run does, with the row's answer as the reply.
+
+    Of parts that are awaited it tries whether their servers are there. ValueError says in one line what the reward did,
+    and where, or which server gives no answer.
     """
-    found = [ingredient for ingredient in configured_rewards(config) if not ingredient.is_awaited]
+    every, key = configured_rewards(config), f"rollout.{'recipe' if config.rollout.recipe else 'reward'}"
+    awaited = [ingredient.path for ingredient in every if ingredient.is_awaited]
+    try:
+        not_tried = asyncio.run(reach(every, patience_s=0.0)) if awaited else []
+    except InfrastructureFailure as error:
+        raise ValueError(f"{key}: {error}") from error
+    reached = [path for path in awaited if path not in not_tried]
+    found = [ingredient for ingredient in every if not ingredient.is_awaited]
     if not found:
-        return None
+        return TriedReward(None, reached, not_tried)
     ids, reply = prompt_ids(tokenizer, row), str(row.get("answer", ""))
     arguments = {name: value for name, value in row.items() if name not in OWN_ARGUMENTS}
     arguments |= {"prompt": "" if tokenizer is None else tokenizer.decode(ids), "completions": reply}
@@ -72,13 +93,13 @@ def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrained
     recipe = Recipe(found, RewardService([it.task for it in found], workers=1, import_from=config.run.import_from))
     timeout_s = float(config.rollout.workflow_args.get("reward_timeout_s", SYNCHRONOUS_S))
     try:
-        return recipe.added(recipe.service.call_now(arguments, timeout_s)).value
+        return TriedReward(recipe.added(recipe.service.call_now(arguments, timeout_s)).value, reached, not_tried)
     except (RewardFailed, RewardTimeout) as failure:
         failed = failure.reward if isinstance(failure, RewardFailed) else ""
         paths = [ingredient.path for ingredient in found if ingredient.name == failed] or [recipe.name]
-        key, said = "recipe" if config.rollout.recipe else "reward", " ".join(str(failure).split()).rstrip(".")
+        said = " ".join(str(failure).split()).rstrip(".")
         raise ValueError(
-            f"rollout.{key} = {paths[0]!r}: {said}; so it was for a prompt with the fields {', '.join(map(str, row))} "
+            f"{key} = {paths[0]!r}: {said}; so it was for a prompt with the fields {', '.join(map(str, row))} "
             f"and the reply {shortened(reply)}. Mend that line, or the prompts."
         ) from failure
     finally:

@@ -46,6 +46,9 @@ from megatron_rl.workflows.taught import TaughtWorkflow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+REWARDS_START_S = 20.0
+"""For servers of rewards that are started together with the run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
@@ -113,7 +116,11 @@ class RolloutRank(RolloutService):
         )
 
     async def connect(self, urls: list[str]) -> None:
-        """Connect to the servers, to which a run publishes: ValueError also for one that takes no weights."""
+        """Connect to the servers, to which a run publishes: ValueError also for one that takes no weights.
+
+        InfrastructureFailure where a reward's server does not answer, which is minutes before it would be asked.
+        """
+        await self.recipe.reach(REWARDS_START_S)
         await super().connect(urls)
         self._fleet.check_publishable()
         self._status.begin()

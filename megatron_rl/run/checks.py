@@ -120,12 +120,15 @@ def dry_run(config: TrainConfig) -> str:
             f"run.folder = {str(folder)!r}: {free / 1e9:.1f} GB are free there, and checkpoints and weights take about "
             f"{needed / 1e9:.1f} GB; make room, name another disk, or lower run.keep_checkpoints."
         )
-    reward = check_reward(config, train[0], tokenizer)
-    gave = "" if reward is None else f"; the reward of the first one's own answer is {reward:g}"
+    tried = check_reward(config, train[0], tokenizer)
+    gave = "" if tried.value is None else f"; the reward of the first one's own answer is {tried.value:g}"
+    done = ["data functions", "the workflow's constructor"] + ([] if tried.value is None else ["the rewards"])
+    said = f"{', '.join(done[:-1])} and {done[-1]} were run"
+    if tried.reached:
+        said += f", and a server of {', '.join(tried.reached)} takes connections"
+    left = ["rollout servers", *tried.reached, *tried.not_tried]
     counts = f"{len(train)} prompts and {sum(map(len, held_out.values()))} held-out ones"
-    return (
-        f"ok: {counts} fit{gave}. Data functions, the workflow's constructor and the rewards were run; no server was."
-    )
+    return f"ok: {counts} fit{gave}. {said[0].upper()}{said[1:]}; not run: {', '.join(left)}."
 
 
 def check_fields(key: str, prompts: Prompts) -> None:

@@ -175,7 +175,7 @@ def train_beside(arguments, errors):
     importlib.import_module("megatron_rl.train").main(arguments)
 
 
-def test_dry_run_prints_the_whole_config_and_starts_nothing(tmp_path, monkeypatch):
+def test_dry_run_prints_what_is_set_and_ends_with_ok(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     pid = fork(
         partial(train_beside, errors=tmp_path / "errors"), ["configs/count_grpo.yaml", "--dry-run"], tmp_path / "out"
@@ -183,8 +183,10 @@ def test_dry_run_prints_the_whole_config_and_starts_nothing(tmp_path, monkeypatc
     assert os.waitpid(pid, 0)[1] == 0
     printed = (tmp_path / "out").read_text()
     assert "clip_high: 0.28" in printed and "server" not in (tmp_path / "errors").read_text()
+    assert "dual_clip" not in printed and len(printed.splitlines()) < 60, "an ok below 250 lines is not seen"
     said = printed.strip().splitlines()[-1]
-    assert said.startswith("ok: ") and "the reward of the first one's own answer is 1." in said and "were run" in said
+    assert said.startswith("ok: ") and "the reward of the first one's own answer is 1." in said
+    assert said.endswith("the workflow's constructor and the rewards were run; not run: rollout servers.")
 
 
 def test_dry_run_tries_the_reward_the_rows_and_the_backend(tmp_path, monkeypatch):
@@ -200,6 +202,12 @@ def test_dry_run_tries_the_reward_the_rows_and_the_backend(tmp_path, monkeypatch
             "data.train, prompt 14: has no 'answer'",
         ),
         (["rollout.backend=sglang"], "rollout.backend = 'sglang': the package sglang is not installed"),
+        (
+            [
+                "rollout.recipe=[{reward: 'megatron_rl.rewards.remote:RemoteReward', args: {urls: ['http://[::1]:9/s']}}]"
+            ],
+            r"rollout.recipe: reward megatron_rl.rewards.remote:RemoteReward: http://\[::1\]:9/s: .*start the server",
+        ),
     ):
         config = load_config(ROOT / "configs" / "count_grpo.yaml", [f"model.path={MODEL}", *overrides])
         with pytest.raises(ValueError, match=fault) as refused:

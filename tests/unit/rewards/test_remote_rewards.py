@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config import GenerationConfig, RolloutConfig, TrainConfig
 from megatron_rl.rewards import reward_servers
-from megatron_rl.rewards.recipe import ingredients
+from megatron_rl.rewards.recipe import ingredients, reach
 from megatron_rl.rewards.remote import RemoteReward
 from megatron_rl.rewards.reward_servers import Circuit, RemoteFailure, RemoteRefusal
 from megatron_rl.rollout.factory import configured_rewards
@@ -234,6 +235,31 @@ def test_one_that_nobody_answers_is_an_error_that_names_it(monkeypatch):
 
     with pytest.raises(RemoteFailure, match="http://127.0.0.1:9/score: .*is the server up"):
         asyncio.run(ask())
+
+
+def test_columns_of_the_row_go_with_prompt_and_reply():
+    scorer, rest = Scorer(), {"answer": "a", "tests": ["assert f"], "level": 3}
+    run([scorer], lambda reward: reward("p", "r", [1], [2], **rest), columns=["tests", "level", "lacking"])
+    assert scorer.batches == [[{"prompt": "p", "reply": "r", "tests": ["assert f"], "level": 3, "lacking": None}]]
+    with pytest.raises(ValueError, match=r"args.columns = \['reply'\]: must list the row's columns"):
+        RemoteReward(["http://a"], columns=["reply"])
+
+
+def test_a_server_that_is_down_is_named_before_anything_is_asked():
+    scorer = Scorer()
+
+    async def test(reward):
+        assert await reward.reach(0.0) and not scorer.batches
+        (one,) = reward._servers._circuits
+        one.url = "http://127.0.0.1:9/score"
+        with pytest.raises(RemoteFailure, match="http://127.0.0.1:9/score: .*; start the server, or correct its URL"):
+            await reward.reach(0.0)
+
+    run([scorer], test)
+    path = "megatron_rl.rewards.remote:RemoteReward"
+    found = ingredients("rollout.recipe", [{"reward": path, "args": {"urls": ["http://127.0.0.1:9/score"]}}], None)
+    with pytest.raises(InfrastructureFailure, match=f"reward {path}: http://127.0.0.1:9/score: "):
+        asyncio.run(reach(found, 0.0))
 
 
 def test_it_is_a_part_of_a_recipe():

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config import GenerationConfig, RolloutConfig, RunConfig, TrainConfig
 from megatron_rl.rewards.recipe import Recipe, ingredients
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService
-from megatron_rl.rollout.factory import check_reward
+from megatron_rl.rollout.factory import TriedReward, check_reward
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
 
@@ -83,8 +83,9 @@ def test_a_wrong_reward_is_one_line_with_the_users_file_and_line(file, name, lin
 
 
 def test_a_right_reward_is_computed_for_the_rows_own_answer(file):
-    assert check_reward(config("right"), ROW, None) == 1.0
-    assert check_reward(config("awaits"), ROW, None) is None, "its servers need not be there yet"
+    assert check_reward(config("right"), ROW, None) == TriedReward(1.0, reached=[], not_tried=[])
+    awaits = TriedReward(None, reached=[], not_tried=["my_faulty_rewards:awaits"])
+    assert check_reward(config("awaits"), ROW, None) == awaits, "nobody knows what it waits for"
 
 
 def test_a_reward_that_raises_sometimes_is_warned_of_once_with_its_line(file, caplog):
