@@ -40,7 +40,7 @@ from megatron_rl.config.teacher_section import TeacherConfig
 from megatron_rl.config.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from megatron_rl.config.loading import load_config
+    from megatron_rl.config.loading import config_of, load_config
 
 __all__ = [
     "AlgorithmConfig",
@@ -73,15 +73,16 @@ __all__ = [
     "TelemetryConfig",
     "TrainConfig",
     "WarmStartConfig",
+    "config_of",
     "load_config",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "load_config":
+    if name not in ("config_of", "load_config"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # It imports YAML and OmegaConf, which whoever needs the sections alone does without.
-    from megatron_rl.config.loading import load_config
+    from megatron_rl.config import loading
 
-    globals()[name] = load_config  # so that this is not asked for it again
-    return load_config
+    globals()[name] = getattr(loading, name)  # so that this is not asked for it again
+    return globals()[name]

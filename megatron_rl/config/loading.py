@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -15,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config.other_names import PAGE, ours
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.train_config import TrainConfig
 
@@ -27,7 +29,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     """Read a config file, apply `key=value` overrides and check everything. Raises ValueError."""
     path = Path(path)
     merged = read_sections(path)
-    try:
+    with naming_keys(merged, f"in {path} or on the command line"):
         for override in overrides or []:
             key, equals, text = override.partition("=")
             if not (equals and all(key.split("."))):
@@ -35,29 +37,50 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             # Set and not merged, so that data.train_args={} empties it.
             value = text if is_text(key, text) else value_of(text, override)
             OmegaConf.update(merged, key, value, merge=False, force_add=True)
-        # In this order: nothing is interpolated before it is known to be harmless, and keys are known to exist before
-        # their types are looked up.
-        refuse_computed_values(merged)
-        refuse_unknown_keys(TrainConfig, merged, "")
-        wrap_single_values(TrainConfig, merged)
-        config = OmegaConf.merge(defaults(), merged)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise ValueError(
-                f"{missing[0]}: has no value; set it in {path} or as {missing[0]}=... on the command line."
-            )
-        # Nested sections first, each by its name: critic.parallel shares its class with parallel, and so its errors.
-        for name in (name for name in SECTIONS if "." in name):
-            with as_part_of(name):
-                OmegaConf.to_object(OmegaConf.select(config, name))
-        checked = OmegaConf.to_object(config)
-        assert isinstance(checked, TrainConfig)
-        return checked
+        return checked(merged, missing=f"set it in {path} or as KEY=... on the command line")
+
+
+def config_of(sections: Mapping[str, Any]) -> TrainConfig:
+    """Return the config of sections that Python code gives, such as `{"optimizer": {"lr": 1e-5}}`, checked as a file's.
+
+    A dotted key, `{"optimizer.lr": 1e-5}`, is set in its section. Raises ValueError.
+    """
+    merged = OmegaConf.create({})
+    with naming_keys(merged, "in the arguments"):
+        for key, value in sections.items():
+            OmegaConf.update(merged, key, value, merge=True, force_add=True)
+        return checked(merged, missing="give it as an argument, KEY=...")
+
+
+@contextmanager
+def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
+    """Turn OmegaConf's errors into a ValueError with key, value and where to correct it."""
+    try:
+        yield
     except OmegaConfBaseException as error:
         key = str(error.full_key or error.key)
         found = member(OmegaConf.to_container(merged, resolve=False), key)
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{key} = {found!r}: {reason}; correct it in {path} or on the command line.") from error
+        raise ValueError(f"{key} = {found!r}: {reason}; correct it {place}.") from error
+
+
+def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
+    """Return the config that these sections make. missing: the way out where a KEY has no value."""
+    # In this order: nothing is interpolated before it is known to be harmless, and keys are known to exist before their
+    # types are looked up.
+    refuse_computed_values(merged)
+    refuse_unknown_keys(TrainConfig, merged, "")
+    wrap_single_values(TrainConfig, merged)
+    config = OmegaConf.merge(defaults(), merged)
+    if keys := sorted(OmegaConf.missing_keys(config)):
+        raise ValueError(f"{keys[0]}: has no value; {missing.replace('KEY', keys[0])}.")
+    # Nested sections first, each by its name: critic.parallel shares its class with parallel, and so its errors.
+    for name in (name for name in SECTIONS if "." in name):
+        with as_part_of(name):
+            OmegaConf.to_object(OmegaConf.select(config, name))
+    found = OmegaConf.to_object(config)
+    assert isinstance(found, TrainConfig)
+    return found
 
 
 @cache
@@ -66,6 +89,18 @@ def defaults() -> DictConfig:
     config = OmegaConf.structured(TrainConfig)
     assert isinstance(config, DictConfig)
     return config
+
+
+def changed_yaml(config: TrainConfig) -> str:
+    """Return the keys that differ from their defaults, as YAML."""
+
+    def changed(now: Any, usual: Any) -> Any:
+        parts = {name: value for name, value in now.items() if name not in usual or value != usual[name]}
+        both = [name for name, value in parts.items() if isinstance(value, dict) and isinstance(usual.get(name), dict)]
+        return parts | {name: changed(parts[name], usual[name]) for name in both}
+
+    usual = OmegaConf.to_container(defaults(), resolve=False)
+    return OmegaConf.to_yaml(changed(OmegaConf.to_container(OmegaConf.structured(config)), usual))
 
 
 def read_sections(path: Path) -> DictConfig:
@@ -188,6 +223,11 @@ def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
         name = f"{prefix}{key}"
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1)
+            for found, value in leaves(member(OmegaConf.to_container(given, resolve=False), key), name):
+                # `optimizer.epsilon` is a longer name for a key of its section, and none of another trainer's.
+                is_longer = bool(near) and str(key).startswith(near[0])
+                if (here := ours(found)) and not (is_longer and prefix and not here.startswith(prefix)):
+                    raise ValueError(f"{found} = {value!r}: unknown key; here it is {here} ({PAGE}).")
             hint = f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(fields)}."
             raise ValueError(f"{name} = {OmegaConf.select(given, str(key))!r}: unknown key; {hint}")
         section = SECTIONS.get(name)
