@@ -19,6 +19,7 @@ INSTALL_REQUIRES = [
     "transformers>=5.5,<6",
     "tensordict>=0.9",
     "aiohttp>=3.10",
+    "cloudpickle>=3",
     "einops>=0.8",
     "numpy",
     "omegaconf>=2.3",
@@ -33,7 +34,9 @@ INSTALL_REQUIRES = [
 EXTRAS_REQUIRE = {
     "dev": [
         "hypothesis>=6",
+        "ipykernel>=6",
         "mypy>=1.15",
+        "nbclient>=0.10",
         "nvidia-cuda-nvdisasm>=13; sys_platform == 'linux'",
         "peft>=0.19",
         "prometheus-client>=0.20",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 WALKS = {
     "a proxy sends the call, and the service of a rollout rank starts it": """
-        train:train_by_rl RLRun.next_batch Rollouts.batch RolloutProcess.__getattr__
+        train:rl_steps RLRun.next_batch Rollouts.batch RolloutProcess.__getattr__
         RpcClient.call RpcClient.start RpcSocket.send
         | rpc:serve serve.listen serve.attend serve_trainer.answer RolloutRank.prepare_batch
         RolloutExecutor.prepare_batch RolloutExecutor._collect RolloutExecutor._start
@@ -47,7 +47,6 @@ Each is mentioned by a function before it; `file:` tells those of one name apart
 another process, at the other end of a socket.
 """
 OLDER_NAMES = {
-    "train_by_rl": "train",
     "RLRun": "Experiment",
     "RpcClient": "Caller",
     "RpcSocket": "Wire",

@@ -9,77 +9,85 @@ python -m megatron_rl.train configs/count_dpo.yaml              # preference.los
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.launch import process_exit, rank
 
 if TYPE_CHECKING:
     from megatron_rl.run.preference_run import PreferenceRun
+    from megatron_rl.run.rl_run import RLRun
     from megatron_rl.run.supervised_run import SupervisedRun
 
-    RowRun = type[SupervisedRun] | type[PreferenceRun]
 
-
-def train(config: TrainConfig, *, resume: str = "") -> bool:
+def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
     """Run what the config describes, from its start or from a checkpoint. Collective: every rank calls it.
 
     False if a stop signal ended the run early.
     """
-    _, train_it = _check_and_train(config)
-    return train_it(config, resume=resume)
+    parts = parts_of(config, kind=kind)
+    with parts.run(config, resume=resume) as run:
+        for _ in parts.steps(run):
+            pass
+        return not run.is_stopped
 
 
-def train_by_rl(config: TrainConfig, *, resume: str = "") -> bool:
-    from megatron_rl.run.rl_run import RLRun
-
-    with RLRun(config, resume=resume) as run:
-        run.begin()
-        for step in range(run.first_step, config.run.steps):
-            batch = run.next_batch(step)
-            if batch is None:  # on all ranks
-                return False
-            batch = run.add_reward_model_scores(batch)
-            with run.timers("advantages"):
-                run.compute_advantages(batch)
-                updates = run.split_into_updates(batch, step)  # this rank's share of each optimizer step
-            with run.timers("logprobs"):
-                run.actor.compute_logprobs(updates)
-                targets = run.teacher_targets(updates)
-                updates = run.add_demonstrations(batch, updates)
-            with run.timers("update"):
-                stats = run.actor.update(updates, targets)
-            critic_stats = run.update_critic(batch, step)  # while it warms up, it gives the publication its version
-            with run.timers("publish"):
-                run.rollouts.publish()
-            run.save(step=step + 1)
-            run.log(step, batch, updates, stats, critic_stats)
-            run.evaluate(step=step + 1)  # by the weights just published, whose scores the checkpoint keeps
-            if run.checkpoint(step=step + 1):
-                return False
-        run.finish()
-        return True
+def rl_steps(run: RLRun) -> Iterator[int]:
+    """Take the steps of RL, and yield behind each how many are done. A stop signal ends them early."""
+    run.begin()
+    for step in range(run.first_step, run.config.run.steps):
+        batch = run.next_batch(step)
+        if batch is None:  # on all ranks
+            return
+        batch = run.add_reward_model_scores(batch)
+        with run.timers("advantages"):
+            run.compute_advantages(batch)
+            updates = run.split_into_updates(batch, step)  # this rank's share of each optimizer step
+        with run.timers("logprobs"):
+            run.actor.compute_logprobs(updates)
+            targets = run.teacher_targets(updates)
+            updates = run.add_demonstrations(batch, updates)
+        with run.timers("update"):
+            stats = run.actor.update(updates, targets)
+        critic_stats = run.update_critic(batch, step)  # while it warms up, it gives the publication its version
+        with run.timers("publish"):
+            run.rollouts.publish()
+        run.save(step=step + 1)
+        run.log(step, batch, updates, stats, critic_stats)
+        run.evaluate(step=step + 1)  # by the weights just published, whose scores the checkpoint keeps
+        if run.checkpoint(step=step + 1):
+            return
+        yield step + 1
+    run.finish()
 
 
-def _train_on_rows(kind: RowRun, config: TrainConfig, *, resume: str = "") -> bool:
-    with kind(config, resume=resume) as run:
-        if not run.begin():
-            return False
-        for step in range(run.first_step, config.run.steps):
-            run.update(step)
-            run.evaluate(step=step + 1)
-            run.save(step=step + 1)
-            if run.checkpoint(step=step + 1):
-                return False
-        run.finish()
-        return True
+def row_steps(run: SupervisedRun | PreferenceRun) -> Iterator[int]:
+    """Take the steps of training on rows, as `rl_steps` does."""
+    if not run.begin():
+        return
+    for step in range(run.first_step, run.config.run.steps):
+        run.update(step)
+        run.evaluate(step=step + 1)
+        run.save(step=step + 1)
+        if run.checkpoint(step=step + 1):
+            return
+        yield step + 1
+    run.finish()
 
 
-def _check_and_train(config: TrainConfig, *, kind: str = "") -> tuple[rank.Check, rank.Train]:
-    """Return what checks and what trains a config of this kind: rl, supervised or preference; the config's own for ''.
+class Parts(NamedTuple):
+    """One kind of run: the check of its config, the class of its runs, and their steps."""
 
-    A check refuses a config of another kind.
+    check: rank.Check
+    run: Callable[..., Any]
+    steps: Callable[[Any], Iterator[int]]
+
+
+def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
+    """Return the parts of a kind, rl, supervised or preference; the config's own for ''.
+
+    Its check refuses a config of another kind.
     """
     if not kind:
         kind = "supervised" if config.supervised.answer else "preference" if config.preference.loss else "rl"
@@ -87,19 +95,23 @@ def _check_and_train(config: TrainConfig, *, kind: str = "") -> tuple[rank.Check
     if kind == "supervised":
         from megatron_rl.run.supervised_run import SupervisedRun, check_supervised
 
-        return check_supervised, functools.partial(_train_on_rows, SupervisedRun)
+        return Parts(check_supervised, SupervisedRun, row_steps)
     if kind == "preference":
         from megatron_rl.run.preference_run import PreferenceRun, check_preference
 
-        return check_preference, functools.partial(_train_on_rows, PreferenceRun)
+        return Parts(check_preference, PreferenceRun, row_steps)
     from megatron_rl.run.checks import dry_run
+    from megatron_rl.run.rl_run import RLRun
 
-    return dry_run, train_by_rl
+    return Parts(dry_run, RLRun, rl_steps)
 
 
 def main(argv: list[str] | None = None, *, kind: str = "") -> None:
     """Train what the arguments name; `megatron-rl sft` and `megatron-rl preferences` name the kind as well."""
-    load: Callable[[TrainConfig], tuple[rank.Check, rank.Train]] = functools.partial(_check_and_train, kind=kind)
+
+    def load(config: TrainConfig) -> tuple[rank.Check, rank.Train]:
+        return parts_of(config, kind=kind).check, functools.partial(train, kind=kind)
+
     rank.main("Train a policy with RL, or a model on answers or on pairs of replies.", load, argv)
 
 

@@ -34,6 +34,8 @@ TRIED = {
     "make bench-trl": "needs TRL, which is not installed: tests/end_to_end/test_benchmarks.py tries its arguments",
     ".venv/bin/torchrun ": "tests/end_to_end/test_training.py starts ranks with torchrun's variables",
     ".venv/bin/megatron-rl plan ": "tests/unit/tools/test_plan.py",
+    ".venv/bin/hf download ": "needs the network: tests/unit/weights/test_published_models.py has each model's name",
+    ".venv/bin/python -m pip ": "needs the network: CI installs the extras",
     ".venv/bin/megatron-rl launch ": "tests/unit/launch/test_local_launch.py",
     "python -m megatron_rl.train ": "tests/end_to_end/test_data_runs.py",
     "sbatch ": "tests/slurm",
@@ -57,6 +59,11 @@ TRIED_BY = {
     ("workflows.md", "ShortAnswers"): "tests/test_readme.py",
     ("workflows.md", "class Guess"): "tests/unit/workflows/test_conversations.py",
     ("README.md", "def brief"): "tests/test_readme.py",
+    ("README.md", "rl.train_on"): "tests/test_other_trainers.py",
+    ("from_other_trainers.md", "# quickstart.py"): "tests/test_other_trainers.py",
+    ("from_other_trainers.md", "# remax.py"): "tests/test_other_trainers.py",
+    ("from_other_trainers.md", "# actor.py"): "tests/test_other_trainers.py",
+    ("from_other_trainers.md", "# loop.py"): "tests/test_other_trainers.py",
 }
 """Python blocks that another test runs, by a word of theirs."""
 WRITTEN_BY_RUNS = ("runs/", "models/", ".venv/", "shared/", "data/", "my_task/")

@@ -42,9 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"api", "config", "data", "launch", "rewards", "routes", "servers", "telemetry", "types", "workflows"},
     "engine": {"api", "batch", "config", "launch", "ops", "parallel", "platform", "routes", "types", "weights"},
     # These put the parts together.
-    "run": EVERYTHING - {"__init__", "cli", "tools", "train"},
-    "train": EVERYTHING - {"__init__", "cli", "tools"},
-    "tools": EVERYTHING - {"__init__", "cli", "train"},
+    "run": EVERYTHING - {"__init__", "cli", "python_run", "tools", "train"},
+    "train": EVERYTHING - {"__init__", "cli", "python_run", "tools"},
+    "python_run": EVERYTHING - {"__init__", "cli", "tools"},
+    "tools": EVERYTHING - {"__init__", "cli", "python_run", "train"},
     "cli": EVERYTHING,
     "__init__": EVERYTHING,
 }

@@ -58,9 +58,9 @@ class RLRun(Run):
     `megatron_rl.train` has the whole loop.
     """
 
-    def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
-        """resume: `auto`, or the folder of a checkpoint, continues a run."""
-        super().__init__(config, resume=resume)
+    def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
+        """The arguments are Run's."""
+        super().__init__(config, resume=resume, ends_process=ends_process)
         self.has_hung = False
         """The rollout under way has lasted too long and is left."""
         self.trained_version = 0
@@ -133,8 +133,10 @@ class RLRun(Run):
         """End the run, whose servers or rollout process have died; save first where it was told to stop as well."""
         if self.stop_signal.came(within_s=DIES_BEFORE_STOP_SIGNAL_S):
             self._leave_on_stop_signal()
-        else:
+        elif self.ends_process:
             process_exit.stop(message)
+        else:
+            self.processes.leave_step(message)
 
     def _leave_on_stop_signal(self) -> None:
         self.processes.leave_step(f"{self.stop_signal.signal_name or 'a stop signal'}: the run is about to be ended.")

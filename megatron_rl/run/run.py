@@ -55,12 +55,17 @@ class Run(ABC):
     A kind of run starts in `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
     """
 
-    def __init__(self, config: TrainConfig, *, resume: str = "") -> None:
-        """resume: `auto`, or the folder of a checkpoint, continues a run."""
+    def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
+        """resume: `auto`, or the folder of a checkpoint, continues a run.
+
+        ends_process: the death of servers or rollouts ends the process too, else the step that needs them.
+        """
         refuse_while_importing("a run")
         rollout = config.rollout.with_time_for(config.model.path)
         self.config, self.resume = dataclasses.replace(config, rollout=rollout), resume
-        self.folder, self.timers = Path(config.run.folder), PhaseTimers()
+        self.folder, self.timers, self.ends_process = Path(config.run.folder), PhaseTimers(), ends_process
+        self.is_stopped = False
+        """A stop signal has ended the run before its last step."""
         self.is_interrupted = False
         """Ctrl-C on one of the ranks has stopped the run, which says on leaving its `with` block so by
         KeyboardInterrupt."""
@@ -230,7 +235,7 @@ class Run(ABC):
 
         A run without checkpoints, which only Ctrl-C stops, and any that it stops, gets its report.
         """
-        saves = self.config.run.checkpoint_every_steps > 0
+        self.is_stopped, saves = True, self.config.run.checkpoint_every_steps > 0
         if saves:
             self.checkpoints.finish(wait=True)
             if step > self.checkpoints.newest:  # else a step was left, whose beginning has one
@@ -278,11 +283,20 @@ class Run(ABC):
         self.log_file.close()  # which the report reads
         if not self.groups.is_main:
             return
-        # In a process of its own: a report that cannot be made takes no trained weights with it.
-        command = [sys.executable, "-P", "-m", "megatron_rl.cli", "report", str(self.folder)]
-        made = subprocess.run(command, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True)
-        if made.returncode == 0:
-            self.say(f"report: {made.stdout.strip()}")
-        else:
-            last = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1]
-            self.say(f"WARNING: no report could be made ({last}); megatron-rl report {self.folder} tries again.")
+        try:
+            self.say(f"report: {write_report(self.folder)}")
+        except RuntimeError as error:
+            self.say(f"WARNING: {error}")
+
+
+def write_report(folder: Path) -> Path:
+    """Write a run's report.html and report.png, and return the page. RuntimeError says why there is none.
+
+    In a process of its own: a report that cannot be made takes no trained weights with it.
+    """
+    command = [sys.executable, "-P", "-m", "megatron_rl.cli", "report", str(folder)]
+    made = subprocess.run(command, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True)
+    if made.returncode != 0:
+        last = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1]
+        raise RuntimeError(f"no report could be made ({last}); megatron-rl report {folder} tries again.")
+    return Path(made.stdout.strip())

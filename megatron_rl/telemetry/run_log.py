@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from megatron_rl.telemetry.sinks import Sinks
 
@@ -115,6 +117,9 @@ class RunLog:
         self._progress: Progress | None = None
         self.sinks: Sinks | None = None
         """The loggers that get the numbers besides the files."""
+        self.newest: dict[str, Any] = {}
+        """The line of metrics.jsonl of the step that was logged last."""
+        self._cell: Cell | None = None
         if not is_main:
             return
         try:
@@ -125,12 +130,14 @@ class RunLog:
             self._samples = (self.folder / SAMPLES).open("ab", buffering=0)
         except OSError as error:
             raise ValueError(f"run.folder = {str(folder)!r}: cannot be written ({error}); name another one.") from error
+        if console is None and is_notebook():
+            self._cell = Cell()
         self._console = console or _Console(highlight=False)
         self._opened = time.monotonic()
         # What a resumed run says of its age goes on where it was cut off.
         self._start = self._opened - max((float(line.get("elapsed_s", 0.0)) for line in kept[0]), default=0.0)
         self._first_logged: tuple[int, float] | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and self._cell is None:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=24),
@@ -168,13 +175,13 @@ class RunLog:
         """Record step `step` (from 0) and show one line for it."""
         if not self.is_main:
             return
-        self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
+        self.newest = self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
         if self.sinks is not None:
             # They count finished steps, where the files number the steps from 0.
             self.sinks.log(step + 1, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(float(metrics["reward/mean"]))
-        self._show(self._step_line(step, metrics))
+        self._show(self._step_line(step, metrics), stays=False)
         if self._progress is not None:
             self._progress.update(self._task, completed=step + 1, curve=sparkline(self._rewards[-24:]))
 
@@ -205,12 +212,16 @@ class RunLog:
             return
         if self._progress is not None:
             self._progress.stop()
+        if self._cell is not None:
+            self._cell.end()
         self._metrics.close()
         self._samples.close()
         if self.sinks is not None:
             self.sinks.close()
 
-    def _write(self, head: dict[str, Any], metrics: dict[str, Any], samples: list[Sample], split: str) -> None:
+    def _write(
+        self, head: dict[str, Any], metrics: dict[str, Any], samples: list[Sample], split: str
+    ) -> dict[str, Any]:
         elapsed = round(time.monotonic() - self._start, 3)
         line = head | {"elapsed_s": elapsed} | {key: as_json(value) for key, value in metrics.items()}
         # Samples first: a reader that sees a step's metrics then finds its samples too.
@@ -220,6 +231,7 @@ class RunLog:
         ]
         append(self._samples, rows)
         append(self._metrics, [line])
+        return line
 
     def _step_line(self, step: int, metrics: dict[str, Any]) -> str:
         width = len(str(self.total_steps))
@@ -242,9 +254,40 @@ class RunLog:
         first_step, first_time = self._first_logged
         return (now - first_time) / max(step - first_step, 1)
 
-    def _show(self, line: str) -> None:
+    def _show(self, line: str, *, stays: bool = True) -> None:
+        if self._cell is not None:
+            self._cell.show(Text.from_markup(line).plain, stays=stays)
+            return
         # soft_wrap keeps one line per step in a log file, however narrow rich thinks the terminal is.
         self._console.print(line, soft_wrap=True)
+
+
+class Cell:
+    """The output of a notebook's cell: each step's line takes the place of the one before, other lines stay above."""
+
+    def __init__(self) -> None:
+        self._line, self._width = "", 0
+
+    def show(self, line: str, *, stays: bool) -> None:
+        self._width = max(self._width, len(line))
+        if stays:
+            print(f"\r{line.ljust(self._width)}")
+        else:
+            self._line = line
+        if self._line:
+            print(f"\r{self._line.ljust(self._width)}", end="", flush=True)
+
+    def end(self) -> None:
+        """Leave the last step's line; what comes later stands below it."""
+        if self._line:
+            print()
+        self._line = ""
+
+
+def is_notebook() -> bool:
+    """Return True in the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
 
 
 def as_row(sample: Sample) -> dict[str, Any]:

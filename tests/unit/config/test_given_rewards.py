@@ -25,7 +25,7 @@ def start():
     for reward, allowed in ((mine, []), ("__main__:mine", ["__main__"])):
         options = dict(rollout=RolloutConfig(reward=reward), run=RunConfig(import_from=allowed))
         config = TrainConfig(generation=GenerationConfig(n_samples=2), **options)
-        value = check_reward(config, dict(input_ids=[1], answer="42"), None)
+        value = check_reward(config, dict(input_ids=[1], answer="42"), None).value
         print(config.rollout.reward, config.run.import_from, value)
 
 """

@@ -1,0 +1,240 @@
+"""A run in the process of a Python program or a notebook: from rows, a model and a reward, by the loop of train.py.
+
+It has what a run by `megatron-rl launch` has: checks, checkpoints and resume, metrics, samples, report, weights.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_rl.config import RunConfig, TrainConfig
+from megatron_rl.config.loading import config_of
+from megatron_rl.launch import open_files, own_gpu, start_up
+from megatron_rl.launch.local import arrange, gpus_of_host
+from megatron_rl.run.given_in_python import Given
+from megatron_rl.telemetry.run_log import RunRecord, read_run
+
+
+def train_on(
+    rows: Any,
+    model: str | Path,
+    reward: Any = None,
+    *,
+    held_out: Any = None,
+    resume: str = "",
+    **options: Any,
+) -> Run:
+    """Train a model on prompts by a reward, and return the run, which has its metrics, samples and report.
+
+        run = train_on(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, run={"steps": 20})
+        run.metrics[-1]["reward/mean"]
+
+    The arguments are Run's.
+    """
+    run = Run(rows, model, reward, held_out=held_out, resume=resume, **options)
+    run.train()
+    return run
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run's report: a page, and a picture that a notebook shows."""
+
+    page: Path
+    picture: Path
+
+    def _repr_png_(self) -> bytes | None:
+        return self.picture.read_bytes() if self.picture.is_file() else None
+
+
+class Run:
+    """A run whose steps a program takes one by one.
+
+        run = Run(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, optimizer={"lr": 1e-5})
+        run.step()["reward/mean"]  # the first step starts servers and engine
+        run.train()  # the steps that are left
+        run.report()
+
+    An error or Ctrl-C ends the run, and so does `close`, or leaving a `with` block. With run.checkpoint_every_steps
+    another one continues it, given the same and resume="auto".
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        model: str | Path,
+        reward: Any = None,
+        *,
+        held_out: Any = None,
+        resume: str = "",
+        **options: Any,
+    ) -> None:
+        """rows, held_out: dicts with `prompt` or `messages` and what the reward needs, a list of them or a data set of
+        Hugging Face, or what data.train may name: a file, hf:NAME. reward: a function of one reply, or a list of
+        functions whose rewards are added, or the import path of one. options: sections of the config, as
+        `optimizer={"lr": 1e-5}`; functions and classes may stand in place of import paths.
+        """
+        self._begin_with(*config_on(rows, model, reward, held_out=held_out, **options), resume)
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, resume: str = "") -> Self:
+        """Return the run of a whole config, such as `load_config("configs/demo.yaml")`, of any kind."""
+        run = cls.__new__(cls)
+        run._begin_with(config, None, resume)
+        return run
+
+    def _begin_with(self, config: TrainConfig, given: Given | None, resume: str) -> None:
+        config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+        self.config, self._given, self._resume = config, given, resume
+        self._parts = contextlib.ExitStack()
+        self._run: Any = None
+        self._steps: Iterator[int] = iter(())
+        self.is_over = False
+        """All steps are taken, or the run was stopped or closed."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.folder)
+
+    # -- steps
+
+    def step(self) -> dict[str, Any] | None:
+        """Take the next step and return its metrics; None where the run is over."""
+        if self.is_over:
+            return None
+        try:
+            if self._run is None:
+                self._start()
+            self._listen()
+            done = next(self._steps, None)
+            if done is None or done == self.config.run.steps:
+                next(self._steps, None)  # behind the last one the run writes its report
+                self.close()
+        except BaseException as error:
+            self.is_over = True
+            self._parts.__exit__(type(error), error, error.__traceback__)
+            raise
+        return None if done is None else dict(self._run.log_file.newest)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Take the steps that are left, one for each turn of a loop."""
+        while (metrics := self.step()) is not None:
+            yield metrics
+
+    def train(self) -> None:
+        """Take the steps that are left."""
+        for _ in self:
+            pass
+
+    def close(self) -> None:
+        """End the run here. May be called twice."""
+        self.is_over = True
+        self._parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        open_files.raise_limit()
+        own_gpu.set_variables(self.config)
+        if self._given is not None:
+            self._given.write()
+        with start_up.importing():
+            from megatron_rl.train import parts_of
+
+            parts = parts_of(self.config)
+        self._run = self._parts.enter_context(parts.run(self.config, resume=self._resume, ends_process=False))
+        self._steps = parts.steps(self._run)
+        atexit.register(self.close)
+        self._parts.callback(atexit.unregister, self.close)
+
+    def _listen(self) -> None:
+        """Hear Ctrl-C, which a notebook takes for itself before each cell."""
+        if threading.current_thread() is threading.main_thread():
+            self._run.stop_signal.listen([signal.SIGINT])
+
+    # -- what there is of it
+
+    @property
+    def record(self) -> RunRecord:
+        """The lines of the run's files: steps, evaluations, samples by (split, step)."""
+        return read_run(self.folder)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step."""
+        return self.record.steps
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The scores of held-out prompts, at each step that has them."""
+        return self.record.evaluations
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Some prompts and replies of the newest step, with their rewards."""
+        steps = {step: rows for (split, step), rows in self.record.samples.items() if split == "train"}
+        return steps[max(steps)] if steps else []
+
+    def save(self, folder: str | Path) -> None:
+        """Write the weights of now as a Hugging Face folder; those of the last step are in run.folder/final anyway."""
+        if self._run is None or self.is_over:
+            raise RuntimeError(f"save({str(folder)!r}): the run has no engine now; call it between two steps.")
+        next(iter(self._run.trained.values())).save(folder)
+
+    def report(self) -> Report:
+        """Write the report of the steps so far. A notebook shows its picture."""
+        from megatron_rl.run.run import write_report
+
+        page = write_report(self.folder)
+        return Report(page=page, picture=page.with_suffix(".png"))
+
+
+def config_on(
+    rows: Any, model: str | Path, reward: Any, *, held_out: Any = None, **options: Any
+) -> tuple[TrainConfig, Given]:
+    """Return the config of a run on these, and the files that it needs. ValueError."""
+    sections = {name: dict(part) if isinstance(part, Mapping) else part for name, part in options.items()}
+    own: dict[str, dict[str, Any]] = {"model": {"path": str(model)}, "data": {}, "rollout": {}, "run": {}}
+    for name in own:
+        if not isinstance(sections.setdefault(name, {}), dict):
+            raise ValueError(
+                f"{name} = {sections[name]!r}: must be a dict of its keys, such as those of docs/options.md."
+            )
+    given = Given(Path(sections["run"].get("folder", options.get("run.folder", RunConfig.folder))))
+    for key, part in {"train": rows, "evaluation": held_out}.items():
+        if part is not None:
+            is_named = isinstance(part, str | Path)
+            own["data"][key] = str(part) if is_named else given.rows(part, key="rows" if key == "train" else "held_out")
+    if isinstance(reward, Sequence) and not isinstance(reward, str):
+        own["rollout"]["recipe"] = [part if isinstance(part, Mapping) else {"reward": part} for part in reward]
+    elif reward is not None:
+        own["rollout"]["reward"] = reward
+    for name, keys in own.items():
+        if twice := sorted(set(keys) & set(sections[name])):
+            raise ValueError(f"{name}.{twice[0]} = {sections[name][twice[0]]!r}: is given twice; leave it out there.")
+        sections[name] = sections[name] | keys
+    sections = given.without_functions(sections)
+    run = sections["run"]
+    if given.modules:
+        declared = run.get("import_from", [])
+        run["import_from"] = [*([declared] if isinstance(declared, str) else declared), *given.modules]
+    config = config_of(sections)
+    if "WORLD_SIZE" not in os.environ and (gpus := arrange(config, gpus_of_host(), 1).server_gpus):
+        sections["rollout"]["devices"] = gpus
+        config = config_of(sections)
+    return config, given

@@ -1,0 +1,174 @@
+"""Rows and functions that a Python program gives a run, in files of the folder `given` in run.folder, named by what
+they hold: the run's other processes find them there, and a resumed run does.
+
+A function of a module is named by its import path. Any other, as one of a notebook or of the program itself, goes by
+value into a module that cloudpickle reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from megatron_rl.config.given import MAIN, path_of
+from megatron_rl.config.import_path import OURS, is_in
+
+FOLDER = "given"
+MODULE = '''"""Functions that a Python program gave the run of this folder, by value."""
+
+import cloudpickle
+
+_given = cloudpickle.loads(bytes.fromhex({content!r}))
+for _it in _given.values():
+    _own = getattr(_it, "func", _it)
+    if hasattr(_own, "__code__") or isinstance(_own, type):
+        _own.__module__ = __name__
+globals().update(_given)
+'''
+
+
+class Given:
+    """What a program gives one run.
+
+        given = Given(Path("runs/mine"))
+        sections = given.without_functions({"rollout": {"reward": lambda completions, **_: len(completions)}})
+        sections["data"] = {"train": given.rows([{"prompt": "2+2=", "answer": "4"}], key="rows")}
+        given.write()  # once the config is known to be right
+
+    `modules` are those that the config has to name in run.import_from.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / FOLDER
+        self.modules: list[str] = []
+        self._files: dict[Path, bytes] = {}
+
+    def rows(self, rows: Iterable[Any], *, key: str) -> str:
+        """Return the file of these rows, each a mapping such as a row of Hugging Face datasets. ValueError."""
+        lines = [line_of(row, f"{key}, row {number}") for number, row in enumerate(rows, start=1)]
+        if not lines:
+            raise ValueError(f"{key}: holds no rows; give at least one.")
+        return str(self._add("rows", "\n".join(lines).encode() + b"\n", ".jsonl"))
+
+    def without_functions(self, sections: Mapping[str, Any]) -> Any:
+        """Return the sections with an import path in place of each function, class or other callable. ValueError."""
+        found = dict(callables_in(sections))
+        paths = {key: self._path_of(value, key) for key, value in found.items()}
+        names: dict[str, str] = {}
+        by_value: dict[str, Any] = {}
+        for key in (key for key, path in paths.items() if not path):
+            names[key] = name_for(found[key], by_value)
+            by_value[names[key]] = found[key]
+        if by_value:
+            module = self._module_of(by_value, ", ".join(names))
+            paths |= {key: f"{module}:{name}" for key, name in names.items()}
+        return replaced(sections, paths)
+
+    def write(self) -> None:
+        """Write the files, and let this process and those that it starts find the functions."""
+        for path, content in self._files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # all ranks may write it
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
+        if (folder := str(self.folder.absolute())) not in sys.path:
+            sys.path.append(folder)
+
+    def _add(self, kind: str, content: bytes, ending: str) -> Path:
+        path = self.folder / f"{kind}_{hashlib.sha256(content).hexdigest()[:12]}{ending}"
+        self._files[path] = content
+        return path
+
+    def _path_of(self, value: Any, key: str) -> str:
+        """Return the import path of a module's function or class and trust the module; '' for any other."""
+        origin = value.func if isinstance(value, functools.partial) else value
+        home = str(getattr(origin, "__module__", MAIN))
+        if home == MAIN or not (inspect.isroutine(origin) or inspect.isclass(origin)):
+            return ""
+        try:
+            path = str(path_of(origin, key=key))
+        except ValueError:  # nested, or a lambda
+            return ""
+        self._trust(home)
+        return path if origin is value else ""
+
+    def _trust(self, module: str) -> None:
+        if not is_in(OURS, module) and module not in self.modules:
+            self.modules.append(module)
+
+    def _module_of(self, by_value: dict[str, Any], keys: str) -> str:
+        try:
+            pickled = cloudpickle.dumps(by_value)
+        except Exception as error:  # of whatever a user's function holds
+            raise ValueError(
+                f"{keys}: {type(error).__name__}: {error}; other processes compute it, and what it uses cannot be sent "
+                f"there; make such a thing inside of the function."
+            ) from error
+        path = self._add("functions", MODULE.format(content=pickled.hex()).encode(), ".py")
+        self._trust(path.stem)
+        return path.stem
+
+
+def callables_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what can be called, and what a decorator has made of it (algo/registry.py), by its key."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from callables_in(part, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from callables_in(part, f"{key}[{number}]")
+    elif callable(value) or (dataclasses.is_dataclass(value) and "." in key):  # without a dot it is a section
+        yield key, value
+
+
+def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
+    """Return the value with these paths at their keys."""
+    if isinstance(value, Mapping):
+        return {name: replaced(part, paths, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [replaced(part, paths, f"{key}[{number}]") for number, part in enumerate(value)]
+    return paths.get(key, value)
+
+
+def name_for(value: Any, taken: Mapping[str, Any]) -> str:
+    """Return the name of a callable in the module that it goes into: its own, where it has one that is free."""
+    origin = value.func if isinstance(value, functools.partial) else value
+    own = getattr(origin, "__name__", type(origin).__name__)
+    name = own if own.isidentifier() and not own.startswith("_") else "function"
+    while name in taken and taken[name] is not value:
+        name += "_"
+    return name
+
+
+def line_of(row: Any, where: str) -> str:
+    """Return a row as a line of JSON. ValueError names what JSON cannot hold."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where}: is a {type(row).__name__}; must be a mapping with a prompt or messages.")
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=plain)
+    except (TypeError, ValueError):
+        for name, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False, default=plain)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{where}: {name!r} = {value!r:.80}: {error}; write it as text or a number, or leave it out."
+                ) from error
+        raise
+
+
+def plain(value: Any) -> Any:
+    """Return numpy's numbers and arrays as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
