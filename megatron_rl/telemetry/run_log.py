@@ -2,7 +2,7 @@
 
     metrics.jsonl   one object per step (`kind: step`) or evaluation (`kind: evaluation`, `name`), in order
     samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name); `turns` of dialogues
-    config.yaml     the config, with all defaults and overrides
+    config.yaml     the config, with all defaults and overrides, below a line with version, commit and time
 
 A line is written as a whole, so a killed process leaves at most one torn line, which `read_run` drops. RuntimeError,
 which ends the run, where one cannot be written.
@@ -26,6 +26,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from megatron_rl.telemetry.provenance import provenance
 from megatron_rl.telemetry.sinks import Sinks
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ COLUMNS = (
     ("accuracy", "preference/accuracy", ".0%"),
     ("margin", "preference/margin", ".2f"),
     ("staleness", "rollout/staleness", ".2f"),
-    ("idle trainer", "rollout/trainer_idle_share", ".0%"),
-    ("servers", "rollout/servers_idle_share", ".0%"),
+    ("trainer waited", "rollout/trainer_idle_share", ".0%"),
+    ("servers idle", "rollout/servers_idle_share", ".0%"),
     ("step time", "time/step", ".1f"),
 )
 """The console's line of a step: heading, metric and format. A metric that the step lacks is left blank."""
@@ -159,10 +160,10 @@ class RunLog:
         self.close()
 
     def log_config(self, yaml: str) -> None:
-        """Write config.yaml."""
+        """Write config.yaml, below a line that says which code the run is of."""
         if self.is_main:
             try:
-                (self.folder / CONFIG).write_text(yaml, encoding="utf-8")
+                (self.folder / CONFIG).write_text(f"{provenance()}\n{yaml}", encoding="utf-8")
             except OSError as error:
                 raise failure(self.folder / CONFIG, error) from error
 

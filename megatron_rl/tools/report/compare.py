@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron_rl.telemetry.run_log import TEXT, RunRecord, clock, is_number, read_run
 from megatron_rl.tools.report.charts import LONG_CURVE, Series, line_chart, short, smooth
 from megatron_rl.tools.report.report import TITLES, figure, html_page, render_legend
-from megatron_rl.tools.report.summary import AIMS, change_of, column, evaluation_curves, has_values
+from megatron_rl.tools.report.summary import AIMS, change_of, column, evaluation_curves, has_values, numbers
 
 Rows = list[tuple[str, list[str]]]
 """A heading and one cell per run."""
@@ -114,7 +114,7 @@ def _evaluations(runs: list[RunRecord], label: str) -> list[Series]:
 
 
 def _curve(run: RunRecord, key: str, color: str) -> list[Series]:
-    x, y = [line["step"] for line in run.steps], column(run.steps, key)
+    x, y = numbers(run.steps), column(run.steps, key)
     if not has_values(y):
         return []
     return [Series(x=x, y=y if len(y) < LONG_CURVE else smooth(y), style=f"line {color}")]
@@ -126,7 +126,9 @@ def _table(names: list[str], rows: Rows) -> str:
         f"<tr><th>{escape(heading)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         for heading, cells in rows
     )
-    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return (
+        f"<div class='scroll'><table class='compared'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def _median(run: RunRecord, key: str, unit: str = "") -> str:

@@ -10,7 +10,15 @@ from matplotlib.figure import Figure
 
 from megatron_rl.telemetry.run_log import RunRecord
 from megatron_rl.tools.report.charts import LONG_CURVE, smooth
-from megatron_rl.tools.report.summary import Aim, aim_of, column, evaluation_curves, phase_seconds, phases_by_size
+from megatron_rl.tools.report.summary import (
+    Aim,
+    aim_of,
+    column,
+    evaluation_curves,
+    numbers,
+    phase_seconds,
+    phases_by_size,
+)
 
 COLORS = ("#2563eb", "#e8590c", "#0f9d6e", "#9333ea", "#d6336c", "#0c8599", "#a07400", "#868e96")
 
@@ -48,7 +56,7 @@ def draw_aim(run: RunRecord, aim: Aim | None, axes: Axes) -> None:
 
 def draw_metric(run: RunRecord, key: str, label: str, axes: Axes) -> None:
     """Draw a metric by step: a long one as faint values under their moving average."""
-    x = [line["step"] for line in run.steps]
+    x = numbers(run.steps)
     y = column(run.steps, key)
     if len(y) >= LONG_CURVE:
         axes.plot(x, _with_gaps(y), color=COLORS[0], alpha=0.3, linewidth=1)
@@ -63,7 +71,7 @@ def _with_gaps(values: list[float | None]) -> list[float]:
 def draw_time(run: RunRecord, axes: Axes) -> None:
     seconds = [phase_seconds(line) for line in run.steps]
     order = list(phases_by_size(seconds))
-    x, bottom = [line["step"] for line in run.steps], [0.0] * len(run.steps)
+    x, bottom = numbers(run.steps), [0.0] * len(run.steps)
     for number, name in enumerate(order):
         heights = [phases.get(name, 0.0) for phases in seconds]
         axes.bar(x, heights, 0.85, bottom, color=COLORS[number % len(COLORS)], label=name)

@@ -13,6 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from megatron_rl.telemetry.provenance import read_provenance
 from megatron_rl.telemetry.run_log import TEXT, RunRecord, clock, is_number, read_run
 from megatron_rl.telemetry.trace import FOLDER
 from megatron_rl.tools.report.charts import LONG_CURVE, Series, heat_map, line_chart, short, smooth, stacked_bars
@@ -24,8 +27,10 @@ from megatron_rl.tools.report.summary import (
     column,
     evaluation_curves,
     has_values,
+    numbers,
     phase_seconds,
     phases_by_size,
+    tenth_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,15 +80,16 @@ def write_report(folder: str | Path) -> Path:
 def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
     """Return the whole page; `traces` are the names of the files in its folder `trace`."""
     sections = [
+        about(run),
         headline(run),
         aim_section(run),
+        evaluation_section(run),
+        samples_section(run),
         time_section(run),
         trace_section(traces),
         histogram_section(run),
         mismatch_section(run),
         metric_section(run),
-        evaluation_section(run),
-        samples_section(run),
         config_section(run),
     ]
     return html_page(title, "".join(sections))
@@ -104,6 +110,33 @@ def config_section(run: RunRecord) -> str:
     return f"<h2>Config</h2><details><summary>config.yaml</summary>{text}</details>"
 
 
+def about(run: RunRecord) -> str:
+    """Say which model was trained, by what, by which code and when."""
+    words = [*(f"{name} {value}" for name, value in model_and_algorithm(run.config)), read_provenance(run.config)]
+    return f"<p class='about'>{escape(' · '.join(filter(None, words)))}</p>" if any(words) else ""
+
+
+def model_and_algorithm(config: str) -> list[tuple[str, str]]:
+    """Return what a config trains, each with its name."""
+    try:
+        sections = yaml.safe_load(config) or {}
+    except yaml.YAMLError:  # of a run that was killed while it wrote it
+        return []
+
+    def value(section: str, key: str) -> str:
+        part = sections.get(section)
+        return str(part.get(key) or "") if isinstance(part, dict) else ""
+
+    if value("supervised", "answer"):
+        how = [("trained on", f"the answers in {value('supervised', 'answer')}")]
+    elif value("preference", "loss"):
+        how = [("preference loss", value("preference", "loss"))]
+    else:
+        how = [("advantage", value("algo", "advantage")), ("loss", value("algo", "loss"))]
+    found = [("model", value("model", "path")), *how, ("data", value("data", "train"))]
+    return [(name, said) for name, said in found if said]
+
+
 def headline(run: RunRecord) -> str:
     cards = [
         card(one.label, one.change, f"over {one.steps[-1] - one.steps[0]} steps", "big")
@@ -111,7 +144,9 @@ def headline(run: RunRecord) -> str:
         if len(one.steps) > 1
     ]
     if (aim := aim_of(run)) is not None:
-        cards.append(card(aim.label, str(change_of(run, aim)), "mean of the first and last tenth"))
+        count = tenth_of(run, aim)
+        note = f"mean of the first and last {count} steps" if count > 1 else "first and last step"
+        cards.append(card(aim.label, str(change_of(run, aim)), note))
     rates = [r for r in column(run.steps, "rollout/tokens_per_s") if r is not None]
     if rates:
         cards.append(card("generation", f"{short(statistics.median(rates))} tokens/s", "median step"))
@@ -148,7 +183,7 @@ def aim_section(run: RunRecord) -> str:
 
 def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
     """Return a metric as curves: a long one as faint values under their moving average."""
-    x, y = [line["step"] for line in steps], column(steps, key)
+    x, y = numbers(steps), column(steps, key)
     if not has_values(y):
         return []
     if len(y) < LONG_CURVE:
@@ -168,7 +203,7 @@ def time_section(run: RunRecord) -> str:
     for start in range(0, len(run.steps), per_bar):
         part = seconds[start : start + per_bar]
         bars.append({name: sum(phases.get(name, 0.0) for phases in part) / len(part) for name in order})
-        x.append(run.steps[start]["step"])
+        x.append(run.steps[start]["step"] + 1)
     legend = [
         (f"c{i % 8}", f"{name} {totals[name] / whole:.0%} ({totals[name]:.1f} s)") for i, name in enumerate(order)
     ]
@@ -200,7 +235,7 @@ def histogram_section(run: RunRecord) -> str:
                     counts[label] = counts.get(label, 0.0) + (count or 0)
             whole = sum(counts.values()) or 1.0
             columns.append({label: count / whole for label, count in counts.items()})
-            x.append(lines[start]["step"])
+            x.append(lines[start]["step"] + 1)
         # By the lowest number of a class: 16 of `16 to 31`.
         classes = sorted({label for column in columns for label in column}, key=_first_number)
         if len(classes) > 1:
@@ -217,7 +252,7 @@ def mismatch_section(run: RunRecord) -> str:
         keys = sorted({key for line in run.steps for key in line if key.startswith(start)}, key=_first_number)
         series, legend = [], []
         for number, key in enumerate(keys):
-            x, y = [line["step"] for line in run.steps], column(run.steps, key)
+            x, y = numbers(run.steps), column(run.steps, key)
             if has_values(y):
                 series.append(Series(x=x, y=y, style=f"line c{number % 8}"))
                 legend.append((f"c{number % 8}", key.removeprefix(start).replace("_", " ")))
@@ -236,7 +271,7 @@ def _first_number(key: str) -> int:
 
 
 def metric_section(run: RunRecord) -> str:
-    """One small chart per number that the run logged."""
+    """One small chart per number that the run logged; those without a title are folded."""
     aim = aim_of(run)
     hidden = {"step", "elapsed_s"} | ({aim.metric} if aim is not None else set())
     values: dict[str, set[float]] = {}
@@ -247,11 +282,18 @@ def metric_section(run: RunRecord) -> str:
     # A number that stays is worth a word and no chart; after one step that cannot be told.
     constant = sorted(key for key, seen in values.items() if len(seen) == 1 and len(run.steps) > 1)
     changing = [key for key in [*TITLES, *sorted(set(values) - set(TITLES))] if key in values and key not in constant]
-    figures = [figure(TITLES.get(key, key), line_chart(curve(run.steps, key), title=key)) for key in changing]
+    figures = {key: figure(TITLES.get(key, key), line_chart(curve(run.steps, key), title=key)) for key in changing}
+    first = "".join(drawn for key, drawn in figures.items() if key in TITLES)
+    rest = [drawn for key, drawn in figures.items() if key not in TITLES]
+    others = f"<details><summary>{len(rest)} other metrics</summary>{grid(''.join(rest))}</details>" if rest else ""
     unchanged = " · ".join(f"{key} {short(*values[key])}" for key in constant)
     note = f"<p class='unchanged'>The same in every step: {escape(unchanged)}</p>" if constant else ""
-    body = f"<div class='grid-of-charts'>{''.join(figures)}</div>{note}"
+    body = f"{grid(first)}{others}{note}"
     return f"<h2>Metrics <small>by step</small></h2>{body}" if values else ""
+
+
+def grid(figures: str) -> str:
+    return f"<div class='grid-of-charts'>{figures}</div>"
 
 
 def figure(name: str, drawing: str) -> str:

@@ -47,6 +47,9 @@ tr:last-child td{border-bottom:0}
 th:nth-child(2){width:14%}
 .columns-4 th:nth-child(1){width:26%}
 .columns-3 th:nth-child(1){width:32%}
+.compared{table-layout:auto}
+.compared th,.compared td{overflow-wrap:normal;word-break:normal;width:auto}
+.about{color:var(--soft);font-size:14px;margin:-12px 0 18px;overflow-wrap:anywhere}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;max-height:190px;overflow-y:auto;
 font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .reply{display:flex;gap:10px;align-items:flex-start}

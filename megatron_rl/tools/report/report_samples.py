@@ -19,7 +19,12 @@ COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply", "turns")
 def samples_section(run: RunRecord) -> str:
     """Return the section's HTML, with its data and script; nothing where the run has no samples."""
     rows = [
-        [split, step, *(sample[name] for name in ("reward", "prompt", "answer", "reply")), turns_of(sample)]
+        [
+            split,
+            step + (split == "train"),  # as the terminal counts
+            *(sample[name] for name in ("reward", "prompt", "answer", "reply")),
+            turns_of(sample),
+        ]
         for (split, step), samples in sorted(run.samples.items())
         for sample in samples
     ]

@@ -61,12 +61,17 @@ def aim_of(run: RunRecord) -> Aim | None:
     return next((aim for aim in AIMS if has_values(column(run.steps, aim.metric))), None)
 
 
+def tenth_of(run: RunRecord, aim: Aim) -> int:
+    """Return how many steps are a tenth of those with this metric, at least one."""
+    return max(1, sum(value is not None for value in column(run.steps, aim.metric)) // 10)
+
+
 def change_of(run: RunRecord, aim: Aim) -> str | None:
     """Return the means of the first and the last tenth of the steps; None for a run without this metric."""
     values = [value for value in column(run.steps, aim.metric) if value is not None]
     if not values:
         return None
-    count = max(1, len(values) // 10)
+    count = tenth_of(run, aim)
     first, last = statistics.fmean(values[:count]), statistics.fmean(values[-count:])
     return f"{first:{aim.form}} → {last:{aim.form}}"
 
@@ -114,6 +119,11 @@ def phases_by_size(seconds: list[dict[str, float]]) -> dict[str, float]:
     names = {name for phases in seconds for name in phases}
     totals = {name: sum(phases.get(name, 0.0) for phases in seconds) for name in names}
     return {name: totals[name] for name in sorted(totals, key=lambda name: (name == UNMEASURED, -totals[name], name))}
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[int]:
+    """Return the steps' numbers from 1, as the terminal and evaluations count them; the files count from 0."""
+    return [line["step"] + 1 for line in lines]
 
 
 def has_values(values: list[float | None]) -> bool:

@@ -127,7 +127,7 @@ class Watch:
         steps = sorted(self._lines.steps)
         while len(steps) > POINTS:
             steps = steps[-1::-2][::-1]  # the last one stays
-        curves: dict[str, list[Any]] = {"step": steps}
+        curves: dict[str, list[Any]] = {"step": [step + 1 for step in steps]}  # as the terminal counts
         return curves | {name: [self._lines.steps[step][name] for step in steps] for name in CURVES}
 
     def _lost(self) -> list[dict[str, str]]:

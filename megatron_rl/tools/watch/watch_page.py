@@ -8,6 +8,7 @@ from megatron_rl.tools.report.report_css import STYLE
 SCRIPT = """
 const EVERY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
+let hasEnded = false;
 const byId = (id) => document.getElementById(id);
 function make(tag, text, ...children) {
   const made = document.createElement(tag);
@@ -19,6 +20,7 @@ function row(cells, tag) { return make("tr", "", ...cells.map((cell) => make(tag
 function table(id, heads, rows, none) {
   const body = rows.length ? rows.map((cells) => row(cells)) : [row([none])];
   byId(id).replaceChildren(row(heads, "th"), ...body);
+  byId(id + "-part").hidden = hasEnded && !rows.length;  // nothing more will come
 }
 function short(number) {
   if (number === null || number === undefined) return "";
@@ -45,6 +47,8 @@ function show(state) {
   byId("state").textContent = state.state;
   byId("state").className = "badge " + state.state;
   byId("about").textContent = state.about;
+  hasEnded = state.state === "ended";
+  byId("after").hidden = !hasEnded;
   const { steps } = state;
   chart("reward", steps.step, steps.reward);
   chart("staleness", steps.step, steps.staleness);
@@ -91,13 +95,14 @@ def chart(name: str, title: str) -> str:
 
 
 def section(name: str, title: str) -> str:
-    return f'<h2>{title}</h2><div class="scroll"><table id="{name}"></table></div>'
+    return f'<section id="{name}-part"><h2>{title}</h2><div class="scroll"><table id="{name}"></table></div></section>'
 
 
 PAGE = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>megatron-rl watch</title><link rel="icon" href="data:,"><style>{STYLE}{OWN_STYLE}</style></head><body><main>
 <h1><span id="name"></span> <small><b id="state"></b> <span id="about"></span></small></h1><p id="gone"></p>
+<p id="after" hidden>The run has ended. report.html in its folder has replies, all metrics and times.</p>
 <div class="grid-of-charts">{chart("reward", "Reward by step")}{chart("staleness", "Staleness (versions)")}
 {chart("speed", "Generated tokens per second")}</div>
 {section("episodes", "Episodes by state")}{section("slowest", "Slowest episodes")}{section("servers", "Servers")}

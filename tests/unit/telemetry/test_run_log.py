@@ -74,7 +74,7 @@ def test_console_that_is_no_terminal_gets_one_plain_line_per_step(tmp_path):
         log.log_evaluation(2, "held_out", {"accuracy": 0.5, "prompts": 32})
     first, second, evaluation = console.file.getvalue().splitlines()
     numbers = "reward 0.250  length 12  tokens/s 1,234  loss -0.0125  grad norm 0.500  staleness 0.00  "
-    numbers += "idle trainer 25%  servers 3%  step time 2.0 s"
+    numbers += "trainer waited 25%  servers idle 3%  step time 2.0 s"
     assert first.startswith(f"step  1/12  {numbers}  elapsed ")
     assert "left" in first and second.startswith("step  2/12")
     assert evaluation == "evaluation held_out after 2 steps: accuracy 0.500  prompts 32"

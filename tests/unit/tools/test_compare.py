@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,15 @@ def test_page_lays_the_curves_of_all_runs_over_one_another(tmp_path):
     assert chart.count('class="line c0"') == chart.count('class="line c1"') == 1
     assert "<b>" not in source and "a&lt;b&gt;" in source
     assert source.count("<svg") == 4  # the evaluation, the reward, the step time, the loss
+
+
+def test_columns_of_the_page_break_between_words_alone(tmp_path):
+    runs = [write_run(tmp_path / name, "1e-6", 0.1) for name in ("a_rather_long_name_of_a_run", "another_long_name")]
+    _, page = compare(runs)
+    source = page.read_text()
+    assert source.count("<table class='compared'>") >= 1 and "<table>" not in source
+    assert re.search(r"\.compared\{table-layout:auto\}", source)
+    assert re.search(r"\.compared th,\.compared td\{overflow-wrap:normal;word-break:normal;width:auto\}", source)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_parents():

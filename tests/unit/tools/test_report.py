@@ -92,6 +92,38 @@ def test_headline_says_accuracy_before_and_after(tmp_path):
     assert "2:00" in page.text  # 12 steps of 10 s
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            "model: {path: models/m}\nalgo: {advantage: gae, loss: gspo}",
+            "model models/m · advantage gae · loss gspo · ",
+        ),
+        ("model: {path: models/m}\nsupervised: {answer: text}", "model models/m · trained on the answers in text · "),
+        ("preference: {loss: dpo}\nalgo: {advantage: gae}", "preference loss dpo · "),
+    ],
+)
+def test_first_screen_says_model_algorithm_commit_and_date(config, words, tmp_path):
+    write_run(tmp_path, steps=3, evaluations=(0, 3))
+    with RunLog(tmp_path, 3, first_step=3, console=Console(file=io.StringIO())) as log:
+        log.log_config(config)
+    page, _ = report(tmp_path)
+    about = page.text[: page.text.index("held-out accuracy")]
+    assert words in about and re.search(
+        r"megatron_rl \d[\d.]+(, commit [0-9a-f]{7}( with changes)?)?, \d{4}-\d\d-\d\d", about
+    )
+    assert "first and last step" in page.text and "tenth" not in page.text, "a tenth of three steps is one"
+
+
+def test_steps_have_the_numbers_of_the_terminal_and_replies_come_before_small_charts(tmp_path):
+    write_run(tmp_path, steps=3, evaluations=(0, 3))
+    _, source = report(tmp_path)
+    steps = re.findall(r"<title>step (\d): [\d.]+</title>", source[source.index("Reward by step") :])
+    assert steps[:3] == ["1", "2", "3"]
+    assert source.index("<h2>Replies") < source.index("<h2>Time") < source.index("<h2>Metrics")
+    assert source.index("<summary>1 other metrics") < source.index("odd/metric")
+
+
 def test_time_of_each_phase_and_the_rest_is_listed(tmp_path):
     write_run(tmp_path)
     page, _ = report(tmp_path)
@@ -159,9 +191,9 @@ def test_distributions_are_drawn_with_classes_upwards(tmp_path):
     _, source = report(tmp_path)
     cells = re.findall(r'y="([\d.]+)"[^>]*fill-opacity="([\d.]+)"><title>([^<]*)</title>', source)
     assert {title: float(shade) for _, shade, title in cells} == {
-        "0 to 1, step 0: 25.0%": pytest.approx(0.06 + 0.94 * 0.25, abs=0.01),
-        "16 to 31, step 0: 75.0%": pytest.approx(0.06 + 0.94 * 0.75, abs=0.01),
-        "128 to 255, step 1: 100.0%": 1.0,
+        "0 to 1, step 1: 25.0%": pytest.approx(0.06 + 0.94 * 0.25, abs=0.01),
+        "16 to 31, step 1: 75.0%": pytest.approx(0.06 + 0.94 * 0.75, abs=0.01),
+        "128 to 255, step 2: 100.0%": 1.0,
     }
     heights = {title.partition(",")[0]: float(y) for y, _, title in cells}
     assert heights["128 to 255"] < heights["16 to 31"] < heights["0 to 1"]  # y counts downwards
@@ -187,7 +219,7 @@ def test_a_dialogue_is_shown_turn_by_turn(tmp_path):
     page, source = report(tmp_path)
     shown = f"{html.escape(HOSTILE)}</div><div class='turn others'>more</div><div class='turn policy'>7</div>"
     assert f"<div class='text'><div class='turn policy'>{shown}" in source and "img" not in page.tags
-    assert '[["policy", "\\u003cscript>' in source and '["train", 0, 0.0, "p", "", "alone", []]' in source
+    assert '[["policy", "\\u003cscript>' in source and '["train", 1, 0.0, "p", "", "alone", []]' in source
 
 
 def test_a_browser_shows_and_finds_what_was_said_in_a_dialogue(tmp_path):
@@ -224,7 +256,7 @@ def test_a_phone_scrolls_nothing_sideways_and_can_read_the_charts(tmp_path):
 def test_curves_tell_their_values_and_the_config_is_folded(tmp_path):
     write_run(tmp_path, steps=20)
     _, source = report(tmp_path)
-    assert "<title>step 4: 0.4</title>" in source
+    assert "<title>step 5: 0.4</title>" in source
     long = Series(x=range(1000), y=[0.5] * 1000)
     assert line_chart([long], title="long").count('class="hover') == 50
     assert "<details><summary>config.yaml</summary><pre class='config'>" in source

@@ -85,19 +85,19 @@ def test_a_run_that_has_ended_says_so_and_one_that_died_is_silent(tmp_path):
 def test_each_step_is_read_once_also_of_a_run_that_was_resumed_earlier(tmp_path):
     write_steps(tmp_path, range(5))
     watch = Watch(tmp_path)
-    assert watch.state()["steps"]["step"] == [0, 1, 2, 3, 4]
+    assert watch.state()["steps"]["step"] == [1, 2, 3, 4, 5]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 5, "reward/mean": 9}\n{"kind": "step", "st')
     assert watch.state()["steps"]["reward"][-1] == 9
     write_steps(tmp_path, range(2, 4), first=2)
-    assert watch.state()["steps"]["step"] == [0, 1, 2, 3]
+    assert watch.state()["steps"]["step"] == [1, 2, 3, 4]
 
 
 def test_a_chart_has_a_bounded_number_of_points_and_the_last_one(tmp_path):
     lines = [json.dumps({"kind": "step", "step": step, "reward/mean": 0.5}) for step in range(10 * POINTS + 1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     steps = Watch(tmp_path).state()["steps"]["step"]
-    assert POINTS / 2 < len(steps) <= POINTS and steps[-1] == 10 * POINTS and steps == sorted(steps)
+    assert POINTS / 2 < len(steps) <= POINTS and steps[-1] == 10 * POINTS + 1 and steps == sorted(steps)
 
 
 class Waits(RolloutWorkflow):
@@ -250,7 +250,21 @@ def test_the_script_shows_the_state_that_it_is_given(server):
     assert shown["state"] == "running" and shown["gone"] == "" and again == 1
     assert "running|5" in shown["episodes"] and "AgentTimeout|2" in shown["failures"]
     assert HOSTILE in shown["slowest"] and "1:00 min" in shown["slowest"] and "http://b:2|serving" in shown["servers"]
-    assert shown["reward-words"] == "0.3 (step 3), 0 to 0.3" and drawn.startswith("M4.0 76.0") and drawn.count("L") == 3
+    assert shown["reward-words"] == "0.3 (step 4), 0 to 0.3" and drawn.startswith("M4.0 76.0") and drawn.count("L") == 3
+
+
+def test_after_a_run_no_empty_table_is_left():
+    """What an ended run has no line of, such as episodes in flight, is not shown; what it has is."""
+    nothing = {"episodes": {}, "failures": {"AgentTimeout": 2}, "servers": [], "slowest": [], "lost": []}
+    steps = {"step": [1], "reward": [0.5], "staleness": [0], "tokens_per_s": [9]}
+    state = {"run": "mine", "state": "ended", "about": "1 steps", "steps": steps, **nothing}
+    body = SCRIPT.rstrip().removesuffix("ask();")
+    for words, hidden in (("ended", True), ("running", False)):
+        shown = f"show({json.dumps(state | {'state': words})});"
+        told = "Object.fromEntries(Object.entries(known).map(([id, node]) => [id, node.hidden]))"
+        found = run_in_node(f"{{ {DOCUMENT} {body} {shown} console.log(JSON.stringify({told})); }}")
+        assert all(found[f"{name}-part"] is hidden for name in ("episodes", "servers", "slowest", "lost"))
+        assert found["failures-part"] is False and found["after"] is not hidden
 
 
 def test_the_script_says_that_nobody_answers_and_asks_again():
