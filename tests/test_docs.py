@@ -291,6 +291,15 @@ def test_figures_of_the_readme_stand_in_the_results():
         assert not missing, f"{path} has no {sorted(missing)}"
 
 
+def test_contributing_names_every_test_that_asks_for_each_family():
+    section = text_of(ROOT / "CONTRIBUTING.md").split("**Add a family of models**")[1].split("**Add a loss")[0]
+    asking = re.compile(r"from (megatron_rl\.weights\.families|tests\.kit\.models) import .*\bFAMILIES\b")
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if asking.search(path.read_text(encoding="utf-8"))]
+    assert len(tests) >= 3 and not [path.name for path in tests if f"{path.relative_to(ROOT)}" not in section]
+    for path in re.findall(r"`(tests/[\w/.]+\.py)", section):
+        assert (ROOT / path).is_file(), path
+
+
 def test_readme_counts_what_the_tables_of_correctness_show():
     text = text_of(ROOT / "docs" / "correctness.md")
     layouts, families = (re.findall(rf"<!-- proven: {name} -->\n(.*?)<!--", text, re.DOTALL)[0] for name in TABLES)

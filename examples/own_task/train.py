@@ -22,6 +22,7 @@ def share_of_words(completions, letter, **_):
     return sum(word.startswith(letter) for word in words) / max(len(words), 1)
 
 
+# Rows of a file instead: rl.load_prompts("my_rows.jsonl"), with a column `prompt` or `messages`.
 held_out, prompts = [question(it) for it in "bmst"], rl.PromptIterator([question(it) for it in "acdefghilnoprw"])
 sampling = rl.GenerationConfig(n_samples=8, max_new_tokens=16)
 workflow = rl.RLVRWorkflow(share_of_words, sampling, rl.load_tokenizer(MODEL))

@@ -31,7 +31,9 @@ def prepare() -> None:
     # Its checkpoints are built on torch's ShardedTensor.
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_no_deprecation)
+    warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
+    for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
+        logging.getLogger(f"megatron.core.{name}").addFilter(_is_no_deprecation)
     if not has_cuda():  # a toolkit without a GPU is no reason to warn
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     fixes = upstream.fixes_of(metadata.version("megatron-core"))
@@ -45,8 +47,8 @@ def prepare() -> None:
 
 
 def _is_no_deprecation(record: logging.LogRecord) -> bool:
-    """Each run's first rank would say that upstream plans another class for its models."""
-    return "IS DEPRECATED" not in str(record.msg)
+    """Each run's first rank would say what upstream plans for its models and its checkpoints."""
+    return "is deprecated" not in str(record.msg).lower()
 
 
 def let_gloo_listeners_wait() -> None:
