@@ -26,7 +26,7 @@ from megatron_rl.telemetry.run_log import RunRecord, read_run
 
 def train_on(
     rows: Any,
-    model: str | Path,
+    model: str | Path | Mapping[str, Any],
     reward: Any = None,
     *,
     held_out: Any = None,
@@ -71,7 +71,7 @@ class Run:
     def __init__(
         self,
         rows: Any,
-        model: str | Path,
+        model: str | Path | Mapping[str, Any],
         reward: Any = None,
         *,
         held_out: Any = None,
@@ -79,9 +79,9 @@ class Run:
         **options: Any,
     ) -> None:
         """rows, held_out: dicts with `prompt` or `messages` and what the reward needs, a list of them or a data set of
-        Hugging Face, or what data.train may name: a file, hf:NAME. reward: a function of one reply, or a list of
-        functions whose rewards are added, or the import path of one. options: sections of the config, as
-        `optimizer={"lr": 1e-5}`; functions and classes may stand in place of import paths.
+        Hugging Face, or what data.train may name: a file, hf:NAME. model: its folder, or the section `model`. reward: a
+        function of one reply, or a list of functions whose rewards are added, or the import path of one. options:
+        sections of the config, as `optimizer={"lr": 1e-5}`; functions and classes may stand in place of import paths.
         """
         self._begin_with(*config_on(rows, model, reward, held_out=held_out, **options), resume)
 
@@ -205,11 +205,12 @@ class Run:
 
 
 def config_on(
-    rows: Any, model: str | Path, reward: Any, *, held_out: Any = None, **options: Any
+    rows: Any, model: str | Path | Mapping[str, Any], reward: Any, *, held_out: Any = None, **options: Any
 ) -> tuple[TrainConfig, Given]:
     """Return the config of a run on these, and the files that it needs. ValueError."""
     sections = {name: dict(part) if isinstance(part, Mapping) else part for name, part in options.items()}
-    own: dict[str, dict[str, Any]] = {"model": {"path": str(model)}, "data": {}, "rollout": {}, "run": {}}
+    named = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
+    own: dict[str, dict[str, Any]] = {"model": named, "data": {}, "rollout": {}, "run": {}}
     for name in own:
         if not isinstance(sections.setdefault(name, {}), dict):
             raise ValueError(

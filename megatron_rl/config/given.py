@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 MAIN = "__main__"
+GIVEN = "given"
+"""The folder in run.folder with the functions that a program has given by value (run/given_in_python.py)."""
+
+
+def find_given(run_folder: str | Path) -> None:
+    """Let this process, and those that it starts, find the modules of functions that a run was given by value."""
+    folder = Path(run_folder).absolute() / GIVEN
+    if folder.is_dir() and str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 class GivenPath(str):

@@ -13,27 +13,23 @@ import hashlib
 import inspect
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from megatron_rl.config.given import MAIN, path_of
+from megatron_rl.config.given import GIVEN, MAIN, find_given, path_of
 from megatron_rl.config.import_path import OURS, is_in
 
-FOLDER = "given"
-MODULE = '''"""Functions that a Python program gave the run of this folder, by value."""
+MODULE = '''"""A function that a Python program gave the run of this folder, by value."""
 
 import cloudpickle
 
-_given = cloudpickle.loads(bytes.fromhex({content!r}))
-for _it in _given.values():
-    _own = getattr(_it, "func", _it)
-    if hasattr(_own, "__code__") or isinstance(_own, type):
-        _own.__module__ = __name__
-globals().update(_given)
+{name} = cloudpickle.loads(bytes.fromhex({content!r}))
+_own = getattr({name}, "func", {name})
+if hasattr(_own, "__code__") or isinstance(_own, type):
+    _own.__module__ = __name__
 '''
 
 
@@ -49,7 +45,7 @@ class Given:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / FOLDER
+        self.folder = folder / GIVEN
         self.modules: list[str] = []
         self._files: dict[Path, bytes] = {}
 
@@ -62,16 +58,7 @@ class Given:
 
     def without_functions(self, sections: Mapping[str, Any]) -> Any:
         """Return the sections with an import path in place of each function, class or other callable. ValueError."""
-        found = dict(callables_in(sections))
-        paths = {key: self._path_of(value, key) for key, value in found.items()}
-        names: dict[str, str] = {}
-        by_value: dict[str, Any] = {}
-        for key in (key for key, path in paths.items() if not path):
-            names[key] = name_for(found[key], by_value)
-            by_value[names[key]] = found[key]
-        if by_value:
-            module = self._module_of(by_value, ", ".join(names))
-            paths |= {key: f"{module}:{name}" for key, name in names.items()}
+        paths = {key: self._path_of(value, key) or self._by_value(value, key) for key, value in callables_in(sections)}
         return replaced(sections, paths)
 
     def write(self) -> None:
@@ -81,8 +68,7 @@ class Given:
             unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # all ranks may write it
             unfinished.write_bytes(content)
             os.replace(unfinished, path)
-        if (folder := str(self.folder.absolute())) not in sys.path:
-            sys.path.append(folder)
+        find_given(self.folder.parent)
 
     def _add(self, kind: str, content: bytes, ending: str) -> Path:
         path = self.folder / f"{kind}_{hashlib.sha256(content).hexdigest()[:12]}{ending}"
@@ -106,17 +92,19 @@ class Given:
         if not is_in(OURS, module) and module not in self.modules:
             self.modules.append(module)
 
-    def _module_of(self, by_value: dict[str, Any], keys: str) -> str:
+    def _by_value(self, value: Any, key: str) -> str:
+        """Return the import path of a copy, in a module of its own: who needs it imports nothing for the others."""
         try:
-            pickled = cloudpickle.dumps(by_value)
+            pickled = cloudpickle.dumps(value)
         except Exception as error:  # of whatever a user's function holds
             raise ValueError(
-                f"{keys}: {type(error).__name__}: {error}; other processes compute it, and what it uses cannot be sent "
+                f"{key}: {type(error).__name__}: {error}; other processes compute it, and what it uses cannot be sent "
                 f"there; make such a thing inside of the function."
             ) from error
-        path = self._add("functions", MODULE.format(content=pickled.hex()).encode(), ".py")
+        name = name_of(value)
+        path = self._add("function", MODULE.format(name=name, content=pickled.hex()).encode(), ".py")
         self._trust(path.stem)
-        return path.stem
+        return f"{path.stem}:{name}"
 
 
 def callables_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -140,14 +128,11 @@ def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
     return paths.get(key, value)
 
 
-def name_for(value: Any, taken: Mapping[str, Any]) -> str:
-    """Return the name of a callable in the module that it goes into: its own, where it has one that is free."""
+def name_of(value: Any) -> str:
+    """Return the name of a callable, or of its class, where it is one that a module may have."""
     origin = value.func if isinstance(value, functools.partial) else value
     own = getattr(origin, "__name__", type(origin).__name__)
-    name = own if own.isidentifier() and not own.startswith("_") else "function"
-    while name in taken and taken[name] is not value:
-        name += "_"
-    return name
+    return own if own.isidentifier() and not own.startswith("_") else "function"
 
 
 def line_of(row: Any, where: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 import megatron_rl as rl
 from megatron_rl.algo.registry import torch_loss
+from megatron_rl.train import main
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import ROOT, steps_of
 from tests.kit.served_models import make_tiny_model
@@ -91,12 +92,14 @@ def test_a_run_of_python_is_stepped_stopped_and_resumed_with_functions_of_its_ow
     assert first["step"] == 0 and [line["step"] for line in metrics] == [0, 1, 2]
     assert metrics[0]["reward/mean"] == first["reward/mean"] < 0
     assert samples and all(row["reward"] <= 0 for row in samples if row["reply"])
-    assert re.fullmatch(r"functions_[0-9a-f]{12}:costs", reward)
+    assert re.fullmatch(r"function_[0-9a-f]{12}:costs", reward)
     assert (folder / "report.html").is_file() and (folder / "final/model.safetensors").is_file()
     files = sorted(os.listdir(folder / "given"))
-    assert [name.partition("_")[0] for name in files if name != "__pycache__"] == ["functions", "rows"]
+    assert [name.partition("_")[0] for name in files if name != "__pycache__"] == ["function", "function", "rows"]
     rows = [json.loads(line) for line in next((folder / "given").glob("rows_*")).read_text().splitlines()]
     assert rows == ROWS
+    # A command that knows the folder alone finds the functions too.
+    run_ranks(1, main, [str(folder / "config.yaml"), "--dry-run"], timeout_s=LATE_S)
 
 
 def with_a_dead_server(model, folder):
