@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_rl.telemetry import run_log
 from megatron_rl.telemetry.run_log import RunLog, Sample, clock, read_run, sparkline
 from tests.kit.interpreters import run_python
 
@@ -49,6 +50,24 @@ def test_step_is_one_json_line_with_its_metrics_and_samples(tmp_path):
         "reward": 1.0,
         "answer": "2",
     }
+
+
+def test_a_notebooks_cell_has_one_line_for_all_steps_below_what_else_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_log, "is_notebook", lambda: True)
+    with RunLog(tmp_path, 3) as log:
+        log.say("starting servers")
+        for step in range(3):
+            log.log_step(step, METRICS)
+            if step == 1:
+                log.log_evaluation(2, "held_out", {"accuracy": 0.5})
+    shown: list[str] = []
+    for line in capsys.readouterr().out.split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):  # each is written over the one before
+            cells = [*part, *cells[len(part) :]]
+        shown.append("".join(cells).rstrip())
+    assert shown[:2] == ["starting servers", "evaluation held_out after 2 steps: accuracy 0.500"]
+    assert shown[2].startswith("step 3/3  reward 0.250") and shown[3:] == [""]
 
 
 def test_line_is_on_disk_before_the_next_step(tmp_path):
