@@ -45,7 +45,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     if not path.exists():
         raise ValueError(
             f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face model folder (config.json, "
-            f"safetensors, tokenizer): {how_to_fetch(str(folder))}."
+            f"safetensors, tokenizer), made by megatron-rl convert or fetched: {how_to_fetch(str(folder))}."
         )
     said = read_object(path, "copy the model folder again")
     head, names = _head(said, path)
