@@ -112,6 +112,7 @@ def linked(objects: list[Path]) -> Path:
 def program(ptx: str) -> Path:
     """A library with the machine and the kernels of one PTX text, without torch and without their host code."""
     (text,) = translate(ptx)
+    OBJECTS.mkdir(parents=True, exist_ok=True)
     source = OBJECTS / f"program-{digest(text)}.cpp"
     source.write_text(text)
     parts = [

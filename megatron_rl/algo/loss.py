@@ -189,7 +189,11 @@ class PolicyLoss:
 
 def _columns(rows: TensorDict, trained: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what rows have one value each of: whole numbers as they are, others as `dtype`."""
-    found = {str(name): column for name, column in rows.items() if column.shape == trained.shape}
+    found = {
+        str(name): column
+        for name, column in rows.items()
+        if isinstance(column, Tensor) and column.shape == trained.shape
+    }
     columns = {name: column.to(dtype) if column.is_floating_point() else column for name, column in found.items()}
     return {name: column.masked_fill(~trained, 0) for name, column in columns.items()}
 

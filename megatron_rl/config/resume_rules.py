@@ -64,7 +64,7 @@ _BY_SECTION: dict[str, dict[str, str]] = {
     },
     "replay": {TAKEN: "groups_per_step buffer_groups max_age_steps solved_reward"},
     "data": {
-        TAKEN: "evaluation evaluation_args sampling least_chance",
+        TAKEN: "evaluation evaluation_args template_args sampling least_chance",
         ROWS: "train train_args max_prompt_tokens max_tokens success_rates success_band",
         FIXED: "shuffle",
     },

@@ -163,7 +163,7 @@ class AnswerRows(ReplyRows):
         elif as_reply(row.get(self.column)) is None:
             raise ValueError(
                 f"{where}: {self.column} = {row.get(self.column)!r}: must be the text of the answer, on which "
-                f"{self.setting} trains, or an assistant's message; give every row one."
+                f"{self.setting} trains; give every row one, as text or as an assistant's message."
             )
 
     def _check_dialogue(self, messages: Any, where: str) -> None:

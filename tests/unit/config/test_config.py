@@ -492,10 +492,6 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("eval.sets={a: {source: a.jsonl, arg: {}}}", "eval.sets = .*must map names to .source: ..., args: ...."),
         ("data.max_prompt_tokens=-1", "data.max_prompt_tokens = -1: must be at least 0; 0 leaves out none"),
         ("data.template_args={tools: []}", "data.template_args = .*: must be arguments of the model's chat template"),
-        (
-            "data.template_args={enable_thinking: true} rollout.workflow_args={enable_thinking: false}",
-            "data.template_args.enable_thinking = True: rollout.workflow_args.enable_thinking is False; leave one",
-        ),
         ("data.sampling=some", "data.sampling = 'some': must be all, band, failures or variance"),
         ("data.least_chance=0", r"data.least_chance = 0.0: must be in \(0, 1\]"),
         ("data.success_band=[0.2,0.8]", r"data.success_band = \[0.2, 0.8\]: .* or data.sampling = band"),
@@ -641,6 +637,10 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["demonstrations={weight: 0.1, source: a, rows_per_step: 1}", "batch.updates_per_step=2"],
             "demonstrations.rows_per_step = 1: each of batch.updates_per_step = 2 needs one at least",
+        ),
+        (
+            ["data.template_args={enable_thinking: true}", "rollout.workflow_args={enable_thinking: false}"],
+            "data.template_args.enable_thinking = True: rollout.workflow_args.enable_thinking is False; leave one",
         ),
         (["teacher.hint=so"], "teacher.hint = 'so': nobody reads it; set teacher.path"),
         (["teacher.by_source={a: {path: b, servers: [c]}}"], "teacher.by_source = .*: must map sources to {path: ...}"),

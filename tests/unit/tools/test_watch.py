@@ -333,6 +333,6 @@ def test_an_odd_status_file_is_left_out_of_the_page_and_named(kind, tmp_path):
         file.write(b'{"kind": "step", "step": 3, "reward/mean": NaN}\n\xff\n' + b"[" * 50_000 + b"\n")
     os.mkfifo(tmp_path / "dead_letters.jsonl")
     state = Watch(tmp_path).state()
-    assert state["state"] == "running" and state["steps"]["step"] == [0, 1, 2] and len(state["servers"]) == 2
+    assert state["state"] == "running" and state["steps"]["step"] == [1, 2, 3] and len(state["servers"]) == 2
     assert state["about"].endswith("; damaged and left out: rollout-1.json, 3 lines of metrics.jsonl")
     json.dumps(state, allow_nan=False)
