@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from textwrap import dedent
 
 from markdown_it import MarkdownIt
@@ -26,7 +25,7 @@ from megatron_rl.rewards import THINK, THOUGHT, answer_of
 PYTHON = frozenset({"py", "py3", "python", "python3", "ipython", "ipython3", "pypy", "pypy3"})
 LANGUAGE = re.compile(r"[\s{.]*(?:lang(?:uage)?-)?([A-Za-z][A-Za-z0-9-]*)?")
 """The language in a fence's info string: `python`, `{.python .numberLines}`, `python3.11`, `python:main.py`."""
-TICKS = re.compile(r"`{3,}")
+FENCE = "```"
 READS = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\(\s*0|\bfileinput\b")
 FAR_FENCE = re.compile(r"^[ \t]{4,}(?=`{3}|~{3})", re.MULTILINE)
 ITEM = re.compile(r"^[ \t]*(?:[-*+]|[0-9]{1,3}[.)])[ \t]+(?=`{3}|~{3})", re.MULTILINE)
@@ -169,19 +168,20 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def split_blocks(text: str) -> list[Block]:
-    """Return blocks that CommonMark does not see: with a fence behind other words of its line, or all on one line."""
-    found, lines = [], []
-    for line in text.split("\n"):
-        runs = list(TICKS.finditer(line))
-        if len(runs) == 1:
-            line = f"{line[: runs[0].start()]}\n{line[runs[0].start() :]}"
-        for opening, closing in pairwise(runs):
-            if opening[0] == closing[0]:
-                source = line[opening.end() : closing.start()]
-                word, _, rest = source.lstrip().partition(" ")
-                found.append(Block(rest, word.lower()) if word.lower() in PYTHON else Block(source))
-        lines.append(line)
-    return found + [block_of(it) for it in parser().parse("\n".join(lines)) if it.type == "fence"]
+    """Return what stands between fences wherever they are, as some models write them.
+
+    CommonMark sees no fence behind other words of its line, none that follows another at once, and none on one line.
+    """
+    parts = text.split(FENCE)
+    found = []
+    for place in range(1, len(parts), 2):
+        first, newline, rest = parts[place].partition("\n")
+        if not (newline and first.strip().lower() in PYTHON | {""}):
+            first, _, rest = parts[place].lstrip().partition(" ")
+        name, is_closed = first.strip().lower(), place + 1 < len(parts)
+        has_name = name in PYTHON or not name
+        found.append(Block(rest if has_name else parts[place], name if name in PYTHON else None, is_closed))
+    return found
 
 
 def block_of(token: Token) -> Block:

@@ -17,6 +17,7 @@ from megatron_rl.rewards.reward_service import RewardFailed, RewardTimeout
 from megatron_rl.telemetry.spans import span_here
 from megatron_rl.types import LLMResponse, Reward
 from megatron_rl.workflows.attempts import call_here
+from megatron_rl.workflows.messages import content_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,8 @@ def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:
         return data | {"prompt": text + data["prompt"]}
     if "messages" in data:
         *before, last = data["messages"]
-        return data | {"messages": [*before, last | {"content": f"{text}\n\n{last['content']}"}]}
+        content = content_text(last.get("content"), "messages[-1].content")
+        return data | {"messages": [*before, last | {"content": f"{text}\n\n{content}"}]}
     raise ValueError(f"teacher hint {hint!r}: a prompt of input_ids takes none; give it as prompt or as messages.")
 
 

@@ -37,11 +37,11 @@ def rows():
 
 
 def earned(reply, factor):
-    """What a reply to the problem of a factor earns, by its last block that is closed: a half for each test."""
-    blocks = re.findall(r"```.*?```", reply, re.DOTALL)
-    if not blocks or blocks[-1] not in PROGRAMS:
+    """What a reply to the problem of a factor earns, by its last block that reads input: a half for each test."""
+    programs = [block for block in re.findall(r"```.*?```", reply, re.DOTALL) if block in PROGRAMS]
+    if not programs:
         return 0.0
-    return 1.0 if PROGRAMS[blocks[-1]] == factor else 0.5
+    return 1.0 if PROGRAMS[programs[-1]] == factor else 0.5
 
 
 def train_and_count_processes(overrides):

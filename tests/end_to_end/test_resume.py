@@ -225,7 +225,7 @@ def test_wrong_requests_are_refused_with_the_way_out(warm, server, tmp_path):
     refused(whole, server, overrides, "", "ValueError", f"run.folder = '{whole}'", "--resume auto continues it")
     refused(tmp_path, server, overrides, str(tmp_path / "none"), "ValueError", "no run.json", "step-N, or auto")
     changed = (*overrides, "run.seed=2")
-    refused(cut_after(4, whole, tmp_path / "run"), server, changed, "auto", "ValueError", "seed = 1, this run 2")
+    refused(cut_after(4, whole, tmp_path / "run"), server, changed, "auto", "ValueError", "run.seed = 2", "has 1")
     changed = (*overrides, "optimizer.lr=1e-3")
     refused(tmp_path / "run", server, changed, "auto", "ValueError", "optimizer.lr = 0.001", "has 0.0005")
 
