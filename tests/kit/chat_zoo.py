@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Chat templates that do what those of twelve model families do, and tokenizers of every kind that families use.
+"""Chat templates that do what those of thirteen model families do, and tokenizers of every kind that families use.
 
 transformers has Jinja drop a line's end that follows a block, so a template writes {{ '\\n' }} there.
 """
