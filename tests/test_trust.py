@@ -18,12 +18,14 @@ UNPICKLING = {
     "rewards/worker.py": "what the rollout process sends its reward and agent workers; they answer in JSON",
     "platform/upstream.py": "what forked writers put into a nameless file of their parent",
     "tools/rehearsal/rehearsed_rank.py": "what ranks forked from one process leave for each other in a folder it made",
+    "run/given_in_python.py": "what a program gives its own run; other commands find it on PYTHONPATH alone",
     "platform/plain_checkpoints.py": "the unpickler that lets nothing but data through",
 }
 """The files that may unpickle, and what."""
 LOCKED = {
     "rewards/called.py": "what a model wrote, in a process that is locked in",
     "rewards/trial.py": "the data set's tests of it, in a locked fork",
+    "rewards/program_text.py": "what a model wrote, which is compiled to see whether it is a program, and not run",
 }
 """The files that may run code, and what."""
 MODULES = {"cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -52,7 +54,8 @@ def faults(code: str, path: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found += [f"imports {alias.name}" for alias in node.names if alias.name.split(".")[0] in MODULES]
+            names = [] if path in UNPICKLING else node.names
+            found += [f"imports {alias.name}" for alias in names if alias.name.split(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom):
             is_pickle = (node.module or "").split(".")[0] in {*MODULES, "pickle", "_pickle"}
             found += [f"imports from {node.module}"] if is_pickle else []

@@ -14,7 +14,11 @@ GIVEN = "given"
 
 
 def find_given(run_folder: str | Path) -> None:
-    """Let this process, and those that it starts, find the modules of functions that a run was given by value."""
+    """Let this process, and those that it starts, find the modules of functions that it gives a run by value.
+
+    Only the program that gave them calls this. For other commands code in a run's folder may be anybody's: they find it
+    if the user puts the folder on PYTHONPATH.
+    """
     folder = Path(run_folder).absolute() / GIVEN
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.config.given import find_given
 from megatron_rl.config.loading import changed_yaml
 from megatron_rl.launch import last_words, lost_readers, open_files, own_gpu, process_exit, start_up
 from megatron_rl.launch.placement import ranks_of_step
@@ -64,7 +63,6 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
             open_files.check_limit()
             config = load_config(args.config, args.overrides)
             folder.append(Path(config.run.folder))
-            find_given(config.run.folder)
             config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
             own_gpu.set_variables(config)
             if args.exit_with:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.config.given import find_given
 from megatron_rl.data.curriculum import digest_of
 from megatron_rl.data.prompts import load_held_out
 from megatron_rl.data.tokens import load_tokenizer, prompt_lengths
@@ -32,7 +31,6 @@ def evaluate(path: Path, overrides: list[str]) -> str:
     are those of rollout.servers, which must hold the weights, or are started and ended.
     """
     config = load_config(*where_it_is(path, overrides))
-    find_given(config.run.folder)
     prompts = load_held_out(config)
     if not prompts:
         raise ValueError("data.evaluation = '': names no prompts, and eval.sets none either; set one of them.")

@@ -86,7 +86,7 @@ def stopped_and_resumed(model, folder):
     return first, again.metrics, again.samples, again.config.rollout.reward
 
 
-def test_a_run_of_python_is_stepped_stopped_and_resumed_with_functions_of_its_own(model, tmp_path):
+def test_a_run_of_python_is_stepped_stopped_and_resumed_with_functions_of_its_own(model, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     first, metrics, samples, reward = run_ranks(1, stopped_and_resumed, model, folder, timeout_s=LATE_S)[0]
     assert first["step"] == 0 and [line["step"] for line in metrics] == [0, 1, 2]
@@ -98,8 +98,13 @@ def test_a_run_of_python_is_stepped_stopped_and_resumed_with_functions_of_its_ow
     assert [name.partition("_")[0] for name in files if name != "__pycache__"] == ["function", "function", "rows"]
     rows = [json.loads(line) for line in next((folder / "given").glob("rows_*")).read_text().splitlines()]
     assert rows == ROWS
-    # A command that knows the folder alone finds the functions too.
-    run_ranks(1, main, [str(folder / "config.yaml"), "--dry-run"], timeout_s=LATE_S)
+    # A command that knows the folder alone runs no code of it, which may be anybody's.
+    asked = [str(folder / "config.yaml"), "--dry-run"]
+    with pytest.raises(AssertionError, match="SystemExit"):
+        run_ranks(1, main, asked, timeout_s=LATE_S)
+    monkeypatch.syspath_prepend(folder / "given")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "given"))
+    run_ranks(1, main, asked, timeout_s=LATE_S)
 
 
 def with_a_dead_server(model, folder):

@@ -27,7 +27,9 @@ PROMPTS = [
 class Letters:
     """A tokenizer whose tokens are letters."""
 
-    def __call__(self, text):
+    name_or_path = "letters"
+
+    def __call__(self, text, **_):
         return {"input_ids": [ord(letter) % VOCAB for letter in text]}
 
 
