@@ -228,6 +228,8 @@ class NoWeights:
 
     def __init__(self, *args: Any, **_: object) -> None:
         (self.shapes,) = (argument for argument in args if isinstance(argument, dict))
+        self.file_of: dict[str, str] = {}
+        """Empty: the folder holds no tensor that the model does not ask for."""
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = list(self.shapes[name])
