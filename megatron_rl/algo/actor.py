@@ -19,6 +19,7 @@ from megatron_rl.algo.reward_shaping import RewardShaper, token_rewards
 from megatron_rl.algo.selection import high_entropy, keep, share_of
 from megatron_rl.api import LogitsTerm, LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardShapingConfig
+from megatron_rl.config.users_code import call
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
@@ -97,10 +98,12 @@ class PolicyActor:
         if options.high_entropy_share < 1:
             kept = high_entropy(batch, share=options.high_entropy_share, level=options.high_entropy_level)
             self.metrics["policy/high_entropy_share"] = keep(batch, kept)
+        of_loss = {"key": f"algo.loss = {options.loss!r}", "contract": f"the batch has {', '.join(batch.tokens)}"}
         if self.loss.select is not None:
-            self.metrics["policy/selected_share"] = keep(batch, self.loss.select(batch, **options.loss_args))
+            chosen = call(self.loss.select, [batch], options.loss_args, **of_loss)
+            self.metrics["policy/selected_share"] = keep(batch, chosen)
         if isinstance(self.loss, TorchLoss) and self.loss.mark is not None:
-            batch.tokens["marked"] = self.loss.mark(batch, **options.loss_args)
+            batch.tokens["marked"] = call(self.loss.mark, [batch], options.loss_args, **of_loss)
             self.metrics["policy/marked_share"] = share_of(batch, batch["marked"])
 
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:

@@ -30,6 +30,7 @@ from megatron_rl.algo.registry import Estimator, estimator
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.config.import_path import described
+from megatron_rl.config.users_code import call
 from megatron_rl.ops import packed_discounted_returns, packed_gae
 from megatron_rl.types import PART, TrajectoryBatch
 
@@ -413,7 +414,8 @@ def compute(
     """
     wrong = int((~batch["scores"].isfinite()).sum())
     _check_finite(batch["scores"], wrong, len(batch), "the shaped reward: scores")
-    found, mask = entry.function(batch, **args), batch["loss_mask"].bool()
+    mask, contract = batch["loss_mask"].bool(), f"the batch has {', '.join([*batch.sequences, *batch.tokens])}"
+    found = call(entry.function, [batch], args, key=f"algo.advantage = {options.advantage!r}", contract=contract)
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' leaves it to the entry
     if not isinstance(found, Tensor):
         raise ValueError(

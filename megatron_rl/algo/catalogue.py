@@ -13,6 +13,7 @@ from megatron_rl.algo import advantage, fused_losses, torch_losses, turn_advanta
 from megatron_rl.algo.preference import Pairs, PreferenceLoss
 from megatron_rl.algo.registry import ESTIMATORS, LOSSES, PAIR_LOSSES, Estimator, FusedLoss, PairLoss, Rules, TorchLoss
 from megatron_rl.config.import_path import described, resolve
+from megatron_rl.config.users_code import call
 
 
 def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Estimator:
@@ -46,7 +47,8 @@ def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str
     _check_arguments(entry.function, 1, args, key="preference.loss")
     # Pair losses check their arguments as they are called, so that a wrong one shows before any process group.
     ones = torch.ones(1, 2)
-    result = entry.function(Pairs(values=-ones, log_ratios=-ones, tokens=ones), **args)
+    pairs, contract = Pairs(values=-ones, log_ratios=-ones, tokens=ones), "so it was for one pair, as a trial"
+    result = call(entry.function, [pairs], args, key=f"preference.loss = {name!r}", contract=contract)
     if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(it, torch.Tensor) for it in result)):
         raise ValueError(
             f"preference.loss = {name!r}: {described(entry.function)} returned {type(result).__name__}; return two "

@@ -18,6 +18,7 @@ from megatron_rl.algo.registry import FusedLoss, TorchLoss
 from megatron_rl.algo.torch_losses import LossRows
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig
 from megatron_rl.config.import_path import described
+from megatron_rl.config.users_code import call
 from megatron_rl.ops import PpoOptions, ppo_loss
 
 Sums = dict[str, Tensor]
@@ -52,7 +53,8 @@ class PolicyLoss:
         options, correction = self.options, self.correction
         own = PpoOptions(mode="reinforce")  # of a torch loss: -A log p with A = 0 is no policy term at all
         if isinstance(self.entry, FusedLoss):
-            own = self.entry.function(options, **options.loss_args)
+            contract = "it is called with the options of the section algo and returns PpoOptions"
+            own = call(self.entry.function, [options], options.loss_args, key=self._key, contract=contract)
         is_unbiased = options.kl_estimator == "unbiased"
         return replace(
             own,
@@ -65,6 +67,10 @@ class PolicyLoss:
             kl_coefficient=options.kl_coefficient if options.kl_in == "loss" else 0.0,
             entropy_coefficient=options.entropy_coefficient,
         )
+
+    @property
+    def _key(self) -> str:
+        return f"algo.loss = {self.options.loss!r}"
 
     @property
     def weighs_products(self) -> bool:
@@ -159,11 +165,13 @@ class PolicyLoss:
 
     def _in_torch(self, entry: TorchLoss, rows: LossRows, weight: Tensor, row_weights: Tensor | None) -> Tensor:
         """Return the policy's term of a torch loss, `[T]`."""
-        loss = entry.function(rows, self.options, **self.options.loss_args)
+        contract = f"the columns of its rows are {', '.join(rows.columns)}"
+        given = rows, self.options
+        loss = call(entry.function, given, self.options.loss_args, key=self._key, contract=contract)
         if not isinstance(loss, Tensor) or loss.shape != rows.trained.shape:
             found = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
             raise ValueError(
-                f"algo.loss = {self.options.loss!r}: {described(entry.function)} returned {found} for the T = "
+                f"{self._key}: {described(entry.function)} returned {found} for the T = "
                 f"{len(rows.trained)} rows of a microbatch; must be [T], each row's own loss, which the engine sums "
                 f"and divides."
             )

@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid
 from megatron_rl.algo.aggregation import sums_by_sequence
 from megatron_rl.algo.registry import PairLoss, pair_loss
 from megatron_rl.api import LogprobLoss, ValueLoss
+from megatron_rl.config.users_code import call
 
 Sums = dict[str, Tensor]
 
@@ -151,14 +152,13 @@ class PreferenceLoss:
         ratios = results
         if self.entry.needs_reference:
             ratios = results - torch.as_tensor(rows["ref_logprobs"], dtype=results.dtype)
-        losses, rewards = self.entry.function(
-            Pairs(
-                values=_by_pair(results, rows),
-                log_ratios=_by_pair(ratios, rows),
-                tokens=_by_pair((rows["labels"] >= 0).to(results.dtype), rows),
-            ),
-            **self.args,
+        pairs = Pairs(
+            values=_by_pair(results, rows),
+            log_ratios=_by_pair(ratios, rows),
+            tokens=_by_pair((rows["labels"] >= 0).to(results.dtype), rows),
         )
+        contract = "it is called with Pairs and returns `[P]` losses and `[P, 2]` rewards"
+        losses, rewards = call(self.entry.function, [pairs], self.args, key="preference.loss", contract=contract)
         chosen, rejected = rewards.detach().unbind(1)
         return losses.sum(), {
             "preferred": (chosen > rejected).sum(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import sysconfig
 import tempfile
 import time
 import traceback
@@ -14,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-PACKAGE = str(Path(__file__).parents[1])
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+from megatron_rl.config.users_code import PACKAGE, is_users
+
 LOG = "traceback.log"
 TEMPORARY, KEPT = "megatron_rl-", 10
 """Tracebacks without a run's folder: how their files begin, and how many of this user's stay beside a new one."""
@@ -49,7 +48,7 @@ def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
     text = " ".join(str(error).split())[:LONGEST]
     # A user's own line says most, and else the last one of this package above the library that raised.
     frames = [place for it in chain(error) for place in places(it.__traceback__)]
-    own = [place for place in frames if not place[0].startswith((PACKAGE, *LIBRARIES, "<"))]
+    own = [place for place in frames if is_users(place[0])]
     calls = places(error.__traceback__)
     last = next((place for place in reversed(calls) if place[0].startswith(PACKAGE)), calls[-1])
     is_raised_here = isinstance(error, ValueError | RuntimeError | OSError) and calls[-1] == last

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import RolloutWorkflow
+from megatron_rl.config.users_code import words_of
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.workflows.attempts import KeptReplies
 
@@ -99,7 +100,7 @@ class DeadLetters(RolloutEvents):
     def dead_lettered(self, episode: Episode, error: BaseException) -> None:
         line = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "error": f"{type(error).__name__}: {error}",
+            "error": words_of(error),
             "traceback": "".join(traceback.format_exception(error)),
             "prompt": episode.data,
         }

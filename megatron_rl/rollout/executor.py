@@ -27,6 +27,8 @@ import torch
 
 from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler, infrastructure_in
 from megatron_rl.config import RolloutConfig
+from megatron_rl.config.import_path import code_of
+from megatron_rl.config.users_code import PACKAGE, words_of
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.failure_rate import FailureRate
 from megatron_rl.rollout.groups import (
@@ -40,6 +42,7 @@ from megatron_rl.rollout.groups import (
     trained_runs,
 )
 from megatron_rl.rollout.staleness import AdmissionGate
+from megatron_rl.rollout.workflow_form import begun, check_workflow
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import Runs, Trajectory, TrajectoryBatch
@@ -105,6 +108,7 @@ class RolloutExecutor:
 
     async def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         """Queue one episode; it starts when the gate admits it."""
+        check_workflow(workflow)
         self.raise_if_fatal()
         self._enqueue(data, workflow)
         self._start()
@@ -130,6 +134,7 @@ class RolloutExecutor:
         With max_staleness 0 exactly `count` episodes exist at a time, or with `oversample` so many times as much, and
         the batch is in the order of the prompts.
         """
+        check_workflow(workflow)
         # Sampled beside the step's groups; the first `count` to finish make the step.
         surplus = math.ceil(count * self._config.oversample) - count
         self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished), surplus=surplus)
@@ -175,6 +180,7 @@ class RolloutExecutor:
         """Run one episode per prompt, started from `line`, and return the accepted ones in the order of `data`."""
         if not data:
             raise ValueError(f"{call}: data = []; give at least one prompt.")
+        check_workflow(workflow)
         self.raise_if_fatal()
         # The same prompts asked for twice at one version get other samples: the call's number is in the seeds' key.
         version = self._engine.get_version()
@@ -204,7 +210,7 @@ class RolloutExecutor:
             raise RuntimeError(
                 f"{call}: none of {len(data)} episodes gave trajectories ({len(errors)} failed "
                 f"{self._config.episode_attempts} times, {len(data) - len(errors)} were rejected by the workflow)"
-                + (f"; the first error was {type(errors[0]).__name__}: {errors[0]}" if errors else ".")
+                + (f"; the first error was {words_of(errors[0])}" if errors else ".")
             ) from (errors[0] if errors else None)
         return accepted
 
@@ -281,8 +287,8 @@ class RolloutExecutor:
         if self._failed >= count * (MOST_FAILED if self._finished else 1):
             raise RuntimeError(
                 f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and "
-                f"{len(self._finished) or 'none'} succeeded; the first error was "
-                f"{type(self._first_error).__name__}: {self._first_error}"
+                f"{len(self._finished) or 'none'} succeeded"
+                + (f"; the first error was {words_of(self._first_error)}" if self._first_error is not None else ".")
             ) from self._first_error
         if self._rejected >= MOST_REJECTED * count:
             raise RuntimeError(
@@ -455,7 +461,7 @@ class RolloutExecutor:
             for events in observers:
                 events.rejected(episode, why)
         else:
-            logger.warning("episode %d is given up: %s: %s", episode.number, type(error).__name__, error)
+            logger.warning("episode %d is given up: %s", episode.number, words_of(error))
             self._metrics.add(failed=1)
             self.failures[f"{type(error).__name__}, given up"] += 1
             if is_admitted:
@@ -472,8 +478,7 @@ class RolloutExecutor:
 
         async def before_retry(failures: int, error: BaseException) -> None:
             self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
-            what = f"{type(error).__name__}: {error}"
-            logger.info("episode %d: try %d failed (%s)", episode.number, failures, what)
+            logger.info("episode %d: try %d failed (%s)", episode.number, failures, words_of(error))
             self.failures[type(error).__name__] += 1
             await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
 
@@ -528,7 +533,7 @@ class RolloutExecutor:
         async with attempt as engine:
             seen: Any = engine  # an InferenceEngine in all that a workflow may ask
             # A copy: a workflow may write into its data, and the next attempt begins from the prompt as it was.
-            result = await episode.workflow.arun_episode(seen, dict(episode.data))
+            result = await begun(episode.workflow, seen, dict(episode.data))
         group = as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
         return self._without_cut_off(group, result, episode) if isinstance(result, list) else group
 
@@ -557,7 +562,10 @@ class RolloutExecutor:
 
 
 def name_of(workflow: RolloutWorkflow) -> str:
-    return f"{type(workflow).__module__}:{type(workflow).__qualname__}"
+    """Return the import path of a workflow's class, and the line where a user's begins."""
+    code, path = code_of(workflow.arun_episode), f"{type(workflow).__module__}:{type(workflow).__qualname__}"
+    is_theirs = code is not None and not code.co_filename.startswith(PACKAGE)
+    return f"{path} at {code.co_filename}:{code.co_firstlineno}" if code is not None and is_theirs else path
 
 
 def _is_cancelled() -> bool:

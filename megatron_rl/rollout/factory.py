@@ -16,6 +16,7 @@ from megatron_rl.rewards.faults import shortened
 from megatron_rl.rewards.recipe import Ingredient, Recipe, ingredients, reach
 from megatron_rl.rewards.reward_service import SYNCHRONOUS_S, RewardFailed, RewardService, RewardTimeout
 from megatron_rl.rewards.worker import with_args
+from megatron_rl.rollout.workflow_form import check_workflow
 from megatron_rl.workflows.rendering import prompt_ids
 from megatron_rl.workflows.scoring import OWN_ARGUMENTS
 from megatron_rl.workflows.taught import TaughtWorkflow
@@ -140,6 +141,7 @@ def make_workflow(
             f"is called with reward_fn, gconfig, tokenizer and rollout.workflow_args = {options.workflow_args}."
         ) from error
     workflow, teacher = make(**arguments, **own), config.teacher
+    check_workflow(workflow, key=f"rollout.workflow = {options.workflow!r}")
     if evaluates or not any(it.servers for it in teacher.teachers.values()):
         return workflow
     return TaughtWorkflow(

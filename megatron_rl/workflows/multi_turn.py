@@ -6,15 +6,17 @@ import asyncio
 import dataclasses
 import hashlib
 import inspect
+import math
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, RolloutWorkflow
 from megatron_rl.config import GenerationConfig
-from megatron_rl.config.import_path import check_call
+from megatron_rl.config.import_path import check_call, described
+from megatron_rl.rewards.faults import shortened
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.attempts import steps_here
 from megatron_rl.workflows.conversation import Conversation
@@ -90,6 +92,11 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     async def _play(self, engine: InferenceEngine, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:
         environment = self.environment(data, **self.environment_args)
+        if not all(hasattr(environment, name) for name in ("opening", "step", "ended", "close")):
+            raise TypeError(
+                f"rollout.workflow_args.environment: {described(self.environment)} returned "
+                f"{type(environment).__name__}; must return an Environment."
+            )
         world = World(environment, key)
         try:
             opening = await self._in_time(environment, "opening", world.opening())
@@ -127,7 +134,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             reward += at_end
             conversation.earn(at_end)
         finally:  # also of a sample that is cancelled: a world may have processes or files
-            await self._in_time(environment, "close", environment.close())
+            await self._in_time(environment, "close", world.close())
         return conversation.trajectory(reward, turns=conversation.replies)
 
     async def _in_time(self, environment: Environment, what: str, answer: Awaitable[T]) -> T:
@@ -175,13 +182,16 @@ class World:
     async def opening(self) -> dict[str, Any]:
         async def begin() -> dict[str, Any]:
             found = self._environment.opening()
-            return dict(await found if inspect.isawaitable(found) else found)
+            found = await found if inspect.isawaitable(found) else found
+            if not isinstance(found, Mapping):
+                raise self._wrong("opening", found, "a prompt: a dict with messages, prompt or input_ids")
+            return dict(found)
 
         return await self._kept("opening", begin)
 
     async def step(self, conversation: Conversation, reply: str, score: Score) -> Turn:
         async def step() -> dict[str, Any]:
-            return dataclasses.asdict(await self._environment.step(reply, score))
+            return dataclasses.asdict(self._turn(await self._do("step", reply, score)))
 
         # By the dialogue up to here: of one whose replies came out differently nothing is taken.
         ids = hashlib.sha256(array("q", conversation.ids).tobytes()).hexdigest()
@@ -189,7 +199,35 @@ class World:
 
     async def ended(self) -> float:
         await self._catch_up()
-        return await self._environment.ended()
+        found = await self._do("ended")
+        if not is_number(found):
+            raise self._wrong("ended", found, "a number, what the dialogue has earned beside its turns")
+        return float(found)
+
+    async def close(self) -> None:
+        await self._do("close")
+
+    async def _do(self, name: str, *given: Any) -> Any:
+        """Run one of the environment's coroutine functions; TypeError where it is none."""
+        found = getattr(self._environment, name)(*given)
+        if not inspect.isawaitable(found):
+            raise self._wrong(name, found, f"what can be awaited: make it a coroutine function, async def {name}")
+        return await found
+
+    def _turn(self, found: Any) -> Turn:
+        """Return what a step gave if it is a Turn all through; TypeError otherwise."""
+        if not isinstance(found, Turn):
+            raise self._wrong("step", found, "a Turn(messages=[...], reward=...), without messages at the end")
+        if not is_number(found.reward):
+            raise self._wrong("step", found.reward, "a number", part="Turn.reward = ")
+        is_list = isinstance(found.messages, Sequence) and not isinstance(found.messages, str)
+        if not (is_list and all(isinstance(message, Mapping) for message in found.messages)):
+            raise self._wrong("step", found.messages, "a list of messages, each a dict", part="Turn.messages = ")
+        return found
+
+    def _wrong(self, name: str, found: Any, wanted: str, *, part: str = "") -> TypeError:
+        where = described(getattr(self._environment, name))
+        return TypeError(f"{where} returned {part}{shortened(found)}, a {type(found).__name__}; must return {wanted}.")
 
     async def _kept(self, name: str, do: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         if self._steps is None:
@@ -199,13 +237,21 @@ class World:
             return dict(kept["did"])
         await self._catch_up()
         did = await do()
-        self._steps.keep(f"{self._key} {name}", {"did": did, "state": await self._environment.save()})
+        self._steps.keep(f"{self._key} {name}", {"did": did, "state": await self._do("save")})
         return did
 
     async def _catch_up(self) -> None:
         if self._is_behind:
             self._is_behind = False
-            await self._environment.restore(self._state)
+            await self._do("restore", self._state)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is one finite number: numpy's and a tensor of one entry are."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 class ToolUseWorkflow(MultiTurnWorkflow):

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import InfrastructureFailure
-from megatron_rl.config.import_path import resolve
+from megatron_rl.config.import_path import described, resolve
 from megatron_rl.rewards.faults import as_score
 from megatron_rl.rewards.recipe import Recipe
 from megatron_rl.rewards.reward_service import RewardFailed, RewardTimeout
@@ -113,7 +113,7 @@ class RewardCall:
         try:
             score = as_score(value)
         except ValueError as error:
-            raise ValueError(f"reward_fn {self.name}: {error}") from error
+            raise ValueError(f"reward_fn {self.name}, {described(self.function)}: {error}") from error
         return Reward(sum(score.values()), score) if isinstance(score, dict) else score
 
     async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:

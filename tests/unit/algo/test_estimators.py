@@ -614,9 +614,18 @@ def test_arguments_and_names_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"returned \[1\]; must be one number for each of 9 trajectories, or .* 61"):
         advantages(ragged_batch(), f"{__name__}:wrong_shape")
 
+    line = without_a_column.__code__.co_firstlineno
+    words = rf"without_a_column \({__file__}:{line}\) raised KeyError: 'bonus' \({__file__}:{line + 1}\); the batch has"
+    with pytest.raises(ValueError, match=f"algo.advantage = '{__name__}:without_a_column': {words} .*scores"):
+        advantages(ragged_batch(), f"{__name__}:without_a_column")
+
 
 def wrong_shape(batch):
     return torch.zeros(1)
+
+
+def without_a_column(batch):
+    return batch["bonus"] * batch["scores"]
 
 
 def best_reply_only(batch, *, margin=0.0):

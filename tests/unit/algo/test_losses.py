@@ -592,6 +592,22 @@ def test_a_users_own_loss_is_found_by_its_import_path():
     assert whole.by_sequence
 
 
+def without_a_column(rows, options):
+    return rows.columns["bonus"] * rows.logprobs
+
+
+def test_a_loss_that_raises_is_told_by_its_name_and_its_line(monkeypatch):
+    monkeypatch.setitem(registry.LOSSES, "mine", registry.TorchLoss(without_a_column))
+    line = without_a_column.__code__.co_firstlineno
+    batch, policy, entropies = policy_batch()
+    rows, (logprobs, entropy) = packed(batch, range(len(batch)), (policy, entropies))
+    options = AlgorithmConfig(loss=f"{__name__}:without_a_column")
+    options.loss = "mine"
+    words = rf"without_a_column \({__file__}:{line}\) raised KeyError: 'bonus' \({__file__}:{line + 1}\); the columns"
+    with pytest.raises(ValueError, match=f"algo.loss = 'mine': {words} of its rows are .*advantages"):
+        PolicyLoss(options)(logprobs, entropy, rows)
+
+
 @pytest.mark.parametrize(
     ("returned", "found"),
     [

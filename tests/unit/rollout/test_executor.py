@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -203,7 +204,7 @@ def test_what_a_workflow_returns_is_looked_at_before_it_is_trained(make, what):
     with pytest.raises(RuntimeError, match=message) as error:
         executor.prepare_batch(iter(prompts(0) * 3), Scripted(lambda *_: result), 1)
     assert "1 episodes failed 1 times each and none succeeded" in str(error.value)
-    assert f"({__name__}:Scripted, episode 0)" in str(error.value)
+    assert re.search(rf"\({__name__}:Scripted at {__file__}:\d+, episode 0\)", str(error.value))
 
 
 def test_a_group_of_whatever_form_has_the_dtypes_of_a_trajectory(make):
@@ -696,4 +697,53 @@ def test_failed_prompts_are_listed_with_their_error(make, tmp_path):
     executor.rollout_batch(prompts(0, 1, source=Path("data")), Scripted(act))
     (letter,) = [json.loads(line) for line in (tmp_path / "dead_letters.jsonl").read_text().splitlines()]
     assert letter["prompt"]["n"] == 1 and letter["prompt"]["source"] == "data"
-    assert letter["error"] == "ZeroDivisionError: in the verifier" and "in act" in letter["traceback"]
+    assert letter["error"].startswith("ZeroDivisionError: in the verifier (") and "in act" in letter["traceback"]
+
+
+def no_coroutine(self, engine, data):
+    return one(data, 1)
+
+
+async def a_yield(self, engine, data):
+    yield one(data, 1)
+
+
+async def too_few(self, engine):
+    return []
+
+
+async def a_missing_field(self, engine, data):
+    return data["answer"]
+
+
+def workflow_of(method):
+    return type("Mine", (RolloutWorkflow,), {"arun_episode": method})()
+
+
+LINES = [line.strip() for line in Path(__file__).read_text().splitlines()]
+MISTAKEN = {
+    "a plain function": (workflow_of(no_coroutine), "def no_coroutine", "returned list; must be a coroutine function"),
+    "a generator": (workflow_of(a_yield), "async def a_yield", "has a yield; must be a coroutine function"),
+    "one argument": (workflow_of(too_few), "async def too_few", "does not take engine and data (too many positional"),
+    "a KeyError": (workflow_of(a_missing_field), 'return data["answer"]', "KeyError: 'answer' ("),
+    "the class": (Scripted, "", "workflow: is the class Scripted; give an object of it"),
+    "a function": (one, "", "workflow: is function, which has no arun_episode"),
+    "none": (None, "", "workflow: is NoneType, which has no arun_episode"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKEN)
+@pytest.mark.parametrize("way", ["rollout_batch", "prepare_batch"])
+def test_a_workflow_that_is_none_is_told_with_the_users_file_and_line(make, what, way):
+    workflow, line, words = MISTAKEN[what]
+    executor = make(episode_attempts=1)
+    with pytest.raises((RuntimeError, ValueError)) as told:
+        if way == "rollout_batch":
+            executor.rollout_batch(prompts(0), workflow)
+        else:
+            executor.prepare_batch(iter(prompts(0)), workflow, 1)
+    last = str(told.value).splitlines()[-1]
+    assert words in last
+    if line:
+        number = next(n for n, text in enumerate(LINES, start=1) if text.startswith(line))
+        assert f"{__file__}:{number}" in last

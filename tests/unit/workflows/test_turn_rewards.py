@@ -53,6 +53,39 @@ class Paying(Environment):
         return self.at_end
 
 
+MISTAKES = {
+    "a number": ("step", lambda: 1.0, "returned 1.0, a float; must return a Turn(messages=[...], reward=...)"),
+    "gym's tuple": ("step", lambda: ([], 1.0, True, {}), "a tuple; must return a Turn"),
+    "None": ("step", lambda: None, "returned None, a NoneType; must return a Turn"),
+    "text as messages": ("step", lambda: Turn(messages="on"), "Turn.messages = 'on', a str; must return a list of"),
+    "texts as messages": ("step", lambda: Turn(messages=["on"]), "a list; must return a list of messages, each a dict"),
+    "no reward": ("step", lambda: Turn(reward=None), "returned Turn.reward = None, a NoneType; must return a number"),
+    "text as a reward": ("step", lambda: Turn(reward="1"), "returned Turn.reward = '1', a str; must return a number"),
+    "an end without a number": ("ended", lambda: None, "returned None, a NoneType; must return a number"),
+    "an opening that is text": ("opening", lambda: "2 + 2?", "returned '2 + 2?', a str; must return a prompt: a dict"),
+    "not async": ("step", None, "returned Turn(messages=(), reward=0.0), a Turn; must return what can be awaited"),
+    "an end that is not async": ("ended", None, "a Turn; must return what can be awaited: make it a coroutine func"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_method_of_an_environment_that_returns_something_else_is_told_with_its_line(tokenizer, what):
+    name, gives, words = MISTAKES[what]
+
+    async def method(self, *_):
+        return gives()
+
+    def plain(self, *_):
+        return Turn()
+
+    mine = type("Mine", (Paying,), {name: method if gives else plain})
+    workflow = MultiTurnWorkflow(lambda **_: 0.0, GenerationConfig(max_new_tokens=6), tokenizer, mine, max_tokens=400)
+    with pytest.raises(TypeError) as told:
+        asyncio.run(workflow.arun_episode(RecordingEngine(tokenizer, seed=3), {"messages": QUESTION}))
+    line = (method if gives else plain).__code__.co_firstlineno
+    assert f"({__file__}:{line}) " in str(told.value) and words in str(told.value)
+
+
 def played(tokenizer, *, max_turns=8, max_tokens=400, **environment):
     workflow = MultiTurnWorkflow(
         lambda **_: 0.0,
