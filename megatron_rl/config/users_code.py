@@ -49,11 +49,16 @@ def words_of(error: BaseException) -> str:
 
 
 def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """Return file, line and function of the innermost of the user's calls on a thread's stack; None where it is in
-    none."""
+    """Return file, line and function of the user's call that a thread is in; None where it is in one of this package.
+
+    Which of the two called last decides: a library is at work for its caller.
+    """
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return file, frame.f_lineno, frame.f_code.co_qualname
+        if file.startswith(PACKAGE):
+            return None
         frame = frame.f_back
     return None
 

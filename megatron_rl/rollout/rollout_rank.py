@@ -37,7 +37,7 @@ from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
 from megatron_rl.rollout.status import StatusFile
 from megatron_rl.routes import RouteForm
 from megatron_rl.servers.client import model_config
-from megatron_rl.servers.event_loop import Beat, allow_blocking_steps, cancel_others, in_own_thread
+from megatron_rl.servers.event_loop import Beat, HoldWatch, allow_blocking_steps, cancel_others, in_own_thread
 from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
@@ -266,6 +266,7 @@ def serve_trainer(end: socket.socket) -> None:
             allow_blocking_steps(loop, beginning.config.rollout.max_concurrent_episodes)
             rank = RolloutRank(beginning, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
             collect_garbage_seldom()
+            HoldWatch(beat).begin()  # behind the constructor of the user's workflow, which may take its time
             return None
         if rank is None:
             assert name in ("close", "fail", "hang_report"), "begin comes first, and failed"
