@@ -45,6 +45,7 @@ _HOME = {
     "mean_reward": "rollout.groups",
     "gather_logprobs": "ops",
     "start_servers": "servers.supervisor",
+    "log_metric": "telemetry.stats_tracker",
     "stats_tracker": "telemetry.stats_tracker",
     "AgentWorkflow": "workflows",
     "BestOfNWorkflow": "workflows",

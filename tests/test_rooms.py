@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algo": {"api", "config", "ops", "types"},
     "batch": {"config", "ops", "parallel", "routes", "types"},
     "weights": {"adapter_sums", "api", "config", "ops", "parallel", "routes", "types"},
-    "rewards": {"api", "config", "launch", "types"},
+    "rewards": {"api", "config", "launch", "telemetry", "types"},
     "workflows": {"api", "config", "rewards", "telemetry", "types"},
     "data": {"config", "rewards", "types", "workflows"},
     "servers": {"adapter_sums", "api", "config", "launch", "ops", "routes", "telemetry", "types"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,11 @@ from megatron_rl.algo.reward_shaping import RewardShaper, token_rewards
 from megatron_rl.algo.selection import high_entropy, keep, share_of
 from megatron_rl.api import LogitsTerm, LogprobLoss, TrainEngine, ValueLoss
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardShapingConfig
+from megatron_rl.config.import_path import described
 from megatron_rl.config.users_code import call
 from megatron_rl.types import StepStats, TrajectoryBatch
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyActor:
@@ -62,6 +66,7 @@ class PolicyActor:
         # The default shaping looks at no length, so that any longest reply will do.
         self.shaper = shaper or RewardShaper(RewardShapingConfig(), options, longest_reply=1)
         self.entropy = EntropyController(options)
+        self._is_warned = False
         self.metrics: dict[str, float] = {}
         """The findings of the last step's shaping and selection."""
 
@@ -140,6 +145,7 @@ class PolicyActor:
         if targets is not None:
             losses = [replace(for_engine, beside=of_share) for of_share in targets]
         stats = update_each(self.engine, shares, losses, weigh)
+        self._warn_without_gradient(loss, shares, stats)
         self.engine.set_version(version + any(s.applied for s in stats))
         if options.entropy_target > 0 and stats:
             self.metrics["policy/entropy_coefficient"] = self.entropy.coefficient
@@ -148,6 +154,20 @@ class PolicyActor:
                 tokens = sum(s.sums["tokens"] for s in applied)
                 self.entropy.update(sum(s.sums["entropy"] for s in applied) / max(tokens, 1.0))
         return stats
+
+    def _warn_without_gradient(self, loss: PolicyLoss, shares: list[TrajectoryBatch], stats: list[StepStats]) -> None:
+        """Warn once of a loss that trains nothing though there are advantages."""
+        if self._is_warned or not stats:
+            return
+        why = ""
+        if loss.has_gradient == {False}:
+            why = "what it returns does not depend on the policy: logprobs or ratio are detached on the way"
+        elif stats[0].grad_norm == 0.0 and bool((shares[0]["advantages"][shares[0]["loss_mask"].bool()] != 0).any()):
+            why = "the gradient is 0 though advantages are not: its slope in logprobs is 0, or every token is clipped"
+        if why:
+            self._is_warned = True
+            name = f"algo.loss = {self.options.loss!r}, {described(self.loss.function)}"
+            logger.warning("%s: trains nothing, as %s. Look at what it does with logprobs.", name, why)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that adapts from step to step, as JSON."""

@@ -41,6 +41,8 @@ class PolicyLoss:
 
     options: AlgorithmConfig
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    has_gradient: set[bool] = field(default_factory=set, compare=False)
+    """Whether what a torch loss returned depends on the policy, over its calls so far."""
 
     @cached_property
     def entry(self) -> FusedLoss | TorchLoss:  # cached, as this is asked for in every chunk of every microbatch
@@ -175,6 +177,8 @@ class PolicyLoss:
                 f"{len(rows.trained)} rows of a microbatch; must be [T], each row's own loss, which the engine sums "
                 f"and divides."
             )
+        if rows.logprobs.requires_grad:  # else it is an evaluation
+            self.has_gradient.add(loss.requires_grad)
         weight = weight.masked_fill(~rows.trained, 0.0)
         # A dropped row adds nothing, even where its loss is not finite.
         loss = loss.masked_fill(weight == 0, 0.0) * weight

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_rl.api import infrastructure_in
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards.faults import shortened, words_of
+from megatron_rl.rewards.worker import logged
 
 NICENESS = 10
 """Agents leave the cores to the process that serves them: hundreds may wake up at once."""
@@ -51,7 +52,7 @@ def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[s
         answer = {"error": [words_of(error)[:2000], traceback.format_exc()[-8000:], kind]}
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    return answer | {"is_alone": has_no_child()}
+    return answer | {"is_alone": has_no_child()} | logged()
 
 
 async def as_coroutine(awaitable: Any) -> Any:

@@ -18,6 +18,7 @@ from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.import_path import refuse_while_importing
 from megatron_rl.rewards.faults import as_score
 from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
+from megatron_rl.telemetry import stats_tracker
 
 SYNCHRONOUS_S = 60.0
 """Deadline of a reward that a workflow calls without awaiting it."""
@@ -154,9 +155,11 @@ class RewardService:
                 name, words, where, place, kind = map(str, answer["error"])
                 raise RewardFailed.by(words, name, place, kind) from WorkersTraceback(where)
             scores = [Score(as_score(value), float(seconds)) for value, seconds in answer["values"]]
+            logged = {name: (float(total), float(count)) for name, (total, count) in answer["logged"].items()}
             if len(scores) == len(self.names):
+                stats_tracker.add(logged)
                 return scores
-        except (ValueError, TypeError, KeyError) as error:
+        except (AttributeError, ValueError, TypeError, KeyError) as error:
             raise RewardFailed(
                 f"reward {', '.join(self.names)}: its worker gave no answer that can be read."
             ) from error

@@ -6,7 +6,8 @@ replaced within milliseconds. It ends, with all its workers, as soon as the othe
 A frame is its length in 4 bytes and its content. Requests are pickled, as they come from the run itself. Answers are
 JSON, as what a worker says may be what a model wrote. Those of rewards are `{"values": [[value, seconds], ..]}`, one
 for each reward, a value being a number or an object of those of its parts, or `{"error": [reward, words, traceback,
-file:line, kind]}`, kind being that of the infrastructure's failure that it was.
+file:line, kind]}`, kind being that of the infrastructure's failure that it was. `"logged"` has what was given to
+log_metric.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from megatron_rl.config.import_path import resolve
 from megatron_rl.launch.start_up import importing
 from megatron_rl.rewards.faults import as_score, place_of, words_of
 from megatron_rl.rewards.sandbox import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
+from megatron_rl.telemetry import stats_tracker
 
 LENGTH = struct.Struct("<I")
 PR_SET_CHILD_SUBREAPER = 36
@@ -249,6 +251,7 @@ def work(end: socket.socket, folder: str, answering: Answering, memory_bytes: in
 
 def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) -> dict[str, Any]:
     values = []
+    stats_tracker.take()  # what one that failed has left
     for name, reward in rewards.items():
         begin = time.monotonic()
         try:
@@ -258,7 +261,12 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
             words.append(failure.kind if (failure := infrastructure_in(error)) is not None else "")
             return {"error": [word.encode("utf-8", "replace").decode() for word in words]}
         values.append([value, time.monotonic() - begin])
-    return {"values": values}
+    return {"values": values} | logged()
+
+
+def logged() -> dict[str, Any]:
+    """Return an answer's part with the sums and counts of log_metric: as texts, since JSON has no NaN."""
+    return {"logged": {name: list(map(repr, sums)) for name, sums in stats_tracker.take().items()}}
 
 
 def send(end: socket.socket, message: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ from megatron_rl.rollout.status import StatusFile
 from megatron_rl.routes import RouteForm
 from megatron_rl.servers.client import model_config
 from megatron_rl.servers.event_loop import Beat, HoldWatch, allow_blocking_steps, cancel_others, in_own_thread
+from megatron_rl.telemetry import stats_tracker
 from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.telemetry.trace import Recording
 from megatron_rl.types import TrajectoryBatch
@@ -167,6 +168,7 @@ class RolloutRank(RolloutService):
     def counts(self) -> Counts:
         counts = super().counts()
         counts.sums |= self.resume_state.metrics()
+        counts.observed |= {f"{stats_tracker.USER}{name}": sums for name, sums in stats_tracker.take().items()}
         return counts
 
     # -- traces and hangs

@@ -36,10 +36,12 @@ from megatron_rl.run.step_metrics import (
     policy_metrics,
     publication_metrics,
     trained_tokens,
+    user_metrics,
 )
 from megatron_rl.run.step_traces import StepTraces
 from megatron_rl.run.teachers import Teachers
 from megatron_rl.run.warm_start import WarmStart
+from megatron_rl.telemetry import stats_tracker
 from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 
@@ -212,6 +214,7 @@ class RLRun(Run):
         if not self.resumed or self.first_step in self.resumed["evaluating"]:
             self.evaluate(step=self.first_step)
         starting_up = self.timers.snapshot()  # which is not part of the first step
+        stats_tracker.take()  # what the trial of the rewards has logged
         self.traces.begin(self.first_step)
         if self.resumed_from:
             self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
@@ -393,10 +396,11 @@ class RLRun(Run):
         metrics |= differences
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
-        counts = self.rollouts.counts()  # a collective, and so outside of what the main rank does alone
+        own = user_metrics(self.groups)
+        counts = self.rollouts.counts()  # collectives, and so outside of what the main rank does alone
         if self.groups.is_main:
             self.evaluations.log_finished(is_ending=self.is_ending)
-            metrics |= metrics_of(counts)
+            metrics |= metrics_of(counts) | own
             if self.engine.publisher is not None and self.engine.publisher.last is not None:
                 metrics |= publication_metrics(self.engine.publisher.last)
         metrics |= self.timers.snapshot()  # here a step's time ends and the next one's begins

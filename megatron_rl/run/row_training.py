@@ -22,6 +22,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.launch import own_gpu
 from megatron_rl.ops import library
+from megatron_rl.run.step_metrics import user_metrics
 from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
@@ -193,6 +194,7 @@ class RowSteps:
         found = self.training.metrics(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
         found["skipped_updates"] = int(not stats.applied)
         metrics = {f"{self.section}/{name}": value for name, value in found.items()}
+        metrics |= user_metrics(self.training.groups)
         self.log_file.log_step(step, metrics | self.timers.snapshot())
         # Behind the log, which is to show the update that ends the run.
         self._check(stats, f", whose groups are the rows {', '.join(map(str, numbers))} of data.train")

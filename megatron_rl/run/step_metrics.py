@@ -16,6 +16,7 @@ from megatron_rl.algo.normalize import deviation_of, group_numbers
 from megatron_rl.algo.reward_shaping import written_tokens
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
+from megatron_rl.telemetry import stats_tracker
 from megatron_rl.types import PART, REPLAYED, StepStats, TrajectoryBatch
 from megatron_rl.weights.publish import Publication
 
@@ -42,6 +43,17 @@ def applied_of(stats: list[StepStats]) -> list[StepStats]:
 def trained_tokens(stats: StepStats) -> float:
     """Return the trained tokens of an update: its weight, unless its loss is a mean over trajectories."""
     return stats.sums.get("tokens", stats.weight)
+
+
+def user_metrics(groups: ParallelGroups) -> dict[str, float]:
+    """Return what losses have given to log_metric since the last call, on the main rank; nothing on others.
+
+    All ranks call it. Those of a replica that compute a loss together have its numbers in parts, or all of them the
+    same: numerator and denominator add up in both cases.
+    """
+    of_ranks: list[Any] | None = [{}] * groups.world_size if groups.is_main else None
+    dist.gather_object(stats_tracker.take(), of_ranks, dst=0, group=groups.control)
+    return {f"{stats_tracker.USER}{name}": mean for name, mean in stats_tracker.means_of(of_ranks or []).items()}
 
 
 COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
@@ -74,6 +86,11 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
     return {f"critic/{key}": value for key, value in metrics.items()}
 
 
+OWN_COLUMNS = {"group", "sample", "agent", "pair", "prompt", "prompt_index", REPLAYED}
+OWN_COLUMNS |= {"rewards", "scores", "model_rewards", "is_greedy", "greedy_reward", "greedy_score", "greedy_tokens"}
+"""The columns of trajectories that are no numbers of a workflow's own, or have other metrics."""
+
+
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     """Return the metrics of the step's trajectories, whatever is trained on them. All ranks call it.
 
@@ -101,6 +118,11 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
         metrics["reward/model"] = float(batch.means_of_samples(batch["model_rewards"]).mean())
     parts = {name: column for name, column in batch.sequences.items() if name.startswith(PART)}
     means = {f"reward/{name}": float(batch.means_of_samples(of).mean()) for name, of in parts.items()}
+    means |= {
+        f"trajectory/{name}": float(batch.means_of_samples(column.double()).mean())
+        for name, column in batch.sequences.items()
+        if name not in OWN_COLUMNS and not name.startswith(PART)
+    }
     return metrics | means | replayed
 
 

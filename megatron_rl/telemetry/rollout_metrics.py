@@ -21,22 +21,22 @@ class Counts:
     sums: dict[str, float]
     """By name; one that is a metric's own, `rollout/...`, is reported as it is."""
     most: dict[str, float]
-    observed: dict[str, tuple[float, int]]
-    """Total and number of calls."""
+    observed: dict[str, tuple[float, float]]
+    """Total and number of what it is of, such as calls."""
 
 
 def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
     """Return the rollout metrics of all clients together."""
     sums: dict[str, float] = defaultdict(float)
     most: dict[str, float] = {}
-    observed: dict[str, tuple[float, int]] = {}
+    observed: dict[str, tuple[float, float]] = {}
     for counts in clients:
         for name, amount in counts.sums.items():
             sums[name] += amount
         for name, value in counts.most.items():
             most[name] = max(value, most.get(name, value))
         for name, (total, count) in counts.observed.items():
-            before, number = observed.get(name, (0.0, 0))
+            before, number = observed.get(name, (0.0, 0.0))
             observed[name] = before + total, number + count
     seconds = sum(counts.seconds for counts in clients)
     outcomes = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
@@ -69,7 +69,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
     metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}
     if sums["generating_s"]:  # clients generate at the same time
         metrics["rollout/tokens_per_s"] = len(clients) * sums["tokens"] / sums["generating_s"]
-    metrics |= {name: total / count for name, (total, count) in observed.items()}
+    metrics |= {name: total / count for name, (total, count) in observed.items() if count}
     metrics |= {name: value for name, value in sums.items() if name.startswith("rollout/")}
     return metrics | {f"rollout/{name}": value for name, value in most.items()}
 
@@ -90,7 +90,7 @@ class RolloutMetrics:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = defaultdict(float)
         self._most: dict[str, float] = {}
-        self._observed: dict[str, tuple[float, int]] = {}
+        self._observed: dict[str, tuple[float, float]] = {}
         self._in_flight = 0
         self._busy_since = self._taken = time.monotonic()
 
@@ -115,7 +115,7 @@ class RolloutMetrics:
             return
         with self._lock:
             for name, value in values.items():
-                total, count = self._observed.get(name, (0.0, 0))
+                total, count = self._observed.get(name, (0.0, 0.0))
                 self._observed[name] = (total + value, count + 1)
 
     def enter(self) -> None:

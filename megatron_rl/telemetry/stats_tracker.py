@@ -1,4 +1,12 @@
-"""Statistics of a training loop of your own, collected anywhere in it and exported once a step.
+"""Statistics of your own, collected anywhere and exported once a step.
+
+    from megatron_rl import log_metric
+
+    log_metric("tool_calls", 3)  # in a workflow, an environment or a reward
+    log_metric("far_tokens", rows.ratio > 2)  # in a loss: the mean over the entries of a tensor
+
+In a configured run they are in metrics.jsonl as `user/NAME`: means over the step and over all ranks. A loop of your own
+exports them itself:
 
     from megatron_rl import stats_tracker
 
@@ -8,20 +16,27 @@
     metrics = stats_tracker.export()  # {"actor/tokens": 96.0, "actor/entropy": 0.7, "time/train_step": 1.2, ...}
 
 A mean is a numerator and a denominator until it is exported. The functions are those of one StatsTracker of the
-process, for one thread; the trainer of a run has its own metrics and does not touch it.
+process. Calls may come from any thread and task, those that record timings from one thread.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+from megatron_rl.telemetry.rollout_metrics import is_counted
 from megatron_rl.telemetry.timers import PhaseTimers
 
 Tensor = Any
 """torch's, which this room does not import."""
+USER = "user/"
+"""Begins the names of a user's own metrics in metrics.jsonl."""
+Sums = dict[str, tuple[float, float]]
+"""Numerators and denominators by name."""
 
 
 class StatsTracker:
@@ -29,28 +44,46 @@ class StatsTracker:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._timers = PhaseTimers(clock)
-        self._scopes: list[str] = []
+        self._scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # of this task alone
         self._masks: dict[str, Tensor] = {}
         self._sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
         """Numerator and denominator; a count's is 1."""
+        self._lock = threading.Lock()
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Let the names of the `with` block begin with `name/`; scopes within one another add up."""
-        self._scopes.append(name)
+        token = self._scopes.set((*self._scopes.get(), name))
         try:
             yield
         finally:
-            self._scopes.pop()
+            self._scopes.reset(token)
 
     def record_timing(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds of the `with` block to `time/name`; a timing within it pauses this one."""
         return self._timers(self._within(name))
 
-    def scalar(self, **values: float) -> None:
-        """Numbers of which the mean over calls is exported."""
+    def log_metric(self, name: str, value: float | Tensor) -> None:
+        """Add a number, or all entries of a tensor, to a metric: its mean over all of them is exported.
+
+        For losses, workflows, environments and rewards. A tensor is read at the step's end, so that no call waits for
+        the GPU. In an evaluation the call does nothing.
+        """
+        if not is_counted.get():
+            return
+        if hasattr(value, "detach"):
+            self._add(name, value.detach().double().sum(), float(value.numel()))
+            return
+        try:
+            number = float("text" if isinstance(value, str | bytes) else value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"log_metric({name!r}, {value!r}): must be a number or a tensor.") from error
+        self._add(name, number, 1.0)
+
+    def scalar(self, **values: float | Tensor) -> None:
+        """`log_metric` of each name."""
         for name, value in values.items():
-            self._add(name, float(value), 1.0)
+            self.log_metric(name, value)
 
     def denominator(self, **masks: Tensor) -> None:
         """Bool tensors that say which entries of later `stat`s count; how many do is exported."""
@@ -66,7 +99,7 @@ class StatsTracker:
         mask = self._masks.get(self._within(denominator))
         if mask is None:
             raise ValueError(
-                f"stat(denominator={denominator!r}): is not known in the scope {'/'.join(self._scopes)!r}; call "
+                f"stat(denominator={denominator!r}): is not known in the scope {'/'.join(self._scopes.get())!r}; call "
                 f"denominator({denominator}=...) there first."
             )
         for name, value in values.items():
@@ -78,25 +111,46 @@ class StatsTracker:
             # Sums stay tensors until they are exported: a float here would wait for the GPU in every call.
             self._add(name, value.detach()[mask].double().sum(), mask.sum())
 
+    def take(self) -> Sums:
+        """Return this process's numerators and denominators since the last export or take, and start anew."""
+        with self._lock:
+            sums, self._sums, self._masks = self._sums, {}, {}
+        return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
+
+    def add(self, sums: Mapping[str, Sequence[float]]) -> None:
+        """Add what another process has taken. In an evaluation the call does nothing."""
+        for name, (total, count) in sums.items() if is_counted.get() else ():
+            self._add(name, float(total), float(count))
+
     def export(self) -> dict[str, float]:
         """Return this process's numbers since the last export, `time/step` among them, and start anew.
 
         A mean over nothing is left out.
         """
-        found = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
-        self._sums, self._masks = {}, {}
-        return {name: total / count for name, (total, count) in found.items() if count} | self._timers.snapshot()
+        return means_of([self.take()]) | self._timers.snapshot()
 
     def _within(self, name: str) -> str:
-        return "/".join([*self._scopes, name])
+        return "/".join([*self._scopes.get(), name])
 
     def _add(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         name = self._within(name)
-        before = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = before[0] + total, before[1] + count
+        with self._lock:
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = before[0] + total, before[1] + count
+
+
+def means_of(parts: Sequence[Sums]) -> dict[str, float]:
+    """Return the means of several processes together, each sum of numerators divided once; no mean over nothing."""
+    sums: Sums = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + total, before[1] + count
+    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 _OF_THE_PROCESS = StatsTracker()
 scope, record_timing = _OF_THE_PROCESS.scope, _OF_THE_PROCESS.record_timing
-scalar, denominator, stat = _OF_THE_PROCESS.scalar, _OF_THE_PROCESS.denominator, _OF_THE_PROCESS.stat
-export = _OF_THE_PROCESS.export
+log_metric, scalar = _OF_THE_PROCESS.log_metric, _OF_THE_PROCESS.scalar
+denominator, stat = _OF_THE_PROCESS.denominator, _OF_THE_PROCESS.stat
+take, add, export = _OF_THE_PROCESS.take, _OF_THE_PROCESS.add, _OF_THE_PROCESS.export

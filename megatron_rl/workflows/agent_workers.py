@@ -15,6 +15,7 @@ from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.given import path_of
 from megatron_rl.rewards.reward_service import WorkersTraceback
 from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
+from megatron_rl.telemetry import stats_tracker
 
 AT_ONCE = 16
 """Processes that are started at a time: forking one is quick, and hundreds at once would only wait for each other."""
@@ -110,6 +111,7 @@ class AgentWorkers:
                 f"agent {self.path}: returned {answer['wrong']}; must be a finite number or None, or a list of one "
                 f"number for each reply."
             )
+        stats_tracker.add(answer["logged"])
         value: float | list[float] | None = answer["value"]
         return value
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_rl import log_metric
 from megatron_rl.rewards.locked import SandboxFailed, TextFailed, evaluate
 from tests.kit.waiting import wait_until
 
@@ -92,6 +93,15 @@ def in_parts(completions, **_):
 
 async def awaited_in_parts(**_):
     return {"seven": 7}
+
+
+def logs(completions, **_):
+    log_metric("length", len(completions))
+    log_metric("length", 2)
+    if completions == "raises":
+        raise KeyError("weight")
+    log_metric("share", float("nan") if completions == "nan" else 0.5)
+    return 1.0
 
 
 def loses_its_sandbox(**_):

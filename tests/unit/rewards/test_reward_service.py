@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl import stats_tracker
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import worker_pool as pool_module
 from megatron_rl.rewards.recipe import Recipe, ingredients
@@ -68,6 +70,17 @@ def is_alive(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def test_what_a_reward_gives_to_log_metric_comes_out_of_its_process(serve):
+    service = serve("logs", workers=1)
+    stats_tracker.take()
+    with pytest.raises(RewardFailed):
+        ask(service, "raises")
+    assert ask(service, "four") == 1.0
+    assert stats_tracker.take() == {"length": (6.0, 2.0), "share": (0.5, 1.0)}
+    assert ask(service, "nan") == 1.0
+    assert math.isnan(stats_tracker.take()["share"][0])
 
 
 def test_rewards_are_computed_at_the_same_time_by_at_most_so_many_workers(serve, tmp_path):

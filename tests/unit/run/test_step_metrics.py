@@ -51,6 +51,20 @@ def test_a_step_counts_tokens_of_replies_and_the_ages_of_the_trained_ones():
     assert metrics["histogram/token_age"] == {"0": 0, "1": 7}
 
 
+def test_numbers_of_trajectories_are_means_over_samples():
+    def trajectory(turns: float, sample: int) -> Trajectory:
+        ones = torch.ones(3, dtype=torch.int64)
+        numbers = {"turns": turns, "sample": sample, "part/right": 1.0}
+        return Trajectory(
+            input_ids=ones, loss_mask=ones > 0, logprobs=-ones.float(), versions=ones, reward=1.0, sequence=numbers
+        )
+
+    batch = TrajectoryBatch.from_trajectories([[trajectory(1, 0), trajectory(3, 0), trajectory(5, 1)]])
+    metrics = batch_metrics(batch, version=1)
+    own = {name: value for name, value in metrics.items() if name.startswith("trajectory/")}
+    assert own == {"trajectory/turns": (2.0 + 5.0) / 2}
+
+
 def test_what_is_replayed_is_reported_apart_and_in_nothing_else():
     def trajectory(version: int, reward: float) -> Trajectory:
         ones = torch.ones(3, dtype=torch.int64)

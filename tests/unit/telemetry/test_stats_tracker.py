@@ -1,10 +1,14 @@
 """The tracker of a loop of one's own: numerators and denominators by scope, seconds by name."""
 
+import asyncio
+import contextvars
+
 import pytest
 import torch
 
 from megatron_rl import stats_tracker
-from megatron_rl.telemetry.stats_tracker import StatsTracker
+from megatron_rl.telemetry.rollout_metrics import is_counted
+from megatron_rl.telemetry.stats_tracker import StatsTracker, means_of
 from tests.unit.telemetry.test_timers import Clock
 
 
@@ -51,6 +55,52 @@ def test_the_package_offers_the_tracker_of_the_process():
         stats_tracker.scalar(loss=2.0)
     exported = stats_tracker.export()
     assert exported["actor/loss"] == 2.0 and exported["time/rollout"] <= exported["time/step"]
+
+
+def test_a_metric_is_the_mean_over_numbers_and_entries_of_tensors():
+    tracker = StatsTracker()
+    tracker.log_metric("length", 5)
+    tracker.log_metric("length", torch.tensor([1.0, 2.0, 4.0], requires_grad=True))
+    tracker.log_metric("right", torch.tensor([True, False]))
+    tracker.log_metric("none", torch.zeros(0))
+    tracker.scalar(loss=torch.tensor(3.0))
+    first, second = tracker.take(), {"length": (8.0, 1.0), "loss": (1.0, 1.0)}
+    assert first["length"] == (12.0, 4.0) and tracker.take() == {}
+    assert means_of([first, second]) == {"length": 4.0, "right": 0.5, "loss": 2.0}
+    for wrong in ("1", None, [1.0, 2.0]):
+        with pytest.raises(ValueError, match=r"log_metric\('x', .*\): must be a number or a tensor"):
+            tracker.log_metric("x", wrong)
+
+
+def test_a_tensor_is_not_read_before_the_step_ends():
+    StatsTracker().log_metric("far", torch.empty(3, device="meta"))  # has no value to read
+
+
+def test_scopes_of_tasks_that_run_beside_each_other_do_not_mix():
+    tracker = StatsTracker()
+
+    async def episode(name):
+        with tracker.scope(name):
+            await asyncio.sleep(0)
+            tracker.log_metric("turns", 1)
+
+    async def both():
+        await asyncio.gather(episode("a"), episode("b"))
+
+    asyncio.run(both())
+    assert tracker.take().keys() == {"a/turns", "b/turns"}
+
+
+def test_an_evaluation_logs_nothing():
+    tracker = StatsTracker()
+
+    def evaluate():
+        is_counted.set(False)
+        tracker.log_metric("turns", 1)
+        tracker.add({"calls": [1.0, 1.0]})
+
+    contextvars.copy_context().run(evaluate)
+    assert tracker.take() == {}
 
 
 def test_a_scope_and_a_timing_that_raise_end_too():
