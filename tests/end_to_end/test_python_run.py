@@ -72,10 +72,12 @@ def stopped_and_resumed(model, folder):
     price = 0.25
 
     def costs(completions, answer, **_):
+        rl.log_metric("characters", len(completions))
         return float(completions == answer) - price * len(completions)
 
     @torch_loss()
     def scaled(rows, options):
+        rl.log_metric("ratio", rows.ratio[rows.trained])
         return -rows.advantages * rows.ratio * 0.5
 
     given = {"run": {"folder": str(folder), "steps": 3, "checkpoint_every_steps": 1}, "algo": {"loss": scaled}}
@@ -91,6 +93,9 @@ def test_a_run_of_python_is_stepped_stopped_and_resumed_with_functions_of_its_ow
     first, metrics, samples, reward = run_ranks(1, stopped_and_resumed, model, folder, timeout_s=LATE_S)[0]
     assert first["step"] == 0 and [line["step"] for line in metrics] == [0, 1, 2]
     assert metrics[0]["reward/mean"] == first["reward/mean"] < 0
+    assert [line["user/ratio"] for line in metrics] == pytest.approx([1.0] * 3, abs=0.1)  # of the loss
+    # Of the rewards' processes; the first step's replies and rewards come from the journal.
+    assert "user/characters" not in metrics[0] and all(0 < line["user/characters"] <= 8 for line in metrics[1:])
     assert samples and all(row["reward"] <= 0 for row in samples if row["reply"])
     assert re.fullmatch(r"function_[0-9a-f]{12}:costs", reward)
     assert (folder / "report.html").is_file() and (folder / "final/model.safetensors").is_file()
