@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -139,9 +139,13 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def prepare_batch(
-        self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
+        self, prompts: Iterable[Any], workflow: RolloutWorkflow, count: int | None = None
     ) -> TrajectoryBatch:
-        """Keep episodes in flight as staleness allows and return the next `count` groups."""
+        """Keep episodes in flight as staleness allows and return the next `count` groups.
+
+        prompts: gives rows, or lists of rows as a DataLoader does. One that can be begun anew, as a list, is endless.
+        count: where none is given, batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
+        """
 
     @abc.abstractmethod
     def pause(self) -> None:

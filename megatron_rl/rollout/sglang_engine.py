@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import InferenceEngine, RequestRefused, RolloutWorkflow
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import RolloutConfig, TrainConfig
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.routes import RouteForm
@@ -32,7 +32,7 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def __init__(
         self,
-        config: RolloutConfig,
+        config: RolloutConfig | TrainConfig,
         *,
         seed: int | None = None,
         events: Sequence[RolloutEvents] = (),
@@ -41,7 +41,15 @@ class RemoteSGLangEngine(InferenceEngine):
         vocab_size: int | None = None,
         routes: RouteForm | None = None,
     ) -> None:
-        """The options are those of RolloutService. Callbacks come on the event loop's thread."""
+        """The options are those of RolloutService. Callbacks come on the event loop's thread.
+
+        config: of a TrainConfig its section rollout, and batch.prompts_per_step for `prepare_batch`.
+        """
+        self._prompts_per_step = None
+        if isinstance(config, TrainConfig):
+            config, self._prompts_per_step = config.rollout, config.batch.prompts_per_step
+        self._source: Any = None
+        self._rows: Iterator[dict[str, Any]] = iter(())
         self._service = RolloutService(
             config,
             seed=seed,
@@ -100,9 +108,19 @@ class RemoteSGLangEngine(InferenceEngine):
         return self._running_thread().submit(self._service.executor.evaluate(data, workflow))
 
     def prepare_batch(
-        self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
+        self, prompts: Iterable[Any], workflow: RolloutWorkflow, count: int | None = None
     ) -> TrajectoryBatch:
-        return self._run(self._service.executor.prepare_batch(prompts, workflow, count))
+        if count is None:
+            count = self._prompts_per_step or getattr(prompts, "batch_size", None)
+        if count is None or count < 1:
+            raise ValueError(
+                f"prepare_batch: count = {count}: must be at least 1 where neither the config nor the prompts say how "
+                f"many groups a step has; give count=8, a TrainConfig to the engine, whose batch.prompts_per_step "
+                f"counts, or a DataLoader with a batch_size."
+            )
+        if self._source is not prompts:  # the same one goes on where the last call has left it
+            self._source, self._rows = prompts, rows_of(prompts)
+        return self._run(self._service.executor.prepare_batch(self._rows, workflow, count))
 
     def pause(self) -> None:
         self._run(self._service.pause())
@@ -145,3 +163,25 @@ class RemoteSGLangEngine(InferenceEngine):
         if self._thread is None:
             raise RuntimeError("RemoteSGLangEngine: not initialized, or destroyed; call initialize() first.")
         return self._thread
+
+
+def rows_of(source: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an iterator, or again and again those of what can be begun anew; lists are taken apart.
+
+    ValueError for an entry that is no row, and for a source that has none.
+    """
+    while True:
+        is_empty = True
+        for entry in source:
+            for row in entry if isinstance(entry, list | tuple) else [entry]:
+                if not isinstance(row, dict):
+                    raise ValueError(
+                        f"prepare_batch: prompts gave {type(row).__name__}; must give rows, each a dict, or lists of "
+                        f"them: DataLoader(rows, batch_size=8, collate_fn=list)."
+                    )
+                is_empty = False
+                yield row
+        if isinstance(source, Iterator):
+            return
+        if is_empty:
+            raise ValueError("prepare_batch: prompts has no rows; give at least one.")
