@@ -162,7 +162,7 @@ class PolicyActor:
         why = ""
         if loss.has_gradient == {False}:
             why = "what it returns does not depend on the policy: logprobs or ratio are detached on the way"
-        elif stats[0].grad_norm == 0.0 and bool((shares[0]["advantages"][shares[0]["loss_mask"].bool()] != 0).any()):
+        elif stats[0].applied and stats[0].grad_norm == 0.0 and has_advantages(shares[0]):
             why = "the gradient is 0 though advantages are not: its slope in logprobs is 0, or every token is clipped"
         if why:
             self._is_warned = True
@@ -199,6 +199,11 @@ class Critic:
         """Apply one optimizer step per share; all ranks call it with as many shares."""
         loss = ValueLoss(ValueClipLoss(self.options.value_clip))
         return update_each(self.engine, shares, [loss] * len(shares))
+
+
+def has_advantages(share: TrajectoryBatch) -> bool:
+    """Return whether a trained token of the share has an advantage."""
+    return bool((share["advantages"][share["loss_mask"].bool()] != 0).any())
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:

@@ -14,7 +14,7 @@ class CountingEngine:
 
     def train_batch(self, is_applied, loss, loss_weight_fn=None):
         self.version += is_applied
-        return StepStats(loss=0.0, weight=1, grad_norm=0.0, applied=is_applied, lr=0.0)
+        return StepStats(loss=0.0, weight=1, grad_norm=1.0, applied=is_applied, lr=0.0)
 
     def step_lr_scheduler(self):
         pass

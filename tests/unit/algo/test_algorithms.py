@@ -155,7 +155,7 @@ def test_the_entropy_of_a_skipped_update_steers_no_coefficient():
         def train_batch(self, share, loss, weigh=None):
             applied, entropy = share
             sums = {"tokens": 1.0, "entropy": entropy}
-            return StepStats(loss=0.0, weight=1, grad_norm=0.0, applied=applied, lr=0.0, sums=sums)
+            return StepStats(loss=0.0, weight=1, grad_norm=1.0, applied=applied, lr=0.0, sums=sums)
 
     options = AlgorithmConfig(entropy_coefficient=0.01, entropy_target=0.5, entropy_step=0.002)
     actor = PolicyActor(Engine(0), options, temperature=1.0)
