@@ -38,6 +38,8 @@ MARK = "THEMESSAGESTANDSHERE"
 """In place of a message's content, to see whether the template shows it."""
 BEFORE = ("\n", ".", "a")
 """Texts behind which an encoding is taken that has nothing of its own before it."""
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
+"""Errors that a template may raise over messages that it was not written for."""
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*(<think>\s*)?\Z")
 THOUGHT_END = "</think>"
@@ -142,7 +144,14 @@ class ChatTemplate(Form):
     ValueError, which names the role or field, for messages that the template does not show as they are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        enable_thinking: bool = False,
+        row_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """row_args: the template arguments of the row that a dialogue begins with; they win over the run's."""
         self.tokenizer = tokenizer
         self.arguments = {"enable_thinking": enable_thinking} | tokenizer.init_kwargs.get(TEMPLATE_ARGS, {})
         if not tokenizer.chat_template:
@@ -151,8 +160,11 @@ class ChatTemplate(Form):
                 f"messages; take the instruct version of the model, add chat_template.jinja, or give prompts as text."
             )
         self._check_read(tokenizer.init_kwargs.get(TEMPLATE_ARGS, {}), "data.template_args")
+        self.arguments |= self._args_of(row_args)
 
     def _check_read(self, arguments: Mapping[str, Any], key: str) -> None:
+        if not arguments:
+            return
         found = self.tokenizer.chat_template
         words = {
             word for text in (found.values() if isinstance(found, dict) else [found]) for word in WORD.findall(text)
@@ -202,12 +214,16 @@ class ChatTemplate(Form):
         return ids
 
     def _read(self, data: dict[str, Any]) -> tuple[list[Message], list[Message] | None, dict[str, Any]]:
-        own = data.get(ROW_ARGS) or {}
-        if not isinstance(own, Mapping) or TAKEN & set(own):
-            raise ValueError(f"{ROW_ARGS} = {shown(own)}: must be an object of the chat template's own arguments.")
-        self._check_read(own, ROW_ARGS)
         messages = self._for_template(normal_messages(data["messages"]))
-        return messages, normal_tools(data.get("tools")), self.arguments | dict(own)
+        return messages, normal_tools(data.get("tools")), self.arguments | self._args_of(data.get(ROW_ARGS))
+
+    def _args_of(self, given: Any) -> dict[str, Any]:
+        """Return a row's arguments of the template, checked; a data frame fills those that a row lacks with None."""
+        if given is not None and (not isinstance(given, Mapping) or TAKEN & set(given)):
+            raise ValueError(f"{ROW_ARGS} = {shown(given)}: must be an object of the chat template's own arguments.")
+        own = {name: value for name, value in (given or {}).items() if value is not None}
+        self._check_read(own, ROW_ARGS)
+        return own
 
     def _asks_for_thoughts(self, data: dict[str, Any]) -> bool:
         set_for_run = self.tokenizer.init_kwargs.get(TEMPLATE_ARGS, {})
@@ -215,7 +231,7 @@ class ChatTemplate(Form):
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
         """Give developers' messages the role `system` where the template knows no other."""
-        if self._shows_developers or all(message["role"] != "developer" for message in messages):
+        if all(message["role"] != "developer" for message in messages) or self._shows_developers:
             return messages
         return [it | {"role": "system"} if it["role"] == "developer" else it for it in messages]
 
@@ -370,7 +386,7 @@ class ChatTemplate(Form):
         options = {"tokenize": False, "add_generation_prompt": opens_reply}
         try:
             return str(self.tokenizer.apply_chat_template(messages, tools=tools or None, **options, **arguments))
-        except (TemplateError, TypeError) as error:  # a template may go through what is no list
+        except TEMPLATE_ERRORS as error:
             roles = " ".join(str(message.get("role")) for message in messages)
             raise ValueError(
                 f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; give it a template "
@@ -379,7 +395,9 @@ class ChatTemplate(Form):
 
 
 def form_of(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> Form:
-    return ChatTemplate(tokenizer, enable_thinking=enable_thinking) if "messages" in data else PlainText(tokenizer)
+    if "messages" not in data:
+        return PlainText(tokenizer)
+    return ChatTemplate(tokenizer, enable_thinking=enable_thinking, row_args=data.get(ROW_ARGS))
 
 
 def thinks(reply: Message) -> bool:

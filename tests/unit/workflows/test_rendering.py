@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.workflows.rendering import ChatTemplate, PlainText, prompt_ids, with_replies
+from megatron_rl.workflows.rendering import ChatTemplate, PlainText, form_of, prompt_ids, with_replies
 from tests.kit.chat_zoo import KINDS, ZOO, make_tokenizer
 from tests.kit.examples import max_examples
 
@@ -284,6 +284,8 @@ def test_template_arguments_are_the_runs_and_a_rows_own_win():
     assert prompt_ids(tokenizer, {"messages": ASKED}) == opened != closed
     assert prompt_ids(tokenizer, {"messages": ASKED, "chat_template_kwargs": {"enable_thinking": False}}) == closed
     assert ChatTemplate(tokenizer).following(ASKED, [])[-2:] == opened[-2:]
+    form = form_of({"messages": ASKED, "chat_template_kwargs": {"enable_thinking": False}}, tokenizer)
+    assert form.following(ASKED, [])[-2:] == closed[-2:], "also behind its replies"
     prompt, reply = with_replies(tokenizer, {"messages": ASKED}, ["42"])
     assert prompt == opened and "<think>\n\n</think>\n\n42" in tokenizer.decode(reply)
 
