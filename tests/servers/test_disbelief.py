@@ -14,12 +14,13 @@ from concurrent.futures import wait
 import pytest
 from aiohttp import web
 
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.launch import open_files
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.servers import client, membership
 from megatron_rl.servers.client import ServerError, seconds_of
 from megatron_rl.servers.membership import BAD_REPLIES
+from megatron_rl.workflows import RLVRWorkflow
 from tests.kit.client_calls import ask, request_of, start, update, wait_until_serving
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.scripted_server import counting
@@ -212,7 +213,7 @@ def test_only_server_whose_replies_lack_log_probs_ends_the_run_with_the_reason(s
     wait([start(engine, f"{number}") for number in range(4)], LIMIT_S)
     reason = "the only server left: 16 of its last 16 replies lack .*position 1 = None.*policy/entropy"
     with pytest.raises(RuntimeError, match=reason):
-        engine.rollout_batch([{"messages": []}], workflow=None)
+        engine.rollout_batch([{"input_ids": [1]}], RLVRWorkflow(lambda **_: 0.0, GenerationConfig(), None))
     assert not dropped and engine.serving == [server.url]
 
 
