@@ -51,8 +51,10 @@ def user_metrics(groups: ParallelGroups) -> dict[str, float]:
     All ranks call it. Those of a replica that compute a loss together have its numbers in parts, or all of them the
     same: numerator and denominator add up in both cases.
     """
-    of_ranks: list[Any] | None = [{}] * groups.world_size if groups.is_main else None
-    dist.gather_object(stats_tracker.take(), of_ranks, dst=0, group=groups.control)
+    own = stats_tracker.take()
+    of_ranks = [own] * groups.world_size if groups.is_main else None
+    if groups.world_size > 1:
+        dist.gather_object(own, of_ranks, dst=0, group=groups.control)
     return {f"{stats_tracker.USER}{name}": mean for name, mean in stats_tracker.means_of(of_ranks or []).items()}
 
 

@@ -11,26 +11,36 @@ from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.config.rules import ENTERED
 from megatron_rl.run.step_metrics import user_metrics
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
 from tests.kit.ranks import run_each
 
 
-@registry.torch_loss("logging")
 def logging_loss(rows, options):
     log_metric("square", rows.behavior_logprobs[rows.trained].square())
     stats_tracker.scalar(seven=7)
     return -rows.advantages * rows.ratio
 
 
-@registry.torch_loss("detached")
 def detached(rows, options):
     return -rows.advantages * rows.ratio.detach()
 
 
-@registry.torch_loss("flat")
 def flat(rows, options):
     return -rows.advantages * (rows.logprobs - rows.logprobs)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def entered():
+    """Enter the losses for the tests of this file: later ones look at every entry of the catalogue."""
+    named = {"logging": logging_loss, "detached": detached, "flat": flat}
+    for name, function in named.items():
+        registry.torch_loss(name)(function)
+    yield
+    for name in named:
+        del registry.LOSSES[name]
+        ENTERED["loss"].discard(name)
 
 
 def logged(folder, layout, batch):

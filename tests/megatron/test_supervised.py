@@ -156,6 +156,8 @@ def test_run_is_the_same_on_two_ranks(layout, tmp_path):
 class CountsNothing:
     """A log and a training that do nothing."""
 
+    groups = SimpleNamespace(world_size=1, is_main=True)
+
     def log_step(self, *_):
         pass
 
