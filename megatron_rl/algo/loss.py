@@ -42,7 +42,7 @@ class PolicyLoss:
     options: AlgorithmConfig
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     has_gradient: set[bool] = field(default_factory=set, compare=False)
-    """Whether what a torch loss returned depends on the policy, over its calls so far."""
+    """True once a call of the torch loss returned a tensor that depends on the policy."""
 
     @cached_property
     def entry(self) -> FusedLoss | TorchLoss:  # cached, as this is asked for in every chunk of every microbatch

@@ -20,7 +20,7 @@ COMPARE_GROUP = (
 )
 """Estimators that compare the replies of one prompt, so that there must be several."""
 COMPARE_REWARDS = tuple(it for it in COMPARE_GROUP if it not in ("gdpo", "turn_norm", "gigpo"))
-"""Those that learn nothing where all rewards of a prompt are equal. The others compare parts of rewards, or turns."""
+"""Estimators whose advantages are all 0 if a prompt's rewards are equal. Others compare parts or turns."""
 LOSSES = (
     "ppo_clip",
     "gspo",

@@ -1,4 +1,4 @@
-"""Where the user's own code is among the calls of an error or of a thread, and the call of a function of the user's."""
+"""Find the user's own line in a traceback or in a thread's calls, and call a user's function so that errors name it."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.strict_json import read_unique_json
+
 HUB = "hf:"
 NEEDS = "run pip install 'megatron-rl[data]'"
 ANSWER_S = 10.0
@@ -54,8 +56,7 @@ def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                # Of a name that comes twice json would keep the last, and it would read NaN.
-                rows.append(json.loads(line.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant))
+                rows.append(read_unique_json(line.decode("utf-8")))
                 if b"\\ud" in line.lower():  # half of a character, which no tokenizer takes
                     json.dumps(rows[-1], ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:  # of UTF-8, JSON, or a number of 5,000 digits
@@ -67,19 +68,6 @@ def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
                 kind = type(rows[-1]).__name__
                 raise ValueError(f"{key} = {source!r}, line {number}: is a {kind}; write one JSON object per line.")
     return rows
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has {twice!r} twice")
-    return found
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON; leave it out or write null")
 
 
 def read_parquet(source: str, key: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 MOST = 2**20
 """The limit where the system has none; tools that go through all numbers would take long with more."""
 LEAST = 512
-"""What a process of a run has open in its quietest moments, twice: torch, its ranks, rewards, logs and few requests."""
+"""Smallest limit with which a run starts: twice what an idle process of a run has open."""
 
 
 def raise_limit() -> int:

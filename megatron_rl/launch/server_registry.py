@@ -31,7 +31,7 @@ LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.2
 MOST_BYTES = 1 << 16
-"""Of a registration's file."""
+"""Largest file that is read as a registration."""
 
 
 @dataclass(frozen=True, kw_only=True)

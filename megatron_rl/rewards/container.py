@@ -110,7 +110,7 @@ NET_LIMITS = {
     "ipv4/tcp_rmem": "4096 65536 212992",
     "ipv4/tcp_wmem": "4096 65536 212992",
 }
-"""Of the container's own network."""
+"""Settings below /proc/sys/net, for the container's network alone."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 

@@ -283,7 +283,7 @@ NAME = re.compile(
     r"(?:\\[A-Za-z]+\s*)?[|(]?(?:[A-Za-z]|\\[A-Za-z]+)[A-Za-z' ]*(?:_\s*(?:\w|\{[^{}=]{1,8}\}))?(?:,\s*[A-Za-z])*[|)]?"
     r"(?:\s*\((?:[^()=]|\([^()=]*\))*\))?"
 )
-"""What a value is given as: x, a_{10}, f(2), |x|, (x, y), Area."""
+"""Names that may stand before = and a value: x, a_{10}, f(2), |x|, (x, y), Area."""
 NAME_IN_LIST = re.compile(r"[,;]\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 MOST_MEMBERS = 30
 """Members of a set or list that are compared."""

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.strict_json import repeated
+
 
 def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict[str, Any]:
     """Return the object that a JSON file holds. ValueError names file and fault, and ends with the remedy.
@@ -27,12 +29,9 @@ def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+    if (name := repeated(pairs)) is not None:
+        raise ValueError(f"an object has the key {name!r} twice")
+    return dict(pairs)
 
 
 def _refuse(name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_rl.api import ContextOutgrown, RequestRefused
+from megatron_rl.config.strict_json import read_json
 from megatron_rl.workflows.agent_api import AgentApi, Answer, Event
 from megatron_rl.workflows.agent_request import BadRequest
 from megatron_rl.workflows.agent_session import AgentSession, SessionOver
@@ -25,7 +26,6 @@ from megatron_rl.workflows.chat_api import ChatApi
 from megatron_rl.workflows.messages_api import MessagesApi
 from megatron_rl.workflows.responses_api import ResponsesApi
 from megatron_rl.workflows.streamed_text import Progress
-from megatron_rl.workflows.strict_json import read_json
 
 LEAST_BYTES, BYTES_PER_TOKEN = 2**20, 64
 """A request may have so many, and so many more for each token of the context: more text than any dialogue's."""

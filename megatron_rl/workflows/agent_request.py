@@ -9,8 +9,8 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.config.strict_json import read_json
 from megatron_rl.workflows.messages import Message
-from megatron_rl.workflows.strict_json import read_json
 
 
 class BadRequest(Exception):

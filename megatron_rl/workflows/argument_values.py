@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_rl.workflows.strict_json import read_json
+from megatron_rl.config.strict_json import read_json
 from megatron_rl.workflows.tools import LONGEST_CALL
 
 KINDS: dict[str, Callable[[Any], bool]] = {

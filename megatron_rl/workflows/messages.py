@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron_rl.workflows.strict_json import read_json
+from megatron_rl.config.strict_json import read_json
 
 Message = dict[str, Any]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

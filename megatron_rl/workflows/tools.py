@@ -16,8 +16,8 @@ from typing import Any, Self
 import aiohttp
 
 from megatron_rl.api import InfrastructureFailure
+from megatron_rl.config.strict_json import DECODER
 from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
-from megatron_rl.workflows.strict_json import DECODER
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"

@@ -34,8 +34,9 @@ def smaller(text: str, model, folder) -> str:
 
 
 def test_a_notebook_trains_step_by_step_and_shows_progress_and_report(model, tmp_path, monkeypatch):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    needs = "is not installed: pip install 'megatron-rl[dev]'"
+    nbformat, nbclient = (pytest.importorskip(name, reason=f"{name} {needs}") for name in ("nbformat", "nbclient"))
+    pytest.importorskip("ipykernel", reason=f"ipykernel {needs}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     book = nbformat.read(ROOT / "examples/notebook/train.ipynb", as_version=4)
     for cell in book.cells:
