@@ -409,9 +409,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(LogRate())
+    to_log = logging.StreamHandler()
+    to_log.addFilter(LogRate())
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[to_log]
+    )
     if args.parent_pid is not None:
         watch_parent(args.parent_pid)
     try:
