@@ -75,6 +75,7 @@ def is_oftener_right(steps):
     return len(right) >= 10 and mean(right[-5:]) >= mean(right[:5]) + 0.1
 
 
+@pytest.mark.thorough
 def test_policy_learns_from_the_reward_model_alone(reward_model, warm, folder, server):
     model = (f"model.path={warm}", "model.init=hf", "warm_start.updates=0", f"reward_model.path={reward_model}/final")
     watched = "rollout.recipe=[{reward: 'megatron_rl.rewards:exact_match', weight: 0}]"

@@ -70,11 +70,8 @@ def tell_one_rank(run, step):
         assert run.stop_signal.came(within_s=LATE_S)
 
 
-# test_interrupts.py stops training on answers as well.
-@pytest.mark.parametrize(
-    ("run", "loss"),
-    [(pairs, "preference/loss"), pytest.param(answers, "supervised/loss", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough  # test_interrupts.py stops training on answers, test_stopping.py that of a policy
+@pytest.mark.parametrize(("run", "loss"), [(pairs, "preference/loss"), (answers, "supervised/loss")])
 def test_run_that_a_notice_stops_ends_with_the_bits_of_one_that_none_came_to(run, loss, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     check_end(start(whole, run), whole.with_suffix(".txt"))

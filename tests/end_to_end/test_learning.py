@@ -4,8 +4,8 @@ Where nothing else is asked of a run, it ends with the first step that shows it:
 mean above its beginning. The runs are forked from this process and share a server, and for each task the warm start.
 GRPO learns the count task in test_training.py, on four ranks, and here to copy letters from nothing.
 
-`make test` has that of test_training.py, one algorithm with a critic, and one asynchronous run. The other estimators
-and tasks are thorough: they differ in what tests/unit/algo and tests/unit/data compare with definitions.
+`make test` has one asynchronous run. The other estimators, tasks and layouts are thorough: they differ in what
+tests/unit/algo, tests/unit/data and tests/megatron compare with definitions.
 """
 
 import functools

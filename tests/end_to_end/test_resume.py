@@ -122,6 +122,7 @@ def test_the_replay_buffer_is_resumed_too_and_fresh_groups_are_as_young_as_witho
     assert last["mismatch/max"] < 1e-3, "the older policies' tokens have no part in it"
 
 
+@pytest.mark.thorough
 def test_critic_reference_and_warm_start_are_resumed_too(server, tmp_path):
     # The warm start is kept nowhere but in the run itself.
     overrides = ("warm_start.folder=", "warm_start.updates=5", "run.steps=4", "run.checkpoint_every_steps=2")

@@ -1,4 +1,7 @@
-"""A tiny model really learns, in every layout the same way, and a run says what it did."""
+"""A tiny model really learns, in every layout the same way, and a run says what it did.
+
+In `make test` four ranks take a few steps; that a run learns is seen in test_learning.py, on one rank.
+"""
 
 import itertools
 
@@ -7,6 +10,7 @@ import pytest
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.train import main
+from tests.kit.examples import IS_THOROUGH
 from tests.kit.forks import check_end, start_ranks
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import COUNT, evaluations_of, mean, served_by, steps_of, train_forked, train_under_torchrun
@@ -14,7 +18,7 @@ from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
-STEPS = 36
+STEPS = 36 if IS_THOROUGH else 4
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,7 @@ def four_ranks(folder, warm):
     return output.read_text()
 
 
+@pytest.mark.thorough
 def test_count_task_is_learned_on_four_ranks_with_two_servers(four_ranks, folder):
     rewards = [step["reward/mean"] for step in steps_of(folder / "four")]
     assert len(rewards) == STEPS
@@ -95,7 +100,8 @@ def test_token_of_a_run_is_in_no_file_but_its_own(four_ranks, folder):
     own = folder / "four" / "token"
     token = token_in(own)
     others = [path for path in (folder / "four").rglob("*") if path.is_file() and path != own]
-    assert {"server-0.log", "config.yaml", "metrics.jsonl", "rollout.log", "report.html"} <= {p.name for p in others}
+    written = {"server-0.log", "config.yaml", "metrics.jsonl", "rollout.log", "report.html", "report.png"}
+    assert written | {"model.safetensors"} <= {path.name for path in others}
     assert not [path for path in others if token.encode() in path.read_bytes()] and token not in four_ranks
 
 

@@ -102,7 +102,7 @@ def parquet(rows):
     return file.getvalue()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hub():
     files = {"README.md": CARD.encode(), "mixed.parquet": parquet([{"question": "1?"}])}
     files |= {"train.parquet": parquet(TRAIN), "test.parquet": parquet(TRAIN[:1]), "hard.parquet": parquet(HARD)}
@@ -126,26 +126,39 @@ def load(url, folder, *wanted, offline=False):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_data_set_of_the_hub_is_downloaded_once_and_a_resumed_run_goes_on_in_it(hub, tmp_path):
-    first, hard = load(hub.url, tmp_path, (f"hf:{NAME}", "train", None), (f"hf:{NAME}:hard", "train", None))
+NOT_THERE = {
+    "hf:someone/other": "Dataset 'someone/other' doesn't exist",
+    f"hf:{NAME}:harder": "BuilderConfig 'harder' not found",
+    f"hf:{NAME}:mixed": "because column names don't match",
+    f"hf:{NAME}": "no split 'dev'; its splits are train, test",
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def loaded(hub, cache):
+    """What one process has of the data set, of its other config, and of what is not there."""
+    there = [(f"hf:{NAME}", "train", None), (f"hf:{NAME}:hard", "train", None)]
+    return load(hub.url, cache, *there, *((source, "dev", None) for source in NOT_THERE))
+
+
+def test_data_set_of_the_hub_is_downloaded_once_and_a_resumed_run_goes_on_in_it(hub, cache, loaded):
+    first, hard, *_ = loaded
     assert (first["prompts"], hard["prompts"]) == (TRAIN, HARD)
-    downloads = [asked for asked in hub.asked if asked.startswith("GET /datasets/")]
-    assert len(downloads) == len(set(downloads)) == 4, "the card and the files of both, each once"
+    downloads = [asked.rpartition("/")[2] for asked in hub.asked if asked.startswith("GET /datasets/")]
+    assert sorted(downloads) == sorted(hub.files), "the card and the files, each once"
     asked = len(hub.asked)
-    (resumed,) = load(hub.url, tmp_path, (f"hf:{NAME}:easy", "train", first["state"]), offline=True)
+    (resumed,) = load(hub.url, cache, (f"hf:{NAME}:easy", "train", first["state"]), offline=True)
     assert len(hub.asked) == asked, "what is in the cache needs no hub"
     assert resumed["taken"] == first["next"] != first["taken"] and resumed["prompts"] == TRAIN
 
 
-def test_data_set_that_the_hub_does_not_have_is_named_with_its_key(hub, tmp_path):
-    wanted = {
-        "hf:someone/other": "Dataset 'someone/other' doesn't exist",
-        f"hf:{NAME}:harder": "BuilderConfig 'harder' not found",
-        f"hf:{NAME}:mixed": "because column names don't match",
-        f"hf:{NAME}": "no split 'dev'; its splits are train, test",
-    }
-    found = load(hub.url, tmp_path, *((source, "dev", None) for source in wanted))
-    for (source, message), answer in zip(wanted.items(), found, strict=True):
+def test_data_set_that_the_hub_does_not_have_is_named_with_its_key(loaded):
+    for (source, message), answer in zip(NOT_THERE.items(), loaded[2:], strict=True):
         assert answer["error"].startswith(f"data.train = {source!r}: ") and message in answer["error"]
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import random
@@ -176,11 +178,11 @@ print(PromptIterator(prompts).digest)
 
 
 def test_the_digest_is_the_same_in_every_process_whatever_a_prompt_holds():
-    def digest(seed):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        return subprocess.run([sys.executable, "-c", ODD], env=environment, stdout=subprocess.PIPE, check=True).stdout
-
-    assert digest("1") == digest("2") and len(digest("1").strip()) == 32
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", ODD], env=environment, capture_output=True, text=True, check=True)
+    with contextlib.redirect_stdout(io.StringIO()) as here:  # where words are in another order
+        exec(ODD, {})
+    assert done.stdout == here.getvalue() and len(done.stdout.strip()) == 32
     # Of these bytes, whichever version of Python made them.
     content = b'{"prompt": "0?", "answer": "0"}\n{"prompt": "1?", "answer": "1"}\n'
     assert PromptIterator(numbered(2)).digest == hashlib.sha256(content).hexdigest()[:32]

@@ -32,7 +32,7 @@ def rehearsed(rehearsals, tmp_path_factory):
     return rehearse
 
 
-@pytest.mark.parametrize("model", [pytest.param("qwen3-4b", marks=pytest.mark.thorough), "qwen3-30b-a3b"])
+@pytest.mark.parametrize("model", ["qwen3-4b", pytest.param("qwen3-30b-a3b", marks=pytest.mark.thorough)])
 def test_an_update_meets_its_targets(model, rehearsed):
     found = rehearsed(model)
     assert isinstance(found, dict), found

@@ -22,6 +22,7 @@ from megatron_rl.tools.rehearsal.device_memory import kept_by
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, World, check
 from megatron_rl.tools.rehearsal.rehearsed_rank import config_of
+from tests.kit.examples import IS_THOROUGH
 from tests.kit.rehearsals import order_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,7 +216,9 @@ def test_ranks_that_would_wait_for_each_other_are_named_with_both_lines(case, re
         assert " at megatron" in text and ("shape" in text or "size" in text), text
 
 
-def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, tmp_path, capsys):
+def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, rehearsals, tmp_path, capsys, monkeypatch):
+    if not IS_THOROUGH:  # the command's own process imports all anew
+        rehearsals.take_over(monkeypatch)
     words = ["rehearse", CONFIG, f"model.path={model}", *SMALL, *STAGES, "--folder", str(tmp_path / "found")]
     cli.main([*words, "--nodes", "1", "--ranks", "first"])
     text = capsys.readouterr().out
