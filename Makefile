@@ -31,9 +31,7 @@ OLDEST ?= 1
 HALF ?=
 # How many tests run at the same time; the tests of a file stay together, the long ones come first.
 WORKERS ?= 2
-# Tests fork their processes thousands of times, which costs by the page: these are large ones. conftest.py unsets both.
-LARGE_PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc
-PYTEST := $(LARGE_PAGES) $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --progress -o console_output_style=classic
+PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --progress -o console_output_style=classic
 # How many times `make soak` kills a run.
 POINTS ?= 50
 # How long `make soak-chaos` goes on.

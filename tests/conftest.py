@@ -4,12 +4,10 @@ What the tests import is kept from the collector, in this process and in those t
 only ends a test that hangs, and is longer on a slow or busy machine.
 """
 
-import ctypes
 import gc
 import os
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 # Tests share cores with forked ranks and servers; spinning OpenMP threads of one would starve the others.
@@ -35,9 +33,8 @@ from tests.kit.waiting import SLOWNESS  # noqa: E402
 platform.prepare()  # before any test imports megatron.core
 
 HANGS_S = 600.0
-ALLOCATION = ("GLIBC_TUNABLES", "PYTHONMALLOC")
-"""The Makefile's, for these processes alone. In huge pages they are forked in a third of the time."""
 pytest_plugins = [
+    "tests.kit.large_pages",
     "tests.order",
     "tests.progress",
     "tests.proofs",
@@ -51,19 +48,6 @@ pytest_plugins = [
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.timeout is None:
         config.option.timeout = HANGS_S * SLOWNESS
-    if not config.getoption("numprocesses", None):  # not what starts the workers: programs of tests have the usual ones
-        for name in ALLOCATION:
-            os.environ.pop(name, None)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Give back what a file's tests have freed: a fork copies a page table for all that this process has."""
-    done = yield
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-    return done
 
 
 @pytest.hookimpl(tryfirst=True)

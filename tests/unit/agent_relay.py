@@ -2,8 +2,7 @@
 
 import asyncio
 import inspect
-import os
-import tempfile
+import secrets
 import threading
 from multiprocessing.connection import Client, Listener
 
@@ -20,7 +19,7 @@ def relay(base_url, api_key, data, address):
 
 def here(agent):
     """The arguments of an AgentWorkflow whose agent is called here, in a thread for each run."""
-    address = os.path.join(tempfile.mkdtemp(), "agent")
+    address = f"\0agent-{secrets.token_hex(16)}"  # in no folder, so that none is left
     listener = Listener(address, backlog=256)
 
     def accept():

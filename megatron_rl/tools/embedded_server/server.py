@@ -411,9 +411,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     to_log = logging.StreamHandler()
     to_log.addFilter(LogRate())
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[to_log]
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[to_log])
     if args.parent_pid is not None:
         watch_parent(args.parent_pid)
     try:
