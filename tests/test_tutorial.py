@@ -1,7 +1,7 @@
 """Every block of docs/tutorial.md runs, in the order in which a reader types them.
 
-Two things are changed, and no others: the path of SmolLM2 becomes that of a model of 140 k parameters, and run.steps
-becomes 2, with a checkpoint after the first one. The block that installs is left to `make --dry-run`. `megatron-rl`
+Three things are changed, and no others: the path of SmolLM2 becomes that of a model of 140 k parameters, a step has 2
+prompts, and run.steps becomes 2, with a checkpoint after the first one. The block that installs is left to `make --dry-run`. `megatron-rl`
 is forked from this process, whose imports its programs need not repeat.
 """
 
@@ -33,6 +33,7 @@ def smaller(block: str, model: Path) -> str:
         (MODEL, str(model)),
         ("run.checkpoint_every_steps=6", "run.checkpoint_every_steps=1"),
         ("step-6", "step-1"),
+        ("prompts_per_step: 8", "prompts_per_step: 2"),
     ):
         block = block.replace(written, tried)
     return re.sub(r"steps(: |=)\d+(?=[ }])", r"steps\g<1>2", block)

@@ -100,10 +100,11 @@ def test_each_benchmark_of_the_page_is_tried_here():
 @pytest.mark.parametrize(
     "names, shown",
     [
-        (
+        pytest.param(
             QUICK,
             ("| 1e-06 | bfloat16 |", "GAE, 32 tokens in 4 sequences")
             + ("in the background, later", "first-fit-decreasing", "code, one test"),
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             STARTS_PROCESSES,

@@ -10,7 +10,6 @@ import pytest
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.train import main
-from tests.kit.examples import IS_THOROUGH
 from tests.kit.forks import check_end, start_ranks
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import COUNT, evaluations_of, mean, served_by, steps_of, train_forked, train_under_torchrun
@@ -18,7 +17,9 @@ from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
-STEPS = 36 if IS_THOROUGH else 4
+STEPS = 36
+"""In which four ranks learn; without the test of that they take FEW."""
+FEW = 4
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +45,18 @@ def servers(two_servers):
 
 
 @pytest.fixture(scope="module")
-def four_ranks(folder, warm):
+def four_ranks(folder, warm, request):
     """The output of the run."""
-    layout = ("parallel.tensor=2", "parallel.pipeline=2", "optimizer.lr=1e-3", f"run.steps={STEPS}")
+    is_long = any(item.function is test_count_task_is_learned_on_four_ranks for item in request.session.items)
+    steps = f"run.steps={STEPS if is_long else FEW}"
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "optimizer.lr=1e-3", steps)
     settings, output = (COUNT, *warm, *layout, f"run.folder={folder}/four"), folder / "four.txt"
     check_end(start_ranks(4, lambda settings: main(list(settings)), settings, output), output)
     return output.read_text()
 
 
 @pytest.mark.thorough
-def test_count_task_is_learned_on_four_ranks_with_two_servers(four_ranks, folder):
+def test_count_task_is_learned_on_four_ranks(four_ranks, folder):
     rewards = [step["reward/mean"] for step in steps_of(folder / "four")]
     assert len(rewards) == STEPS
     assert mean(rewards[-10:]) >= mean(rewards[:10]) + 0.25
@@ -72,10 +75,13 @@ def test_first_step_of_four_ranks_is_that_of_one_process(four_ranks, folder):
     assert four["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
 
 
-def test_two_data_parallel_replicas_under_torchrun_take_the_same_first_step(folder, warm, servers):
-    arguments = ("run.steps=1", "optimizer.distributed=true", "rollout.publication=ipc", f"run.folder={folder}/two")
-    train_under_torchrun(COUNT, *warm, *servers, *arguments, ranks=2)
-    one, two = steps_of(folder / "one")[0], steps_of(folder / "two")[0]
+@pytest.mark.parametrize(
+    "start", [train_forked, pytest.param(train_under_torchrun, marks=pytest.mark.thorough)], ids=lambda it: it.__name__
+)
+def test_two_data_parallel_replicas_take_the_same_first_step(start, warm, servers, folder, tmp_path):
+    arguments = ("run.steps=1", "optimizer.distributed=true", "rollout.publication=ipc", f"run.folder={tmp_path}/two")
+    start(COUNT, *warm, *servers, *arguments, ranks=2)
+    one, two = steps_of(folder / "one")[0], steps_of(tmp_path / "two")[0]
     assert one["reward/mean"] == two["reward/mean"], "the replicas' executors sampled the same replies"
     assert one["publish/verified_tensors"] == two["publish/verified_tensors"] > 0, "whatever the transport"
     assert two["policy/first_loss"] == pytest.approx(one["policy/first_loss"], abs=1e-5)
