@@ -1,8 +1,8 @@
 """Every block of docs/tutorial.md runs, in the order in which a reader types them.
 
 Three things are changed, and no others: the path of SmolLM2 becomes that of a model of 140 k parameters, a step has 2
-prompts, and run.steps becomes 2, with a checkpoint after the first one. The block that installs is left to `make --dry-run`. `megatron-rl`
-is forked from this process, whose imports its programs need not repeat.
+prompts, and run.steps becomes 2, with a checkpoint after the first one. The block that installs is left to
+`make --dry-run`. `megatron-rl` is forked from this process, whose imports its programs need not repeat.
 """
 
 from __future__ import annotations
