@@ -100,14 +100,16 @@ def quickstart(model, folder):
 
 
 @pytest.mark.slow
-def test_the_quickstart_is_ten_lines_and_runs(tmp_path):
+def test_the_quickstart_is_ten_lines_and_runs(tmp_path, monkeypatch):
     pytest.importorskip("megatron", reason="megatron-core is not installed")
+    from tests.kit.programs import fork_programs
     from tests.kit.ranks import run_ranks
     from tests.kit.served_models import make_tiny_model
     from tests.kit.waiting import LATE_S
 
     assert sum(bool(line.strip()) for line in BLOCKS["quickstart"].splitlines()) <= 10
     model = make_tiny_model(tmp_path / "model")
+    fork_programs(monkeypatch)
     metrics, page = run_ranks(1, quickstart, model, tmp_path, timeout_s=LATE_S)[0]
     assert len(metrics) == 1 and page == "runs/default/report.html" and (tmp_path / page).is_file()
 
@@ -141,12 +143,14 @@ def areal(model, folder):
 
 
 @pytest.mark.slow
-def test_remax_in_the_style_of_areal_runs_by_its_own_loop(tmp_path):
+def test_remax_in_the_style_of_areal_runs_by_its_own_loop(tmp_path, monkeypatch):
     pytest.importorskip("megatron", reason="megatron-core is not installed")
+    from tests.kit.programs import fork_programs
     from tests.kit.ranks import run_ranks
     from tests.kit.served_models import make_tiny_model
     from tests.kit.waiting import LATE_S
 
     model = make_tiny_model(tmp_path / "model")
+    fork_programs(monkeypatch)
     found = run_ranks(1, areal, model, tmp_path / "servers", timeout_s=LATE_S)[0]
     assert found == (4, True, 2)

@@ -102,7 +102,7 @@ def float64_update(name, folder):
     return loss.item(), {n: p.grad for n, p in model.named_parameters()}, int(data["loss_mask"].sum())
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", CASES)
 def test_update_is_that_of_the_definition_in_float64(name, backend, folder):
     loss, gradients, tokens = float64_update(name, folder)

@@ -215,7 +215,7 @@ def test_betas_and_eps_are_the_configs_after_a_resume_and_another_dtype_is_refus
     assert len(found) == 4 and set.union(*found.values()) == {(0.5, 0.75, 1e-2)}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_engine_that_never_trained_can_be_saved_and_resumed(tmp_path):
     make_model("llama", tmp_path / "model")
     expected = run_ranks(1, uninterrupted, tmp_path / "model", 1)[0][0]
@@ -348,7 +348,7 @@ def lose_one_of_the_writers(folder, target):
     return forks, raised
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_lost_process_of_a_writer_fails_that_checkpoint_on_all_ranks_at_once_and_leaves_no_orphan(tmp_path):
     make_model("llama", tmp_path / "model")
     ranks = run_ranks(2, lose_one_of_the_writers, tmp_path / "model", tmp_path / "checkpoint")
@@ -515,7 +515,7 @@ def trained(tmp_path_factory):
     return folder / "model", folder / "checkpoint"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_upstream_distributed_adam_still_needs_its_fix(trained):
     with pytest.raises(AssertionError, match="KeyError: 'step'"):
         run_ranks(2, without_fix, *trained)

@@ -150,8 +150,8 @@ def values_of_the_other(backend, folder):
     return values_and_scores(make_any(backend, folder, head="value"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["tp2_sp", "tp2_pp2"])
 def test_critics_agree_and_load_each_other(layout, tied, tmp_path):
     updates, values = {}, {}
     for backend in ("fsdp", layout):  # all of FSDP2's ranks but one hold nothing of the head
@@ -212,8 +212,8 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedules", [SCHEDULES[:2], pytest.param(SCHEDULES[2:], marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedules", [SCHEDULES[:2], SCHEDULES[2:]])
 def test_learning_rates_are_megatrons(schedules, tied):
     for ours, megatrons in run_ranks(1, rates_of_both, tied, schedules)[0]:
         assert ours == pytest.approx(megatrons, rel=1e-12, abs=0) and len(set(ours)) > 3

@@ -25,6 +25,8 @@ from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model, make_value
 from tests.kit.ranks import run_ranks
 from tests.kit.waiting import LATE_S
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 TOLERANCE = 1e-5
 CASES = {
     "dpo": {"beta": 0.5},

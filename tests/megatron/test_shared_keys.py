@@ -112,7 +112,7 @@ def test_updates_by_the_kernels_of_cuda_are_those_of_a_cpu(layout, budgets, fami
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["1", "cp2"])
+@pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.thorough), "cp2"])
 def test_a_head_with_a_sink_has_its_share_of_the_sum(layout, folder_of):
     *updates, in_place = run_ranks(LAYOUTS[layout][0], as_on_cuda, folder_of("gpt_oss", layout), layout, "flex", 200)[0]
     assert_same_updates(updates, on_a_cpu(folder_of("gpt_oss", layout)))

@@ -22,6 +22,8 @@ from megatron_rl.weights.architecture import read_architecture
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, make_value_model, share_of
 from tests.kit.ranks import run_each, run_ranks
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 POLICY_LOSS = LogprobLoss(PolicyLoss(AlgorithmConfig()), temperature=0.7, by_row=True)
 SCHEDULE = {"schedule": "linear", "warmup_updates": 1, "lr": 1e-3}
 WORLDS = {

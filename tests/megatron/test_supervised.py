@@ -24,6 +24,8 @@ from megatron_rl.types import StepStats
 from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model
 from tests.kit.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 TOLERANCE = 1e-5
 # Every answer in a microbatch of its own, of which two replicas have three and two; some together; all in one.
 SPLITS = {"1": (1, 30, 1000), "tp2_sp": (30,), "tp2_pp2": (30,), "pp2_vpp2": (30,), "dp2": (1, 1000), "cp2": (30,)}
@@ -199,7 +201,7 @@ def test_a_checkpoint_of_an_earlier_version_which_counted_no_rows_is_resumed_aft
     assert steps_from(state, 6).numbers(3) == steps_from(None, 6).numbers(3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_resumed_run_takes_changed_betas_and_says_so_and_refuses_another_dtype_by_name(tmp_path, capfd):
     settings = ("run.checkpoint_every_steps=2", "run.save_at_end=false", f"run.folder={tmp_path}/run")
     run_ranks(1, run_of, *settings, "run.steps=2")

@@ -1,8 +1,7 @@
 """Rewards that Python code gives as functions: found by other processes, or refused at once with the way out."""
 
 import functools
-import os
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from megatron_rl.config import GenerationConfig, RolloutConfig, RunConfig, TrainConfig
 from megatron_rl.config.import_path import resolve
 from megatron_rl.rewards import exact_match
-from tests.kit.waiting import LATE_S
 from tests.unit import trying_rewards
 
 PROGRAM = """
@@ -33,23 +31,29 @@ GUARD, NO_GUARD = 'if __name__ == "__main__":\n    start()\n', "start()\n"
 
 
 def run(folder, end, name="my_program.py"):
-    file = folder / name
+    """Run the program in a process that need not import anything; return its exit code and the lines that it wrote."""
+    from tests.kit.forks import exit_codes
+    from tests.kit.ranks import fork
+
+    def as_main(file):
+        sys.argv, sys.path[:0] = [str(file)], [str(folder)]
+        runpy.run_path(str(file), run_name="__main__")
+
+    file, output = folder / name, folder / "output.txt"
     file.write_text(PROGRAM + end)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=LATE_S)
+    (code,) = exit_codes([fork(as_main, file, output)])
+    return code, output.read_text().splitlines()
 
 
 @pytest.mark.slow
 def test_a_function_of_the_program_itself_is_a_reward(tmp_path):
-    done = run(tmp_path, GUARD)
-    assert done.stdout == "my_program:mine ['my_program'] 0.5\n" * 2, done.stderr
+    assert run(tmp_path, GUARD) == (0, ["my_program:mine ['my_program'] 0.5"] * 2)
 
 
 @pytest.mark.slow
 def test_a_program_without_a_guard_ends_at_once_with_the_remedy(tmp_path):
-    done = run(tmp_path, NO_GUARD)
-    *_, last = done.stderr.splitlines()
-    assert done.returncode == 1 and last.startswith(f"ValueError: {tmp_path}/my_program.py, line ")
+    code, (*_, last) = run(tmp_path, NO_GUARD)
+    assert code == 1 and last.startswith(f"ValueError: {tmp_path}/my_program.py, line ")
     assert last.endswith('put what starts the run under `if __name__ == "__main__":`.')
 
 
@@ -64,8 +68,7 @@ def test_a_run_does_not_start_while_its_reward_is_looked_for(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_program_that_no_other_process_can_import_is_told_what_to_do(tmp_path):
-    done = run(tmp_path, GUARD, "my-program.py")
-    *_, last = done.stderr.splitlines()
+    _, (*_, last) = run(tmp_path, GUARD, "my-program.py")
     assert last.startswith("ValueError: rollout.reward = '__main__:mine'") and "cannot be imported by a name" in last
     assert "put the function into a file beside it" in last
 

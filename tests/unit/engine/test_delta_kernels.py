@@ -19,12 +19,9 @@ PACKAGE = Path(sys.prefix) / "share" / "fla"  # where `make` puts it
 HAS_PACKAGE = (PACKAGE / "fla").is_dir() and importlib.util.find_spec("triton") is not None
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # the same calls with plain torch's kernels are in tests/megatron/test_delta_nets.py
 @pytest.mark.skipif(not HAS_PACKAGE, reason=f"fla-core is not in {PACKAGE}, or there is no triton")
-@pytest.mark.parametrize(
-    "tree",
-    ["forked", pytest.param("apart", marks=pytest.mark.thorough)],  # it has a sequence of its own, too
-)
+@pytest.mark.parametrize("tree", ["forked", "apart"])
 def test_the_packages_kernels_give_results_and_gradients_of_plain_torch(tree, tmp_path):
     output = tmp_path / "found.pickle"
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{PACKAGE}"}
