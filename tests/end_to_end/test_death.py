@@ -84,6 +84,7 @@ def alive(processes):
     return [process for process in processes if is_alive(process.pid)]
 
 
+@pytest.mark.thorough  # tests/servers/test_faults.py kills them under a rollout
 def test_training_goes_on_while_servers_are_killed_and_restarted(start_run, tmp_path):
     folder = tmp_path / "run"
     launcher = start_run(2)  # two rollout ranks, each with a client of its own

@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ LAYOUTS = {
     "distributed_ep2": ({"distributed": True}, ParallelConfig(expert=2)),
     "distributed_pp2": ({"distributed": True}, ParallelConfig(pipeline=2)),
 }
-QUICK = ("plain_dp2", "distributed_ep2")
 
 
 def resident(kind):
@@ -61,19 +59,12 @@ def found(tmp_path_factory):
     sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 8}
     make_model("qwen3_moe", folder / "model", vocab_size=2048, num_hidden_layers=4, **sizes)
 
-    @cache
-    def of(is_quick):
-        own = {name: case for name, case in LAYOUTS.items() if (name in QUICK) == is_quick}
-        return run_each(2, saved, {name: (folder / "model", folder / name, *case) for name, case in own.items()})
-
-    return lambda name: of(name in QUICK)[name]
+    return run_each(2, saved, {name: (folder / "model", folder / name, *case) for name, case in LAYOUTS.items()})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in LAYOUTS]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_takes_one_copy_of_what_a_rank_writes_again_and_again_the_same(name, found):
-    for rises, written, planned in found(name):
+    for rises, written, planned in found[name]:
         assert written == pytest.approx(planned, rel=0.01)
         assert max(rises) < 1.05 * written + FIXED_BYTES, (rises, written)

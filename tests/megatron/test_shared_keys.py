@@ -82,31 +82,23 @@ LAYOUTS_HERE = [pytest.param("cp2", BUDGETS[:1], marks=pytest.mark.slow)]
 OTHERS = [("1", BUDGETS), ("cp2", BUDGETS[1:]), *((layout, BUDGETS) for layout in ("tp2_sp", "pp2_vpp2", "dp2"))]
 LAYOUTS_HERE += [pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS]
 FAMILIES = ("qwen3_tied_one_kv_head", "gemma3", "deepseek_v3")
-SHARED_KEYS = ("copied", "flex")
+SHARED_KEYS = [
+    ("copied", FAMILIES[:1]),
+    ("flex", FAMILIES),
+    pytest.param("copied", FAMILIES[1:], marks=pytest.mark.thorough),
+]
+"""Keys that are copied are of any family alike."""
 
 
-@pytest.fixture(scope="module")
-def ran(folder_of):
-    """A function: layout, budgets -> by (family, shared keys, tokens of a microbatch) what each rank found."""
-
-    @functools.cache
-    def run(layout, budgets):
-        cases = itertools.product(FAMILIES, SHARED_KEYS, budgets)
-        return run_each(
-            LAYOUTS[layout][0],
-            as_on_cuda,
-            {(family, *case): (folder_of(family, layout), layout, *case) for family, *case in cases},
-        )
-
-    return run
-
-
-@pytest.mark.parametrize("shared_keys", SHARED_KEYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared_keys,families", SHARED_KEYS)
 @pytest.mark.parametrize("layout,budgets", LAYOUTS_HERE)
-def test_updates_by_the_kernels_of_cuda_are_those_of_a_cpu(layout, budgets, family, shared_keys, folder_of, ran):
-    for tokens in budgets:
-        *updates, in_place = ran(layout, budgets)[family, shared_keys, tokens][0]
+def test_updates_by_the_kernels_of_cuda_are_those_of_a_cpu(layout, budgets, shared_keys, families, folder_of):
+    cases = {
+        (family, tokens): (folder_of(family, layout), layout, shared_keys, tokens)
+        for family, tokens in itertools.product(families, budgets)
+    }
+    for (family, _), ranks in run_each(LAYOUTS[layout][0], as_on_cuda, cases).items():
+        *updates, in_place = ranks[0]
         assert_same_updates(updates, on_a_cpu(folder_of(family, layout)))
         assert (in_place > 0) == (shared_keys == "flex")
 
