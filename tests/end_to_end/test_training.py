@@ -18,7 +18,7 @@ from tests.kit.waiting import LATE_S
 pytestmark = pytest.mark.slow
 
 STEPS = 36
-"""In which four ranks learn; without the test of that they take FEW."""
+"""Steps of the run on four ranks if the test that it learns is selected; else the run has FEW steps."""
 FEW = 4
 
 

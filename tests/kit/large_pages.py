@@ -16,7 +16,7 @@ import pytest
 
 LARGE_BYTES = 1 << 21
 MADV_COLLAPSE = 25
-"""Of Linux 6.1 and later; others refuse it, and all stays as it is."""
+"""Advice to madvise since Linux 6.1. An older kernel refuses it, and the pages stay small."""
 FORKS_UNTIL_JOINED = 25
 
 libc = ctypes.CDLL(None)

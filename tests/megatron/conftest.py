@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def programs_are_forked() -> Iterator[None]:
-    """For whole runs: what makes their report is forked from them, and imports nothing."""
+    """Let runs start the program of their report as a fork, which need not import anything."""
     from tests.kit.programs import fork_programs
 
     with pytest.MonkeyPatch.context() as patch:

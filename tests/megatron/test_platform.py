@@ -61,7 +61,6 @@ def test_fixes_are_applied_where_another_package_has_its_own_loader_for_every_fi
     assert fresh[0] == ["Loader", "megatron_rl.platform.upstream"]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_rank_without_cuda_imports_no_compiler_and_leaves_torchs_own_as_it_is(fresh):
     assert fresh[1] == ["False", "True"]

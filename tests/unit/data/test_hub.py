@@ -141,7 +141,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(hub, cache):
-    """What one process has of the data set, of its other config, and of what is not there."""
+    """Answers of one process that loads the data set, its other config, and four things that the hub does not have."""
     there = [(f"hf:{NAME}", "train", None), (f"hf:{NAME}:hard", "train", None)]
     return load(hub.url, cache, *there, *((source, "dev", None) for source in NOT_THERE))
 

@@ -296,7 +296,13 @@ def test_metric_unknown_to_the_report_gets_a_chart(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "evaluations"), [(1, ()), (1, (0, 1)), (5, (0,)), (50, (0, 10, 50))])
+@pytest.mark.parametrize(
+    ("steps", "evaluations"),
+    [
+        *((1, ()), (1, (0, 1)), (5, (0,))),
+        pytest.param(500, (0, 100, 500), marks=pytest.mark.thorough),
+    ],
+)
 def test_short_long_and_unfinished_runs_have_a_report(tmp_path, steps, evaluations):
     write_run(tmp_path, steps=steps, evaluations=evaluations)
     page, source = report(tmp_path)
