@@ -52,18 +52,19 @@ class StatusFile:
         self.path, self._executor, self._tokenizer = path, executor, tokenizer
         self._version, self._servers = version, servers
         self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
 
     def begin(self) -> None:
         """Begin to write; does nothing where it has begun."""
         if self._task is None:
+            self._closing.clear()
             self._task = asyncio.get_running_loop().create_task(self._write_on())
 
     async def close(self) -> None:
         """Say that the process has ended. May be called twice."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            self._closing.set()
+            await self._task  # not cancelled: a write that a thread still does would come after the last word
             self._task = None
             self._write(self.status() | {"ended": True})
 
@@ -98,10 +99,11 @@ class StatusFile:
         return str(self._tokenizer.decode(tokens[-TOKENS:], skip_special_tokens=True))[-LETTERS:]
 
     async def _write_on(self) -> None:
-        while True:
+        while not self._closing.is_set():
             # On a slow disk not the loop but this alone waits.
             await asyncio.to_thread(self._write, self.status())
-            await asyncio.sleep(EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), EVERY_S)
 
     def _write(self, status: dict[str, Any]) -> None:
         unfinished = self.path.with_suffix(".unfinished")

@@ -153,6 +153,34 @@ def test_the_status_of_thousands_of_episodes_is_as_small_as_that_of_a_few(tmp_pa
     assert ended["ended"] and ended["episodes"]["running"] == 0 and Watch(tmp_path).state()["state"] == "ended"
 
 
+def test_the_last_word_of_a_process_comes_after_a_write_that_its_slow_disk_still_does(tmp_path):
+    engine = Versioned(make_tokenizer(), script=lambda _: "it is 42<eos>")
+    begun, may_write = threading.Event(), threading.Event()
+
+    async def run():
+        executor = RolloutExecutor(engine, RolloutConfig(), RolloutMetrics())
+        file = StatusFile(tmp_path / "s", lambda: executor, None, version=engine.get_version, servers=lambda: [])
+        write = file._write
+
+        def slow(status):
+            if not status["ended"]:
+                begun.set()
+                may_write.wait()
+            write(status)
+
+        file._write = slow
+        file.begin()
+        await asyncio.to_thread(begun.wait)
+        closing = asyncio.create_task(file.close())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        may_write.set()
+        await closing
+
+    asyncio.run(run())  # ends its threads too
+    assert json.loads((tmp_path / "s").read_text())["ended"]
+
+
 def test_what_a_slow_episode_said_last_is_told(tmp_path):
     engine = Versioned(make_tokenizer(), script=lambda _: "it is 42<eos>")
 
