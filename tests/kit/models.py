@@ -204,10 +204,20 @@ LAYOUTS = {
 }
 
 
-def make_model(family: str, folder: Path, **changes):
+def config_of(family: str, layers: int | None):
+    """A copy of the family's config, with its first `layers` layers: two are enough for all but chunks of stages."""
+    config = copy.deepcopy(FAMILIES[family])
+    if layers is not None:
+        config.update({"num_hidden_layers": layers})
+        if getattr(config, "layer_types", None):
+            config.update({"layer_types": config.layer_types[:layers]})
+    return config
+
+
+def make_model(family: str, folder: Path, layers: int | None = None, **changes):
     """Write the family's tiny random model to `folder` and return it as transformers has it, in float32."""
     torch.manual_seed(0)
-    config = copy.deepcopy(FAMILIES[family])
+    config = config_of(family, layers)
     config.update(changes)
     # The plain loop over experts; transformers' grouped products take fewer dtypes.
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").float().eval()
@@ -228,10 +238,10 @@ def make_model(family: str, folder: Path, **changes):
     return model
 
 
-def make_value_model(family: str, folder: Path):
+def make_value_model(family: str, folder: Path, layers: int | None = None):
     """The same with a scalar head: a critic or reward model as transformers saves it."""
     torch.manual_seed(0)
-    config = copy.deepcopy(FAMILIES[family])
+    config = config_of(family, layers)
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config).float().eval()
     with torch.no_grad():
