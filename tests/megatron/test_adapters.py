@@ -102,9 +102,9 @@ def assert_trained_alike(found, expected):
         torch.testing.assert_close(tensor, expected["merged"][name].float(), rtol=1e-5, atol=1e-5)
 
 
-def trained_by_one(models, families):
+def trained_by_one(models, families, layers=2):
     """Make models and adapters of these families, and train them in one process, one after the other."""
-    made = {family: make_model(family, models / family) for family in families}
+    made = {family: make_model(family, models / family, layers) for family in families}
     for family in families:
         write_adapters(models / family)
     return made, run_each(1, train, {family: (models / family,) for family in families})
@@ -155,9 +155,13 @@ GRID = {
     "small_microbatches": ("1", DENSE, {"tokens_per_microbatch": 16}),
 }
 THOROUGH = ("pp2_tied", "tp2_pp2_dp2", "tp2_etp2", "tp2_pp2_ep2", "tp2_ep2_delta_net", "small_microbatches")
-THOROUGH += ("tp2_sp_qkv_bias", "tp2_sp_norms_behind", "dp2_overlap")
+THOROUGH += ("tp2_ep2", "tp2_sp_qkv_bias", "tp2_sp_norms_behind", "dp2_overlap")
 QUICK = GRID.keys() - THOROUGH
 """Each axis and each kind of matrix once, on two ranks: enough for `make test`."""
+
+
+def layers_of(line):
+    return 4 if LAYOUTS[GRID[line][0]][1].virtual_pipeline > 1 else 2
 
 
 def save_trained(folder, layout, lora):
@@ -181,7 +185,7 @@ def save_trained(folder, layout, lora):
     ],
 )
 def test_saved_weights_are_merged_and_beside_them_adapters_that_peft_loads(tmp_path, family, layout, targets):
-    base, lora = make_model(family, tmp_path), LORA | {"targets": targets}
+    base, lora = make_model(family, tmp_path, layers=2), LORA | {"targets": targets}
     write_adapters(tmp_path, lora)
     run_ranks(LAYOUTS[layout][0], save_trained, tmp_path, layout, lora)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
@@ -205,28 +209,38 @@ def train_with(folder, layout, options):
 
 @pytest.fixture(scope="module")
 def trained(models):
-    """What one process makes of the grid's families; and a function: number of ranks -> what those of each line do."""
-    _, alone = trained_by_one(models, {family for _, family, _ in GRID.values()})
-    lines = {line: (models / family, layout, options) for line, (layout, family, options) in GRID.items()}
+    """A function: line -> the model's folder, what one process makes of it, and what the line's ranks do."""
+
+    @cache
+    def alone(layers, is_quick):
+        own = (line for line in GRID if (layers_of(line), line in QUICK) == (layers, is_quick))
+        folder = models / f"{layers} layers, quick {is_quick}"
+        return folder, trained_by_one(folder, {GRID[line][1] for line in own}, layers)[1]
+
+    def folder_of(line):
+        return alone(layers_of(line), line in QUICK)[0] / GRID[line][1]
 
     @cache
     def run(ranks, is_quick):
-        own = (
-            line for line, (_, layout, _) in lines.items() if (LAYOUTS[layout][0], line in QUICK) == (ranks, is_quick)
-        )
-        return run_each(ranks, train_with, {line: lines[line] for line in own})
+        own = [line for line in GRID if (LAYOUTS[GRID[line][0]][0], line in QUICK) == (ranks, is_quick)]
+        return run_each(ranks, train_with, {line: (folder_of(line), GRID[line][0], GRID[line][2]) for line in own})
 
-    return alone, lambda line: run(LAYOUTS[GRID[line][0]][0], line in QUICK)[line]
+    def of(line):
+        layout, family, _ = GRID[line]
+        one = alone(layers_of(line), line in QUICK)[1][family][0]
+        return folder_of(line), one, run(LAYOUTS[layout][0], line in QUICK)[line]
+
+    return of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line", [pytest.param(line, marks=() if line in QUICK else pytest.mark.thorough) for line in GRID]
 )
-def test_every_layout_trains_the_same_adapters(models, line, trained):
-    layout, family, options = GRID[line]
-    expected, ranks = trained[0][family][0], trained[1](line)
-    arch = read_architecture(models / family)
+def test_every_layout_trains_the_same_adapters(line, trained):
+    layout, _, _ = GRID[line]
+    folder, expected, ranks = trained(line)
+    arch = read_architecture(folder)
     for stage, count in (rank["held"] for rank in ranks):
         assert adapters_of_stage(arch, LoraConfig(**LORA), LAYOUTS[layout][1], stage).total == count
     found = ranks[0]
@@ -248,7 +262,7 @@ def begin_with(folder, layout, path):
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_adapters_of_its_path(tmp_path):
-    make_model("qwen2", tmp_path)
+    make_model("qwen2", tmp_path, layers=2)
     write_adapters(tmp_path)
     loaded, (begun, loss) = (
         run_ranks(1, train, tmp_path)[0],
@@ -264,7 +278,7 @@ def test_a_run_begins_with_the_adapters_of_its_path(tmp_path):
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "mlp.up_proj"]])
 def test_matrices_that_are_no_targets_stay_as_they_are(tmp_path, targets):
     """Also within a fused matrix, of which other parts are targets."""
-    make_model("qwen2", tmp_path)
+    make_model("qwen2", tmp_path, layers=2)
     lora = LORA | {"targets": targets}
     write_adapters(tmp_path, lora)
     found = run_ranks(2, train_with, tmp_path, "tp2_sp", {"lora": lora})[0]
@@ -296,11 +310,11 @@ def first_state(folder, layout):
 
 @pytest.mark.slow
 def test_the_frozen_weights_are_the_reference_and_have_neither_gradients_nor_an_optimizer(tmp_path):
-    make_model("llama", tmp_path)
+    make_model("llama", tmp_path, layers=2)
     adapters, first, reference, after, held, all_of_them = run_ranks(1, first_state, tmp_path, "1")[0]
     assert torch.equal(first, reference) and not torch.allclose(first, after, atol=1e-4)
     # Per layer: 3 x (64 + 64), 2 x (64 + 32), 64 + 64, twice 64 + 96 and 96 + 64, by a rank of 3.
-    assert held == (4 * 3 * (2 * 128 + 2 * 96 + 3 * 160),) * 3 and all_of_them > 10 * held[0]
+    assert held == (2 * 3 * (2 * 128 + 2 * 96 + 3 * 160),) * 3 and all_of_them > 10 * held[0]
     for name, tensor in adapters.items():
         if "lora_B" in name:
             assert not tensor.any()
@@ -340,7 +354,7 @@ def uninterrupted(folder, updates):
     ],
 )
 def test_a_checkpoint_holds_adapters_alone_and_continues_in_any_layout(family, links, tmp_path):
-    make_model(family, tmp_path / "model")
+    make_model(family, tmp_path / "model", 4 if "pp2_vpp2" in dict(links) else 2)
     expected = run_ranks(1, uninterrupted, tmp_path / "model", len(links))[0]
     source, saved = None, None
     for number, (layout, options) in enumerate(links):
@@ -434,7 +448,7 @@ def in_bfloat16(folder, layout):
 
 @pytest.mark.slow
 def test_a_merged_matrix_in_bfloat16_is_rounded_once(models):
-    make_model("qwen2", models / "bf16")
+    make_model("qwen2", models / "bf16", layers=2)
     write_adapters(models / "bf16")
     losses, merged, adapters = run_ranks(2, in_bfloat16, models / "bf16", "tp2_sp")[0]
     assert losses[-1] < losses[0] - 0.05

@@ -45,13 +45,8 @@ def two_updates(folder, layout, batch, kind, tokens_per_microbatch=64, options=N
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
-    make_model("qwen3_tied_one_kv_head", folder)
+    make_model("qwen3_tied_one_kv_head", folder, layers=2)
     return folder
-
-
-@pytest.fixture(scope="module")
-def one_process(model_folder):
-    return run_ranks(1, two_updates, model_folder, "1", make_batch(), "logprobs")[0]
 
 
 def assert_same_updates(result, expected):
@@ -213,13 +208,25 @@ MEGATRON = {
 }
 
 
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deep")
+    make_model("qwen3_tied_one_kv_head", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep_update(deep_folder):
+    return run_ranks(1, two_updates, deep_folder, "1", make_batch(), "logprobs")[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "tp2_sp", "pp2_vpp2"])
-def test_recomputed_activations_and_fused_functions_give_the_same_update(layout, model_folder, one_process):
-    given = (model_folder, layout, make_batch(), "logprobs", 64)
+def test_recomputed_activations_and_fused_functions_give_the_same_update(layout, deep_folder, deep_update):
+    given = (deep_folder, layout, make_batch(), "logprobs", 64)
     cases = {section: (*given, {"megatron": megatron}) for section, megatron in MEGATRON.items()}
     for ranks in run_each(LAYOUTS[layout][0], two_updates, cases).values():
-        assert_same_updates(ranks[0], one_process)
+        assert_same_updates(ranks[0], deep_update)
 
 
 def sequence_above_the_budget(folder):

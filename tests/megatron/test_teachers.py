@@ -98,10 +98,10 @@ def scored(policy, teacher, layout):
 
 
 def models_of(folders):
-    models = {"policy": make_model("llama", folders["policy"])}
+    models = {"policy": make_model("llama", folders["policy"], layers=2)}
     torch.manual_seed(3)
     # Wider than the policy, as a teacher is.
-    models["teacher"] = make_model("qwen3", folders["teacher"], hidden_size=96, head_dim=24)
+    models["teacher"] = make_model("qwen3", folders["teacher"], layers=2, hidden_size=96, head_dim=24)
     for name, model in models.items():  # surer of their tokens than random ones, which are all nearly alike
         with torch.no_grad():
             model.lm_head.weight *= 8
