@@ -102,14 +102,14 @@ def test_a_run_continues_in_any_layout(family, links, tmp_path):
     "links", [["1", "ep2_distributed"], pytest.param(["1", "tp2_pp2", "ep2_distributed"], marks=pytest.mark.thorough)]
 )
 def test_a_mixture_of_experts_continues_in_any_layout(links, tmp_path):
-    follow(["qwen3_moe"], links, tmp_path)
+    follow(["qwen3_moe"], links, tmp_path, layers=2)
 
 
-def follow(families, links, tmp_path):
+def follow(families, links, tmp_path, layers=None):
     """Train one update in each link's layout; every link resumes what the one before it saved, all families there."""
     folders = {family: tmp_path / f"{family}-model" for family in families}
     for family, folder in folders.items():
-        make_model(family, folder)
+        make_model(family, folder, layers)
     expected = run_each(1, uninterrupted, {family: (folder, len(links)) for family, folder in folders.items()})
     sources, last = dict.fromkeys(families), {}
     for number, link in enumerate(links):
@@ -146,7 +146,7 @@ def resume_in_bfloat16(folder, target, kinds):
 
 @pytest.mark.slow
 def test_bfloat16_resumes_bit_by_bit_with_either_kind_of_optimizer(tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     kinds = [(True, True), (True, False), (False, True)]
     cases = {kind: (tmp_path / "model", tmp_path / f"checkpoint{number}", kind) for number, kind in enumerate(kinds)}
     for kind, ranks in run_each(2, resume_in_bfloat16, cases).items():
@@ -172,7 +172,7 @@ def by_turns(folder, targets, links):
 
 @pytest.mark.thorough
 def test_resume_with_an_adam_that_counts_in_its_groups_raises_no_key_error_and_goes_on_counting(tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     links = {
         "plain": [("fused", GENTLE), ("fused", GENTLE), ("torch", GENTLE), ("fused", GENTLE)],
         "distributed": [("fused", DISTRIBUTED), ("torch", DISTRIBUTED), ("fused", DISTRIBUTED)],
@@ -210,14 +210,14 @@ def moments_after_resume(folder, scratch):
 
 @pytest.mark.slow
 def test_betas_and_eps_are_the_configs_after_a_resume_and_another_dtype_is_refused_by_name(tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     (found,) = run_ranks(1, moments_after_resume, tmp_path / "model", tmp_path)
     assert len(found) == 4 and set.union(*found.values()) == {(0.5, 0.75, 1e-2)}
 
 
 @pytest.mark.thorough
 def test_an_engine_that_never_trained_can_be_saved_and_resumed(tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     expected = run_ranks(1, uninterrupted, tmp_path / "model", 1)[0][0]
     kinds = {"plain": GENTLE, "distributed": DISTRIBUTED}
     fresh = {kind: (tmp_path / "model", tmp_path / f"{kind}0", options) for kind, options in kinds.items()}
@@ -259,7 +259,7 @@ def draw_resumed(folder, target):
 
 @pytest.mark.slow
 def test_each_rank_resumes_its_own_random_numbers_and_another_layout_the_first_ranks(tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     target = tmp_path / "checkpoint"
     (first, first_again), (second, second_again) = run_ranks(2, draw_before_and_after, tmp_path / "model", target)
     assert first_again == first != second == second_again
@@ -293,7 +293,7 @@ def lose_the_writer(folder, target):
 
 @pytest.mark.slow
 def test_a_killed_writer_is_reported_and_leaves_the_earlier_checkpoint(tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     first, second, third = run_ranks(2, lose_the_writer, tmp_path / "model", tmp_path / "checkpoint")[0]
     assert any(not torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(first[name], third[name]) for name in first)
@@ -350,7 +350,7 @@ def lose_one_of_the_writers(folder, target):
 
 @pytest.mark.thorough
 def test_a_lost_process_of_a_writer_fails_that_checkpoint_on_all_ranks_at_once_and_leaves_no_orphan(tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     ranks = run_ranks(2, lose_one_of_the_writers, tmp_path / "model", tmp_path / "checkpoint")
     (forks, (first, second)), (_, other) = ranks
     lost = r"Worker failure: process \d+, which wrote a file of it, was killed by SIGKILL"
@@ -381,14 +381,14 @@ def save_weights_to_a_full_disk(folder, target, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MegatronEngine, FSDPEngine])
 def test_weights_that_a_full_disk_does_not_take_are_named_on_all_ranks_which_go_on(kind, tmp_path):
-    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "model", layers=2)
     run_ranks(2, save_weights_to_a_full_disk, tmp_path / "model", tmp_path / "weights", kind)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    make_model("llama", folder / "model")
+    make_model("llama", folder / "model", layers=2)
     run_ranks(1, save_untrained, folder / "model", folder / "whole", {})
     return folder
 
@@ -510,7 +510,7 @@ def without_fix(folder, target):
 def trained(tmp_path_factory):
     """A model's folder, and a checkpoint of it by two replicas with the distributed optimizer."""
     folder = tmp_path_factory.mktemp("trained")
-    make_model("llama_tied", folder / "model")
+    make_model("llama_tied", folder / "model", layers=2)
     run_ranks(2, train_and_save, folder / "model", "dp2", folder / "checkpoint", {"distributed": True})
     return folder / "model", folder / "checkpoint"
 
