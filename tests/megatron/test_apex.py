@@ -50,7 +50,7 @@ def found(tmp_path_factory):
     by_size = {}
     for family, layout in CASES:
         folder = tmp_path_factory.mktemp(family)
-        make_model(family, folder)
+        make_model(family, folder, layers=2)
         cases = by_size.setdefault(LAYOUTS[layout][0], {})
         cases |= {(family, layout, has_apex): (folder, layout, has_apex) for has_apex in (False, True)}
     return {

@@ -37,7 +37,7 @@ def float32_logprobs(folder):
 def exact(tmp_path_factory):
     """A model's folder, and the log-probabilities that it has in float32."""
     folder = tmp_path_factory.mktemp("model")
-    make_model("qwen3", folder)
+    make_model("qwen3", folder, layers=2)
     return folder, run_ranks(1, float32_logprobs, folder)[0]
 
 

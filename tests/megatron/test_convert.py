@@ -47,7 +47,7 @@ def converted(tmp_path_factory):
     """By family: the folder of model, checkpoint and way back, what was said, and the weights that four ranks load."""
     folders = {family: tmp_path_factory.mktemp(family) for family in CONVERTED}
     for family, folder in folders.items():
-        make_model(family, folder / "model").to(CONVERTED[family]).save_pretrained(folder / "model")
+        make_model(family, folder / "model", layers=2).to(CONVERTED[family]).save_pretrained(folder / "model")
     there = {family: (folder / "model", folder / "checkpoint") for family, folder in folders.items()}
     said = run_each(1, convert_both_ways, {family: (*there[family], folders[family] / "back") for family in CONVERTED})
     loaded = run_each(4, load_converted, there)
@@ -98,7 +98,7 @@ def save_both(folder, checkpoint, exported):
 
 @pytest.mark.slow
 def test_a_training_checkpoint_becomes_what_the_engine_exports_and_transformers_loads_it(tmp_path):
-    model = make_model("qwen3", tmp_path / "model")
+    model = make_model("qwen3", tmp_path / "model", layers=2)
     further = {"mtp.fc.weight": torch.randn(3, 5).bfloat16()}  # which no parameter is made of
     save_file(load_file(tmp_path / "model" / "model.safetensors") | further, tmp_path / "model" / "model.safetensors")
     for path in COUNT_TINY.glob("tokenizer*"):

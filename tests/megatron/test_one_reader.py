@@ -51,7 +51,7 @@ def loaded(folder, layout):
 def starts(tmp_path_factory):
     folders = {family: tmp_path_factory.mktemp(family) for family, _ in LAYOUTS.values()}
     for family, folder in folders.items():
-        make_model(family, folder)
+        make_model(family, folder, layers=2)
     found = run_each(4, loaded, {name: (folders[family], layout) for name, (family, layout) in LAYOUTS.items()})
     return folders, found
 

@@ -14,7 +14,7 @@ UPDATES, LOW, HIGH = 3, 0.8, 1.25
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("several") / "model"
-    make_model("qwen3", path)
+    make_model("qwen3", path, layers=2)
     return path
 
 
