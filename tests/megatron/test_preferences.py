@@ -87,10 +87,16 @@ def updates(backend, folders, layout, splits, cases):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    found = {head: tmp_path_factory.mktemp(head) for head in ("policy", "value")}
-    make_model("llama", found["policy"])
-    make_value_model("llama", found["value"])
-    return found
+    """A function: layout -> folder by head. Only chunks of stages need more than two layers."""
+
+    @cache
+    def make(layers):
+        found = {head: tmp_path_factory.mktemp(head) for head in ("policy", "value")}
+        make_model("llama", found["policy"], layers)
+        make_value_model("llama", found["value"], layers)
+        return found
+
+    return lambda layout: make(4 if layout == "pp2_vpp2" else 2)
 
 
 def float64_update(case, folder, scratch):
@@ -133,14 +139,14 @@ def float64_update(case, folder, scratch):
 
 @pytest.fixture(scope="module")
 def expected(folders, tmp_path_factory):
-    return cache(
-        lambda case: float64_update(case, folders[entry_of(case).entry.head], tmp_path_factory.mktemp("gradients"))
-    )
+    """A function: layout, case -> `float64_update` of that layout's model."""
+    update = cache(lambda case, folder: float64_update(case, folder, tmp_path_factory.mktemp("gradients")))
+    return lambda layout, case: update(case, folders(layout)[entry_of(case).entry.head])
 
 
-def assert_as_defined(ranks, expected):
+def assert_as_defined(ranks, layout, expected):
     for (case, split), (stats, gradients) in ranks[0].items():
-        loss, preferred, whole = expected(case)
+        loss, preferred, whole = expected(layout, case)
         assert all(other[case, split][0] == stats for other in ranks), "every rank reports the same step"
         assert stats.weight == 5 and stats.sums["preferred"] == preferred, case
         assert stats.loss == pytest.approx(loss, rel=TOLERANCE), case
@@ -156,14 +162,16 @@ def assert_as_defined(ranks, expected):
     [pytest.param(layout, marks=() if layout in ("1", "dp2", "cp2") else pytest.mark.thorough) for layout in SPLITS],
 )
 def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
-    ranks = run_ranks(LAYOUTS[layout][0], updates, "megatron", folders, layout, SPLITS[layout], CASES)
-    assert_as_defined(ranks, expected)
-    assert 0 < sum(expected(case)[1] for case in CASES) < 5 * len(CASES), "some pairs are right and some are not"
+    ranks = run_ranks(LAYOUTS[layout][0], updates, "megatron", folders(layout), layout, SPLITS[layout], CASES)
+    assert_as_defined(ranks, layout, expected)
+    assert 0 < sum(expected(layout, case)[1] for case in CASES) < 5 * len(CASES), (
+        "some pairs are right and some are not"
+    )
 
 
 @pytest.mark.slow
 def test_the_same_on_fsdp(folders, expected):
-    assert_as_defined(run_ranks(2, updates, "fsdp", folders, "dp2", (40,), CASES), expected)
+    assert_as_defined(run_ranks(2, updates, "fsdp", folders("dp2"), "dp2", (40,), CASES), "dp2", expected)
 
 
 def trained(backend, folders, layout):
@@ -183,7 +191,9 @@ def trained(backend, folders, layout):
 
 @pytest.mark.thorough
 def test_training_on_fsdp_is_that_on_megatron(folders):
-    ours, megatrons = (run_ranks(*world, folders, "1")[0] for world in ((2, trained, "fsdp"), (1, trained, "megatron")))
+    ours, megatrons = (
+        run_ranks(*world, folders("1"), "1")[0] for world in ((2, trained, "fsdp"), (1, trained, "megatron"))
+    )
     for case, expected in megatrons.items():
         for found, one in zip(ours[case], expected, strict=True):
             assert found.loss == pytest.approx(one.loss, rel=TOLERANCE) and found.weight == one.weight == 5

@@ -33,17 +33,22 @@ NOISE = 0.5
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """By family: the server's model and the trainer's with another router, their routes, and the folders of both."""
+    """By family and layers: the server's model, the trainer's with another router, and the folders of both."""
 
     @cache
-    def make(family):
+    def make(family, layers):
         folder, other = tmp_path_factory.mktemp(family), tmp_path_factory.mktemp(f"{family}-perturbed")
-        model = make_model(family, folder)
+        model = make_model(family, folder, layers)
         trained = perturbed(model, scale=NOISE, bias=0.1)
         trained.save_pretrained(other)
         return RoutedModel(model, folder), RoutedModel(trained, other), folder, other
 
     return make
+
+
+def layers_of(layout):
+    """Two mixtures in each family, and layers for each stage and chunk."""
+    return 4 if LAYOUTS[layout][1].pipeline > 1 else 3
 
 
 def batch_of(server, replay, batch=None):
@@ -64,13 +69,13 @@ def logprobs_and_update(folder, layout, replay, batch, options):
 
 @pytest.fixture(scope="module")
 def ran(served):
-    """A function: layout -> by (family, weights, replay) what each rank found."""
+    """A function: layout, layers -> by (family, weights, replay) what each rank found."""
 
     @cache
-    def run(layout, **options):
+    def run(layout, layers):
         cases = {}
         for family in FAMILIES:
-            server, _, same, other = served(family)
+            server, _, same, other = served(family, layers)
             for which, folder in (("same", same), ("perturbed", other)):
                 for replay in ("off", *REPLAYS):
                     if which == "perturbed" or replay != "experts_and_weights":
@@ -99,8 +104,8 @@ def of_all(ranks, batch):
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_the_servers_with_replay_and_not_without(family, layout, served, ran):
-    server, trainer, _, _ = served(family)
-    batch, found = batch_of(server, "experts_and_weights"), ran(layout)
+    server, trainer, _, _ = served(family, layers_of(layout))
+    batch, found = batch_of(server, "experts_and_weights"), ran(layout, layers_of(layout))
     sampled = server.logprobs(batch).detach()
     with_weights = of_all(found[family, "perturbed", "experts_and_weights"], batch)
     torch.testing.assert_close(with_weights, sampled, rtol=0, atol=1e-5)
@@ -121,7 +126,7 @@ def without_share(update):
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replaying_the_trainers_own_experts_changes_no_update(family, layout, ran):
-    found = ran(layout)
+    found = ran(layout, layers_of(layout))
     for replayed, plain in zip(found[family, "same", "experts"], found[family, "same", "off"], strict=True):
         assert replayed[1][0][0].sums["changed_routes"] == 0.0
         assert_same_updates(without_share(replayed[1]), plain[1])
@@ -131,10 +136,10 @@ def test_replaying_the_trainers_own_experts_changes_no_update(family, layout, ra
 @pytest.mark.parametrize("replay", REPLAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_with_others_experts_does_not_depend_on_the_layout(family, replay, layout, ran):
-    (alone,) = ran("1")[family, "perturbed", replay]
+    (alone,) = ran("1", layers_of(layout))[family, "perturbed", replay]
     ((stats,), _) = alone[1]
     assert 0.05 < stats.mean("changed_routes") < 0.5, "of choices, counted by each rank for its own rows and layers"
-    assert_same_updates(ran(layout)[family, "perturbed", replay][0][1], alone[1])
+    assert_same_updates(ran(layout, layers_of(layout))[family, "perturbed", replay][0][1], alone[1])
 
 
 RECOMPUTED = {
@@ -154,7 +159,7 @@ RECOMPUTED = {
     ],
 )
 def test_recomputed_layers_replay_the_routes_of_their_own_microbatch(family, layout, served):
-    server, _, _, other = served(family)
+    server, _, _, other = served(family, layers_of(layout))
     batch = batch_of(server, "experts_and_weights")
     found = {"plain": (other, layout, "experts_and_weights", batch, {"tokens_per_microbatch": 14})}
     for name, megatron in RECOMPUTED.items():
@@ -167,7 +172,7 @@ def test_recomputed_layers_replay_the_routes_of_their_own_microbatch(family, lay
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2_sp", marks=pytest.mark.thorough), "cp2_ep2"])
 def test_a_shared_prompt_is_computed_once_along_its_servers_experts(layout, served):
-    server, _, _, other = served("qwen3_moe")
+    server, _, _, other = served("qwen3_moe", layers_of(layout))
     batch = batch_of(server, "experts_and_weights", make_groups())
     slots, starts = batch.tokens["routes"], batch.cu_seqlens.tolist()
     slots[starts[1] + 4] = slots[starts[1] + 4].flip(-1)  # of one reply the server has read a token in another way
@@ -202,7 +207,7 @@ def refused(folder, layout, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1", "pp2"])  # on stages without the first mixture, too
 def test_a_shifted_missing_or_truncated_map_is_refused_by_name_and_never_trained_on(layout, served):
-    server, _, folder, _ = served("qwen3_moe")
+    server, _, folder, _ = served("qwen3_moe", layers_of(layout))
     run_ranks(LAYOUTS[layout][0], refused, folder, layout, batch_of(server, "experts", make_batch(lengths=(60,) * 8)))
 
 

@@ -37,15 +37,22 @@ ROUNDED = 1e-5
 """A hundredth of an update: they sum in another order, which Adam's eps of 1e-6 magnifies near a gradient of zero."""
 # Model: the layers of the engine that saves and of the one that resumes, and whether their optimizers are distributed.
 RESUMED = {
-    "qwen2": (("transformer_engine", "transformer_engine"), (False, True)),
     "qwen3_moe": (("local", "transformer_engine"), (False, False)),
     "deepseek_v3": (("transformer_engine", "local"), (True, True)),
 }
-
+RESUMED_MORE = {"qwen2": (("transformer_engine", "transformer_engine"), (False, True))}
 # Windows, keys that are shared by replies and by heads, gathered from another rank, and wider than values.
-ATTENDED = {("qwen3", "1"): {(-1, 0)}, ("mistral_windowed", "cp2"): {(3, 0)}, ("gemma3", "1"): {(3, 0), (-1, 0)}}
-ATTENDED |= {("deepseek_v3", "1"): {(-1, 0)}, ("deepseek_v3", "cp2_ep2"): {(-1, 0)}}
+ATTENDED = {
+    ("mistral_windowed", "cp2"): {(3, 0)},
+    ("gemma3", "1"): {(3, 0), (-1, 0)},
+    ("deepseek_v3", "cp2_ep2"): {(-1, 0)},
+}
+ATTENDED_MORE = {("qwen3", "1"): {(-1, 0)}, ("deepseek_v3", "1"): {(-1, 0)}}
 KERNELS = ("TE", "torch")
+
+
+def with_more(some, more):
+    return [*some, *(pytest.param(*(it if isinstance(it, tuple) else [it]), marks=pytest.mark.thorough) for it in more)]
 
 
 @pytest.fixture(scope="module")
@@ -56,45 +63,46 @@ def folders(tmp_path_factory):
     return folders
 
 
-def updates(cases, folders):
-    """`te_cases.updated` by number of ranks and (family, layout, kind of layers)."""
-    by_size: dict[int, dict] = {}
-    for family, layout in cases:
+def cases_of(folders, updated, attended, resumed, make):
+    """By name, the number of ranks and what `te_cases.run` is given there; `make`: makes a folder."""
+    found = {}
+    for family, layout in updated:
         for impl in IMPLS:
-            arguments = ("updated", folders[family], layout, impl)
-            by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, impl] = arguments
-    return by_size
+            found[family, layout, impl] = LAYOUTS[layout][0], ("updated", folders[family], layout, impl)
+    for family, layout in attended:
+        make_model(family, folder := make(family), layers=2)
+        for kernel in KERNELS:
+            found[family, layout, kernel] = LAYOUTS[layout][0], ("attended", folder, layout, kernel)
+    for family, how in resumed.items():
+        found[family, "resumed"] = 1, ("resumed", folders[family], make("checkpoint") / "1", *how)
+    return found
 
 
 @pytest.fixture(scope="module")
 def seen(folders, tmp_path_factory):
-    """What the first rank finds: the updates of QUICK, and of RESUMED `te_cases.resumed`."""
-    by_size = updates(QUICK, folders)
-    by_size[1]["accumulated",] = ("updated", folders["qwen3_moe"], "1", "transformer_engine", True)
-    for family, layout in ATTENDED:
-        folder = tmp_path_factory.mktemp(family)
-        make_model(family, folder)
-        for kernel in KERNELS:
-            by_size.setdefault(LAYOUTS[layout][0], {})[family, layout, kernel] = ("attended", folder, layout, kernel)
-    for family, how in RESUMED.items():
-        by_size[1][family, "resumed"] = ("resumed", folders[family], tmp_path_factory.mktemp("checkpoint") / "1", *how)
-    return run_cases(by_size, tmp_path_factory.mktemp("cases"))
+    """A function: name of a case -> what the first rank finds; those of `make test` run together, as do the others."""
+    make = tmp_path_factory.mktemp
+    quick = cases_of(folders, QUICK, ATTENDED, RESUMED, make)
+    quick["accumulated",] = 1, ("updated", folders["qwen3_moe"], "1", "transformer_engine", True)
+
+    @functools.cache
+    def run(is_quick):
+        cases = quick if is_quick else cases_of(folders, THOROUGH, ATTENDED_MORE, RESUMED_MORE, make)
+        return run_cases(cases, make("cases"))
+
+    return lambda *case: run(case in quick)[case]
 
 
 @pytest.fixture(scope="module")
-def updated(folders, seen, tmp_path_factory):
+def updated(seen):
     """A function: family, layout -> what the first rank finds with either kind of layers."""
-
-    @functools.cache
-    def thorough():
-        return run_cases(updates(THOROUGH, folders), tmp_path_factory.mktemp("cases"))
-
-    return lambda family, layout: [
-        (thorough() if (family, layout) in THOROUGH else seen)[family, layout, impl] for impl in IMPLS
-    ]
+    return lambda family, layout: [seen(family, layout, impl) for impl in IMPLS]
 
 
-def run_cases(by_size, folder):
+def run_cases(cases, folder):
+    by_size: dict[int, dict] = {}
+    for case, (size, arguments) in cases.items():
+        by_size.setdefault(size, {})[case] = arguments
     (folder / "input").write_bytes(pickle.dumps(by_size))
     program = [sys.executable, "-W", "ignore", "-c", PROGRAM, folder / "input", folder / "output"]
     subprocess.run(program, check=True, timeout=LATE_S, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
@@ -155,25 +163,25 @@ def test_rows_are_rotated_by_one_kernel(family, layout, updated, folders):
     assert rotated % (2 * 2) == 0 and bool(rotated) == (factor == 1.0)
 
 
-@pytest.mark.parametrize("family,layout", ATTENDED)
+@pytest.mark.parametrize("family,layout", with_more(ATTENDED, ATTENDED_MORE))
 def test_transformer_engines_attention_gives_the_same_gradients(family, layout, seen):
-    found, torchs = (seen[family, layout, kernel] for kernel in KERNELS)
-    assert found["windows"] == ATTENDED[family, layout] and not torchs["windows"]
+    found, torchs = (seen(family, layout, kernel) for kernel in KERNELS)
+    assert found["windows"] == (ATTENDED | ATTENDED_MORE)[family, layout] and not torchs["windows"]
     assert found["stats"].loss == pytest.approx(torchs["stats"].loss, rel=1e-5)
     for name, gradient in torchs["gradients"].items():
         assert relative_error(found["gradients"][name], gradient) < 1e-5, name
 
 
 def test_gradients_that_the_layers_accumulate_are_the_same(seen):
-    plain, accumulated = seen["qwen3_moe", "1", "transformer_engine"], seen["accumulated",]
+    plain, accumulated = seen("qwen3_moe", "1", "transformer_engine"), seen("accumulated")
     for name, gradient in plain["gradients"].items():
         torch.testing.assert_close(accumulated["gradients"][name], gradient, rtol=0, atol=1e-6, msg=name)
     assert accumulated["fused"] and all(accumulated["fused"])
 
 
-@pytest.mark.parametrize("family", RESUMED)
+@pytest.mark.parametrize("family", with_more(RESUMED, RESUMED_MORE))
 def test_a_run_continues_under_the_other_kind_of_layers(family, seen):
-    uninterrupted, resumed, steps = seen[family, "resumed"]
+    uninterrupted, resumed, steps = seen(family, "resumed")
     for name, tensor in uninterrupted.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=ROUNDED, msg=name)
     assert set(steps) == {4}, "as many updates as both runs together"
