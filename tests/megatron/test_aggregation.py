@@ -70,7 +70,7 @@ def updates(backend, folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
-    make_model("llama", path)
+    make_model("llama", path, layers=2)
     return path
 
 
@@ -185,7 +185,9 @@ COMPARED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "tp2_dp2", pytest.param("tp2_pp2_dp2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "layout", ["dp2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp2_dp2", "tp2_pp2_dp2"))]
+)
 def test_a_batch_is_that_of_all_data_parallel_ranks_to_the_last_bit(layout):
     ((one, metrics),) = run_ranks(1, advantages_of_a_step, "1")
     assert all(batch["advantages"].count_nonzero() > 5 for batch in one)

@@ -115,7 +115,7 @@ def in_float64(folder, algo, members, rows, scratch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
-    make_model("llama", path)
+    make_model("llama", path, layers=2)
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
 
