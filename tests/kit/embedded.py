@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ READY = "rollout server ready at "
 class Process:
     """A server in a process, until this block is left."""
 
-    def __init__(self, process: programs.Forked | subprocess.Popen[bytes], output: Path) -> None:
+    def __init__(self, process: programs.Forked, output: Path) -> None:
         self.process, self.output = process, output
         wait_until(lambda: self.said() or process.poll() is not None, "the server says nothing")
         line = self.said().partition("\n")[0]
@@ -38,16 +37,13 @@ class Process:
 
 
 @contextmanager
-def in_a_process(
-    model: Path, *options: str, token_file: str | None = TOKEN_FILE, is_forked: bool = True
-) -> Iterator[Process]:
-    """Start a server by a fork, or from a command line."""
+def in_a_process(model: Path, *options: str, token_file: str | None = TOKEN_FILE) -> Iterator[Process]:
+    """Start a server by a fork."""
     command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(model), "--port", "0", *options]
     command += ["--token-file", token_file] if token_file else []
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.NamedTemporaryFile() as output:
-        start = programs.start if is_forked else subprocess.Popen
-        process = start(command, stdout=output, env=environment)
+        process = programs.start(command, stdout=output, env=environment)
         try:
             yield Process(process, Path(output.name))
         finally:

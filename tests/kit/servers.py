@@ -51,9 +51,18 @@ def weights(other_tiny_model: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="session")
 def embedded_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """URLs of two embedded servers of the tiny model. Tests that change weights put them back."""
+    from tests.kit.programs import fork_programs
+
     config = RolloutConfig(backend="embedded", server_count=2, token_file=TOKEN_FILE, **NEVER_LATE)
-    with Supervisor(config, tiny_model, tmp_path_factory.mktemp("embedded")) as supervisor:
+    supervisor = Supervisor(config, tiny_model, tmp_path_factory.mktemp("embedded"))
+    # A session's fixtures come before the one by which a folder's programs are forked.
+    with pytest.MonkeyPatch.context() as patch:
+        fork_programs(patch)
+        supervisor.start()
+    try:
         yield supervisor.urls
+    finally:
+        supervisor.stop()
 
 
 @pytest.fixture(scope="session")

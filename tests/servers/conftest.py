@@ -1,7 +1,6 @@
 """Embedded servers and rollout processes are forked from the process that starts them, and import nothing.
 
-That they start from a command line as well is proven in test_embedded_server.py, test_supervisor.py and
-test_coming_and_going.py.
+That they start from a command line as well is proven in test_supervisor.py and test_coming_and_going.py.
 """
 
 import pytest

@@ -1,18 +1,7 @@
-"""Rewards as a user writes them, for tests of the process that runs them."""
+"""Rewards as a user writes them, for tests of the process that runs them, which need not import torch."""
 
 import os
 import time
-
-from megatron_rl.workflows import RLVRWorkflow
-
-
-class Blocking(RLVRWorkflow):
-    """Does not await what takes long, and so keeps the event loop from all else: until a file is there."""
-
-    async def arun_episode(self, engine, data):
-        while not os.path.exists(os.environ["BLOCKED_UNTIL"]):
-            time.sleep(0.01)
-        return await super().arun_episode(engine, data)
 
 
 def burn(seconds=0.15, **_):

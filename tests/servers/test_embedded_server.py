@@ -81,7 +81,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def shared(models) -> Iterator[Server]:
     options = ("--parent-pid", str(os.getpid()), "--max-running-requests", "8")
-    with start_server(models["first"], *options, is_forked=False) as server:
+    with start_server(models["first"], *options) as server:
         yield server
 
 
@@ -649,7 +649,7 @@ def test_a_server_ends_with_its_parent(models):
 
 def test_a_folder_that_cannot_be_served_says_why(tmp_path):
     command = [sys.executable, "-m", "megatron_rl.tools.embedded_server.server", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LATE_S)
+    result = programs.run(command, env=dict(os.environ))
     assert result.returncode == 1 and "no config.json" in result.stderr and "Traceback" not in result.stderr
 
 

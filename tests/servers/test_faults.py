@@ -23,7 +23,7 @@ from tests.kit.servers import NEVER_LATE
 from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
-LONG = 400
+LONG = 200
 """Tokens of replies that are still under way after some polls, also where other tests want the machine."""
 TEXTS = ("The quick", "lazy dog", "What is 12 +", "user assistant")
 # With a place in a data set their samples are the same whenever they are asked for.

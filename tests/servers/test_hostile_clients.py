@@ -25,6 +25,7 @@ from megatron_rl.tools.embedded_server.guard import MOST_IN_WINDOW, LogRate
 from megatron_rl.tools.embedded_server.run_arguments import listen
 from megatron_rl.tools.embedded_server.server import build_server, open_to_clients
 from tests.kit.embedded import InAThread, in_a_thread
+from tests.kit.examples import max_examples
 from tests.kit.run_tokens import AUTHORIZED, TOKEN
 from tests.kit.waiting import LIMIT_S, SLOWNESS, wait_until
 
@@ -424,7 +425,7 @@ def test_nothing_that_is_sent_anywhere_is_answered_with_500_or_holds_anyone_up(g
     for it, authorized in ((guarded, AUTHORIZED), (tokenless, {})):
         paths = sorted({r.resource.canonical for r in it.server.app(None, "", None).router.routes()})
         with requests.Session() as session, it.is_never_held_up():
-            for count in range(250):
+            for count in range(max_examples(120, 500)):
                 path, method = rng.choice(paths), rng.choice(["POST"] * 6 + ["GET", "PUT", "DELETE", "HEAD", "X"])
                 body = rng.choice(BASES) | {rng.choice(FIELDS): rng.choice(VALUES) for _ in range(rng.randrange(3))}
                 raw = rng.choice(RAW) if rng.random() < 0.2 else json.dumps(body).encode()

@@ -151,7 +151,8 @@ def test_a_folder_reaches_the_servers_with_the_same_checks(
     restored.update_weights(tiny_model, 0)
 
 
-@pytest.mark.parametrize("flat_below", [0, 1 << 18])
+# Both kinds of buckets with wrong bytes are above.
+@pytest.mark.parametrize("flat_below", [pytest.param(0, marks=pytest.mark.thorough), 1 << 18])
 def test_real_sglang_is_checked_tensor_by_tensor(real_sglang, connect, weights, tiny_model, flat_below, monkeypatch):
     monkeypatch.setattr(publish, "FLAT_BELOW_BYTES", flat_below)
     engine = connect(real_sglang)

@@ -32,7 +32,7 @@ from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S, wait_until
 from tests.servers.test_supervisor import shown_to_others
 
-LONG = 450
+LONG = 250
 """Tokens of a reply that lasts a second or more."""
 
 

@@ -5,7 +5,6 @@ other's death.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,8 @@ from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
 from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.telemetry.rollout_metrics import metrics_of
+from tests.kit.forks import killed
+from tests.kit.ranks import fork
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.scripted_server import never
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
@@ -53,7 +54,7 @@ class Run:
             f"rollout.request_timeout_s={LATE_S}",
             f"rollout.token_file={TOKEN_FILE}",
         )
-        settings += ("run.import_from=[own_rewards]",)
+        settings += ("run.import_from=[own_rewards,own_workflows]",)
         return load_config(ROOT / "configs/count_grpo.yaml", [*settings, *overrides])
 
     def start(self, urls, *overrides, lock=None):
@@ -241,36 +242,31 @@ def test_one_that_is_stopped_while_it_ends_does_not_hold_the_trainer(tmp_path, m
     assert process.process.returncode == -signal.SIGKILL
 
 
-TRAINER = """
-import os, subprocess, sys, time
-from pathlib import Path
-from megatron_rl.rollout import journal
-from megatron_rl.rollout.process import RolloutProcess
-folder = Path(sys.argv[1])
-process = RolloutProcess(folder / "log", on_death=print, lock=journal.take_lock(folder, 0))
-writer = os.fork()  # as a checkpoint's
-if writer:
-    print(process.process.pid, writer, flush=True)
-time.sleep(10_000)
-"""
+def start_as_a_trainer(folder):
+    process = RolloutProcess(folder / "log", on_death=print, lock=journal.take_lock(folder, 0))
+    writer = os.fork()  # as a checkpoint's
+    if writer:
+        print(process.process.pid, writer)
+    time.sleep(10_000)
 
 
 def test_it_dies_with_its_trainer_and_gives_the_journal_free(tmp_path):
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, tmp_path], stdout=subprocess.PIPE, cwd=ROOT)
-    pid, writer = map(int, trainer.stdout.readline().split())
+    output = tmp_path / "output.txt"
+    trainer = fork(start_as_a_trainer, tmp_path, output)
+    wait_until(lambda: output.exists() and output.read_text().endswith("\n"), "no rollout process was started")
+    pid, writer = map(int, output.read_text().split())
     try:
         with pytest.raises(BlockingIOError, match=rf"process {pid} on .* still writes it"):
             journal.wait_for_owners(tmp_path, patience_s=0.1)
-        trainer.kill()
-        trainer.wait()
+        killed(trainer)
         wait_until(lambda: not psutil.pid_exists(pid), "the rollout process outlived its trainer")
         assert psutil.pid_exists(writer), "which still has what it inherited"
         journal.wait_for_owners(tmp_path, patience_s=LATE_S)
         os.close(journal.take_lock(tmp_path, 0, patience_s=LATE_S))
     finally:
-        for left in (trainer.pid, writer):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(left, signal.SIGKILL)
+        os.kill(writer, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            killed(trainer)
 
 
 def test_one_that_is_stopped_or_whose_event_loop_stands_still_is_known_to_the_trainer(
@@ -278,7 +274,7 @@ def test_one_that_is_stopped_or_whose_event_loop_stands_still_is_known_to_the_tr
 ):
     monkeypatch.setattr(process_module, "PULSE_S", 0.1)
     monkeypatch.setenv("BLOCKED_UNTIL", str(tmp_path / "go on"))
-    process = run.start([scripted().url], "rollout.workflow=own_rewards:Blocking")
+    process = run.start([scripted().url], "rollout.workflow=own_workflows:Blocking")
 
     def is_silent(who):
         return lambda: [name for name, (seconds, _) in process.silent().items() if seconds > 0.5 and name.endswith(who)]

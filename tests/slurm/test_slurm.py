@@ -166,12 +166,95 @@ def notified(cluster, tmp_path_factory):
     return job, folder, stopped
 
 
-def test_notified_job_saves_and_goes_on_by_itself(cluster, notified):
+def test_notified_job_saves_and_is_queued_again(cluster, notified):
     _, folder, stopped = notified
-    wait_for_step(cluster, folder, stopped + 1)
     told = cluster.told(folder.name)
     assert told.count("is queued again") == 1 and "on SIGUSR1" in told
-    assert resumed_after(cluster, folder.name) == [stopped] and stopped >= 2
+    assert stopped >= 2
+
+
+# -- while it waits and starts: what no run is needed for, on the other nodes ------------------------------------------
+
+
+@pytest.mark.parametrize(("script", "alike"), [("train_ppo.sh", GRPO), ("train_preferences.sh", SFT)])
+def test_the_other_scripts_ask_for_the_same_and_run_what_runs_above(script, alike):
+    """So that no job of theirs is needed: they differ in their comments and in the job's name."""
+
+    def parts(path):
+        text = (ROOT / path).read_text()
+        asked = [line for line in text.splitlines() if line.startswith("#SBATCH ") and "--job-name=" not in line]
+        return asked, [line for line in text.splitlines() if line and not line.startswith("#")]
+
+    asked, run = parts(f"scripts/{script}")
+    assert asked == parts(alike)[0] and run == parts(SFT)[1] == ["set -euo pipefail", f'exec bash {GRPO} "$@"']
+
+
+def test_a_server_over_two_nodes_starts_again_as_a_whole_where_one_of_them_loses_its_part(cluster, tmp_path):
+    # In place of the servers: the second node's ends once both are there, and only the first time.
+    starts, part = tmp_path / "starts", tmp_path / "apptainer"
+    part.write_text(
+        f'#!/bin/bash\necho "$SLURM_PROCID $SLURMD_NODENAME" >>{starts}\nuntil (( $(wc -l <{starts}) % 2 == 0 ))\n'
+        f"do sleep 0.1; done\n(( SLURM_PROCID && $(wc -l <{starts}) == 2 )) && exit 3\nexec sleep 300\n"
+    )
+    part.chmod(0o755)
+    container = {"CONTAINER": "image.sif", "CONTAINER_RUNTIME": "apptainer"}
+    container["PATH"] = f"{tmp_path}:{cluster.environment['PATH']}"
+    settings = small(tmp_path / "wide", "rollout.backend=sglang", "rollout.server_args=[--tp,4]")
+    gpus = ("--partition=gpu", "--nodes=2", "--gpus-per-node=2")
+    job = cluster.sbatch("wide", *gpus, "scripts/serve_rollouts.sh", *settings, **container)
+    wait_until(lambda: starts.exists() and len(starts.read_text().split()) == 8, lambda: cluster.told("wide"))
+    assert sorted(starts.read_text().splitlines()) == ["0 n3", "0 n3", "1 n4", "1 n4"]
+    assert re.search(r"server n3-0 ended with exit code \S+ and starts again in", cluster.told("wide"))
+    cluster("scancel", job)
+
+
+def test_wrong_option_fails_with_its_message_in_the_log_and_a_state_that_says_so(cluster, tmp_path):
+    folder = tmp_path / "wrong"
+    job = cluster.sbatch("wrong", GRPO, *small(folder, "optimizer.lrr=1"))
+    cluster.wait_for_state(job, "wrong", "FAILED")
+    about = cluster.about(job)
+    assert about["ExitCode"] == "1:0"
+    assert "did you mean optimizer.lr" in cluster.told("wrong") and not folder.exists(), "before anything was started"
+    assert cluster.accounted_state(job) == "FAILED"
+
+
+SHOW_PLACE = """
+import os
+from pathlib import Path
+import subprocess, sys
+from megatron_rl.launch.placement import nodes_of_job, place, ranks_of_step
+from megatron_rl.launch.slurm import srun
+if "SLURM_STEP_ID" in os.environ and "MASTER_PORT" in os.environ:
+    print(os.environ["SLURMD_NODENAME"], *ranks_of_step(os.environ).values())
+else:
+    (nodes,) = nodes_of_job(os.environ)
+    placement = place(nodes, nodes, servers=1, ranks=None, gpus_per_server=1)
+    hosts = Path(sys.argv[1])
+    hosts.write_text("".join(f"{host}\\n" * count for host, count in placement.ranks.items()))
+    step = srun(nodes, placement.ranks, cpus_per_task=1)
+    more = {"SLURM_HOSTFILE": str(hosts), "MASTER_PORT": "1"}
+    subprocess.run([*step, sys.executable, __file__], env=os.environ | more, check=True)
+"""
+
+
+def test_ranks_take_every_gpu_that_servers_leave_also_on_the_node_that_they_share(cluster, tmp_path):
+    (tmp_path / "place.py").write_text(SHOW_PLACE)
+    wrap = f"--wrap={sys.executable} {tmp_path}/place.py {tmp_path}/hosts"
+    job = cluster.sbatch("placed", "--partition=gpu", "--nodes=2", "--exclusive", wrap)
+    cluster.wait_for_state(job, "placed", "COMPLETED")
+    # Node, then RANK, LOCAL_RANK (which is the GPU), WORLD_SIZE and LOCAL_WORLD_SIZE: a server has GPU 0 of n3.
+    expected = ["n3 0 1 3 1", "n4 1 0 3 2", "n4 2 1 3 2"]
+    assert sorted(cluster.told("placed").splitlines()) == expected, cluster.told("placed")
+
+
+# -- the same job again ------------------------------------------------------------------------------------------------
+
+
+def test_job_that_was_queued_again_goes_on_by_itself(cluster, notified):
+    _, folder, stopped = notified
+    wait_for_step(cluster, folder, stopped + 1)
+    assert cluster.told(folder.name).count("is queued again") == 1
+    assert resumed_after(cluster, folder.name) == [stopped]
     done = steps(folder)
     assert done == list(range(len(done))), "no step was lost or repeated"
 
@@ -258,19 +341,6 @@ def test_answers_train_two_nodes_without_a_server_and_the_job_is_queued_again_on
     assert not (folder / "servers").exists() and "--resume auto" in cluster.told(folder.name)
 
 
-@pytest.mark.parametrize(("script", "alike"), [("train_ppo.sh", GRPO), ("train_preferences.sh", SFT)])
-def test_the_other_scripts_ask_for_the_same_and_run_what_runs_above(script, alike):
-    """So that no job of theirs is needed: they differ in their comments and in the job's name."""
-
-    def parts(path):
-        text = (ROOT / path).read_text()
-        asked = [line for line in text.splitlines() if line.startswith("#SBATCH ") and "--job-name=" not in line]
-        return asked, [line for line in text.splitlines() if line and not line.startswith("#")]
-
-    asked, run = parts(f"scripts/{script}")
-    assert asked == parts(alike)[0] and run == parts(SFT)[1] == ["set -euo pipefail", f'exec bash {GRPO} "$@"']
-
-
 @pytest.mark.thorough
 def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_their_own(cluster, tmp_path, apptainer):
     folder = tmp_path / "joined"
@@ -292,36 +362,7 @@ def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_thei
     wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
 
 
-def test_a_server_over_two_nodes_starts_again_as_a_whole_where_one_of_them_loses_its_part(cluster, tmp_path):
-    # In place of the servers: the second node's ends once both are there, and only the first time.
-    starts, part = tmp_path / "starts", tmp_path / "apptainer"
-    part.write_text(
-        f'#!/bin/bash\necho "$SLURM_PROCID $SLURMD_NODENAME" >>{starts}\nuntil (( $(wc -l <{starts}) % 2 == 0 ))\n'
-        f"do sleep 0.1; done\n(( SLURM_PROCID && $(wc -l <{starts}) == 2 )) && exit 3\nexec sleep 300\n"
-    )
-    part.chmod(0o755)
-    container = {"CONTAINER": "image.sif", "CONTAINER_RUNTIME": "apptainer"}
-    container["PATH"] = f"{tmp_path}:{cluster.environment['PATH']}"
-    settings = small(tmp_path / "wide", "rollout.backend=sglang", "rollout.server_args=[--tp,4]")
-    gpus = ("--partition=gpu", "--nodes=2", "--gpus-per-node=2")
-    job = cluster.sbatch("wide", *gpus, "scripts/serve_rollouts.sh", *settings, **container)
-    wait_until(lambda: starts.exists() and len(starts.read_text().split()) == 8, lambda: cluster.told("wide"))
-    assert sorted(starts.read_text().splitlines()) == ["0 n3", "0 n3", "1 n4", "1 n4"]
-    assert re.search(r"server n3-0 ended with exit code \S+ and starts again in", cluster.told("wide"))
-    cluster("scancel", job)
-
-
 # -- what is wrong or uneven -------------------------------------------------------------------------------------------
-
-
-def test_wrong_option_fails_with_its_message_in_the_log_and_a_state_that_says_so(cluster, tmp_path):
-    folder = tmp_path / "wrong"
-    job = cluster.sbatch("wrong", GRPO, *small(folder, "optimizer.lrr=1"))
-    cluster.wait_for_state(job, "wrong", "FAILED")
-    about = cluster.about(job)
-    assert about["ExitCode"] == "1:0"
-    assert "did you mean optimizer.lr" in cluster.told("wrong") and not folder.exists(), "before anything was started"
-    assert cluster.accounted_state(job) == "FAILED"
 
 
 def test_ranks_that_do_not_fit_are_refused_with_what_to_ask_for(cluster, tmp_path):
@@ -330,35 +371,6 @@ def test_ranks_that_do_not_fit_are_refused_with_what_to_ask_for(cluster, tmp_pat
     cluster.wait_for_state(job, "many", "FAILED")
     assert "--ranks 2: the nodes n2 have 1 CPUs for ranks" in cluster.told("many")
     assert "--exclusive" in cluster.told("many")
-
-
-SHOW_PLACE = """
-import os
-from pathlib import Path
-import subprocess, sys
-from megatron_rl.launch.placement import nodes_of_job, place, ranks_of_step
-from megatron_rl.launch.slurm import srun
-if "SLURM_STEP_ID" in os.environ and "MASTER_PORT" in os.environ:
-    print(os.environ["SLURMD_NODENAME"], *ranks_of_step(os.environ).values())
-else:
-    (nodes,) = nodes_of_job(os.environ)
-    placement = place(nodes, nodes, servers=1, ranks=None, gpus_per_server=1)
-    hosts = Path(sys.argv[1])
-    hosts.write_text("".join(f"{host}\\n" * count for host, count in placement.ranks.items()))
-    step = srun(nodes, placement.ranks, cpus_per_task=1)
-    more = {"SLURM_HOSTFILE": str(hosts), "MASTER_PORT": "1"}
-    subprocess.run([*step, sys.executable, __file__], env=os.environ | more, check=True)
-"""
-
-
-def test_ranks_take_every_gpu_that_servers_leave_also_on_the_node_that_they_share(cluster, tmp_path):
-    (tmp_path / "place.py").write_text(SHOW_PLACE)
-    wrap = f"--wrap={sys.executable} {tmp_path}/place.py {tmp_path}/hosts"
-    job = cluster.sbatch("placed", "--partition=gpu", "--nodes=2", "--exclusive", wrap)
-    cluster.wait_for_state(job, "placed", "COMPLETED")
-    # Node, then RANK, LOCAL_RANK (which is the GPU), WORLD_SIZE and LOCAL_WORLD_SIZE: a server has GPU 0 of n3.
-    expected = ["n3 0 1 3 1", "n4 1 0 3 2", "n4 2 1 3 2"]
-    assert sorted(cluster.told("placed").splitlines()) == expected, cluster.told("placed")
 
 
 def test_slurm_takes_the_command_that_a_plan_prints(cluster, capsys):
