@@ -66,7 +66,7 @@ def train_publish_and_sample(model, urls, layout, bucket_bytes, lora=None, adapt
         GenerationConfig(n_samples=4, max_new_tokens=24, temperature=TEMPERATURE, ignore_eos=True),
         tokenizer=None,
     )
-    prompts = [{"input_ids": [5, 17, 300 + i]} for i in range(6)]
+    prompts = [{"input_ids": [5, 17, 300 + i]} for i in range(4)]
 
     def sampled():
         own = rollout.rollout_batch(prompts, workflow) if rollout else None
@@ -87,15 +87,15 @@ def train_publish_and_sample(model, urls, layout, bucket_bytes, lora=None, adapt
 
 def assert_same_logprobs(batch, ours):
     trained = batch["loss_mask"]
-    assert trained.sum() == 6 * 4 * 24 and (batch["versions"][trained] == VERSION).all()
+    assert trained.sum() == 4 * 4 * 24 and (batch["versions"][trained] == VERSION).all()
     difference = (ours - batch["logprobs"])[trained].abs()
     assert difference.mean() < 1e-5 and difference.max() < 1e-3
 
 
 def greedy(url):
     """Tokens and log-probabilities of the most likely replies to some prompts."""
-    params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
-    bodies = [{"input_ids": [9, 30 * i], "sampling_params": params, "return_logprob": True} for i in range(4)]
+    params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    bodies = [{"input_ids": [9, 30 * i], "sampling_params": params, "return_logprob": True} for i in range(3)]
     return [post(url, "/generate", body).json()["meta_info"]["output_token_logprobs"] for body in bodies]
 
 

@@ -351,7 +351,7 @@ def test_long_reply_has_time_in_proportion_to_its_length():
 
 def test_patrol_outlives_a_server_that_is_forgotten_while_it_is_visited(scripted, connect):
     forgotten, hanging, steady = (scripted() for _ in range(3))
-    engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.5 * SLOWNESS)
+    engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.3 * SLOWNESS)
     members = engine._service.client.fleet.members
     forgotten.hangs = True
     visits = forgotten.asked["/model_info"]
@@ -419,7 +419,7 @@ def test_event_loop_that_stands_still_blames_no_server(scripted, connect):
     patience_s = 0.2 * SLOWNESS
     engine = connect([server.url for server in servers], health_timeout_s=patience_s)
     replies = [start(engine, rid) for rid in "ab"]
-    for _ in range(3):
+    for _ in range(2):
         time.sleep(1.2 * patience_s)
         engine._thread.loop.call_soon_threadsafe(time.sleep, 2.5 * patience_s)
     may_answer.set()

@@ -124,6 +124,7 @@ def test_vocabulary_is_known_so_that_no_bad_id_can_kill_the_server(engine):
         asyncio.run(engine.agenerate(LLMRequest(rid="r", input_ids=[512])))
 
 
+@pytest.mark.thorough  # one that the server itself aborts, as its weights are half new, is below
 def test_aborted_reply_is_continued(engine, real_sglang, tiny_model):
     engine.update_weights(tiny_model, 1)
     abort = lambda: engine._command_all("/abort_request", {"abort_all": True})  # noqa: E731

@@ -1,7 +1,7 @@
 """The batch scripts on a real Slurm, as its users start them.
 
-`make test` has one job that trains, is notified, goes on by itself and is cancelled, and what no run is needed for;
-the jobs that differ from it in their nodes, their servers or in how they end are thorough.
+`make test` has one job that trains and is cancelled, one that a notice queues again and whose ranks are stand-ins, and
+what no run is needed for; the jobs that differ in their nodes, their servers or in how they end are thorough.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cluster import POLL_S, ROOT, Cluster
 
 from megatron_rl.cli import main
 from megatron_rl.launch.slurm import port_of
+from megatron_rl.launch.stop_signal import EXIT_STOPPED
 from tests.kit.waiting import LATE_S
 from tests.kit.waiting import wait_until as wait_for
 
@@ -156,24 +157,31 @@ def stops_of(cluster: Cluster, job: str, folder: Path, restarts: int) -> list[in
 
 
 @pytest.fixture(scope="module")
-def notified(cluster, tmp_path_factory):
-    """A job that a notice has stopped, its run's folder, and the step that it stopped after."""
-    folder = tmp_path_factory.mktemp("runs") / "notified"
-    job = cluster.sbatch(folder.name, GRPO, *endless(folder))
-    wait_for_step(cluster, folder, 1)
+def noticed(cluster, tmp_path_factory):
+    """A job that was queued again on a notice, and a file of the commands of its ranks. The second one ends at once."""
+    folder = tmp_path_factory.mktemp("noticed")
+    starts, rank = folder / "starts", folder / "apptainer"
+    rank.write_text(
+        f"#!/bin/bash\ntrap 'kill $!; exit {EXIT_STOPPED}' USR1\necho \"$@\" >>{starts}\n"
+        f"(( $(wc -l <{starts}) == 2 )) && exit 0\nsleep 300 & wait\n"
+    )
+    rank.chmod(0o755)
+    container = {"CONTAINER": "image.sif", "CONTAINER_RUNTIME": "apptainer"}
+    container["PATH"] = f"{folder}:{cluster.environment['PATH']}"
+    settings = (f"run.folder={folder}/run", "run.checkpoint_every_steps=100000")
+    job = cluster.sbatch(folder.name, "--nodes=1", SFT, "configs/count_sft.yaml", *settings, **container)
+    wait_until(lambda: starts.exists() and starts.read_text(), lambda: cluster.told(folder.name))
     cluster("scancel", "--batch", "--signal=USR1", job)  # as Slurm does on the script's --signal
-    (stopped,) = stops_of(cluster, job, folder, restarts=1)
-    return job, folder, stopped
+    wait_until(lambda: cluster.about(job)["Restarts"] == "1", lambda: cluster.told(folder.name))
+    return job, folder.name, starts
 
 
-def test_notified_job_saves_and_is_queued_again(cluster, notified):
-    _, folder, stopped = notified
-    told = cluster.told(folder.name)
-    assert told.count("is queued again") == 1 and "on SIGUSR1" in told
-    assert stopped >= 2
+def test_job_is_queued_again_where_its_ranks_stop_on_a_notice(cluster, noticed):
+    _, name, starts = noticed
+    assert cluster.told(name).count("is queued again") == 1 and len(starts.read_text().splitlines()) == 1
 
 
-# -- while it waits and starts: what no run is needed for, on the other nodes ------------------------------------------
+# -- while it waits: what no run is needed for, on the nodes with GPUs -------------------------------------------------
 
 
 @pytest.mark.parametrize(("script", "alike"), [("train_ppo.sh", GRPO), ("train_preferences.sh", SFT)])
@@ -208,16 +216,6 @@ def test_a_server_over_two_nodes_starts_again_as_a_whole_where_one_of_them_loses
     cluster("scancel", job)
 
 
-def test_wrong_option_fails_with_its_message_in_the_log_and_a_state_that_says_so(cluster, tmp_path):
-    folder = tmp_path / "wrong"
-    job = cluster.sbatch("wrong", GRPO, *small(folder, "optimizer.lrr=1"))
-    cluster.wait_for_state(job, "wrong", "FAILED")
-    about = cluster.about(job)
-    assert about["ExitCode"] == "1:0"
-    assert "did you mean optimizer.lr" in cluster.told("wrong") and not folder.exists(), "before anything was started"
-    assert cluster.accounted_state(job) == "FAILED"
-
-
 SHOW_PLACE = """
 import os
 from pathlib import Path
@@ -247,25 +245,53 @@ def test_ranks_take_every_gpu_that_servers_leave_also_on_the_node_that_they_shar
     assert sorted(cluster.told("placed").splitlines()) == expected, cluster.told("placed")
 
 
+def test_slurm_takes_the_command_that_a_plan_prints(cluster, capsys):
+    main(["plan", COUNT, "--nodes=2", "--gpus-per-node=2", "parallel.tensor=2", "--json"])
+    command = json.loads(capsys.readouterr().out)["command"]
+    assert command[0] == "sbatch"
+    answer = cluster(*command[:1], "--test-only", *command[1:], SBATCH_PARTITION="gpu")
+    assert re.search(r"to start at .* on nodes n\[3-4\] in partition gpu", answer), answer
+
+
 # -- the same job again ------------------------------------------------------------------------------------------------
 
 
-def test_job_that_was_queued_again_goes_on_by_itself(cluster, notified):
-    _, folder, stopped = notified
-    wait_for_step(cluster, folder, stopped + 1)
-    assert cluster.told(folder.name).count("is queued again") == 1
-    assert resumed_after(cluster, folder.name) == [stopped]
-    done = steps(folder)
-    assert done == list(range(len(done))), "no step was lost or repeated"
+def test_job_that_was_queued_again_goes_on_by_itself(cluster, noticed):
+    job, name, starts = noticed
+    cluster.wait_for_state(job, name, "COMPLETED")
+    assert cluster.told(name).count("is queued again") == 1 and cluster.about(job)["Restarts"] == "1"
+    first, second = starts.read_text().splitlines()
+    assert first == second and "megatron_rl.train" in first and first.endswith("--resume auto")
 
 
-def test_cancelled_job_leaves_no_process_and_a_checkpoint(cluster, notified):
-    job, folder, before = notified
+def test_cancelled_job_leaves_no_process_and_a_checkpoint(cluster, tmp_path):
+    folder = tmp_path / "cancelled"
+    job = cluster.sbatch(folder.name, GRPO, *endless(folder))
+    wait_for_step(cluster, folder, 1)
     cluster("scancel", job)
     cluster.wait_for_state(job, folder.name, "CANCELLED")
     wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
-    *earlier, stopped = stopped_after(folder)
-    assert earlier == [before] and stopped > before and (folder / "checkpoints" / f"step-{stopped}").is_dir()
+    (stopped,) = stopped_after(folder)
+    assert stopped >= 2 and (folder / "checkpoints" / f"step-{stopped}").is_dir()
+    assert steps(folder) == list(range(stopped))
+
+
+@pytest.mark.thorough
+def test_notified_job_saves_and_goes_on_by_itself(cluster, tmp_path):
+    folder = tmp_path / "notified"
+    job = cluster.sbatch(folder.name, GRPO, *endless(folder))
+    wait_for_step(cluster, folder, 1)
+    cluster("scancel", "--batch", "--signal=USR1", job)
+    (stopped,) = stops_of(cluster, job, folder, restarts=1)
+    wait_for_step(cluster, folder, stopped + 1)
+    told = cluster.told(folder.name)
+    assert told.count("is queued again") == 1 and "on SIGUSR1" in told
+    assert resumed_after(cluster, folder.name) == [stopped] and stopped >= 2
+    done = steps(folder)
+    assert done == list(range(len(done))), "no step was lost or repeated"
+    cluster("scancel", job)
+    cluster.wait_for_state(job, folder.name, "CANCELLED")
+    wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
 
 
 @pytest.mark.thorough
@@ -365,17 +391,19 @@ def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_thei
 # -- what is wrong or uneven -------------------------------------------------------------------------------------------
 
 
+def test_wrong_option_fails_with_its_message_in_the_log_and_a_state_that_says_so(cluster, tmp_path):
+    folder = tmp_path / "wrong"
+    job = cluster.sbatch("wrong", GRPO, *small(folder, "optimizer.lrr=1"))
+    cluster.wait_for_state(job, "wrong", "FAILED")
+    about = cluster.about(job)
+    assert about["ExitCode"] == "1:0"
+    assert "did you mean optimizer.lr" in cluster.told("wrong") and not folder.exists(), "before anything was started"
+    assert cluster.accounted_state(job) == "FAILED"
+
+
 def test_ranks_that_do_not_fit_are_refused_with_what_to_ask_for(cluster, tmp_path):
     components = ("--nodes=1", ":", "--nodes=1", "--ntasks=1")
     job = cluster.sbatch("many", *components, GRPO, *small(tmp_path / "many", "--ranks=2", "parallel.tensor=2"))
     cluster.wait_for_state(job, "many", "FAILED")
     assert "--ranks 2: the nodes n2 have 1 CPUs for ranks" in cluster.told("many")
     assert "--exclusive" in cluster.told("many")
-
-
-def test_slurm_takes_the_command_that_a_plan_prints(cluster, capsys):
-    main(["plan", COUNT, "--nodes=2", "--gpus-per-node=2", "parallel.tensor=2", "--json"])
-    command = json.loads(capsys.readouterr().out)["command"]
-    assert command[0] == "sbatch"
-    answer = cluster(*command[:1], "--test-only", *command[1:], SBATCH_PARTITION="gpu")
-    assert re.search(r"to start at .* on nodes n\[3-4\] in partition gpu", answer), answer
