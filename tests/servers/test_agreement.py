@@ -301,7 +301,7 @@ def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sgl
 )
 def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, tiny_model, embedded_servers, tmp_path):
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
-    arguments += ("generation.n_samples=4",)
+    arguments += ("generation.n_samples=4", "batch.updates_per_step=1")
     arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=200")
     steps = grpo(tiny_model, embedded_servers, tmp_path, *arguments, "run.steps=4")
     assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"

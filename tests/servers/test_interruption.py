@@ -14,7 +14,7 @@ from tests.kit.reference import (
 )
 
 PROMPT = [11, 200, 37, 5]
-COUNT = 400
+COUNT = 250
 
 
 @pytest.fixture
