@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -118,63 +119,94 @@ def test_packages_of_others_are_imported_where_they_belong(path):
 
 LIGHT = {
     "megatron_rl": {"torch", "megatron", "transformers", "aiohttp", "omegaconf"},
+    "megatron_rl.tools.embedded_server.serve_command": {"torch", "aiohttp", "transformers"},
     "megatron_rl.config": {"torch", "megatron", "transformers"},
     "megatron_rl.api": {"torch", "megatron", "transformers"},
     "megatron_rl.tools.report.report": {"torch", "megatron", "matplotlib"},
-    "megatron_rl.tools.embedded_server.serve_command": {"torch", "aiohttp", "transformers"},
 }
 """Modules that start at once, and packages that loading them does not load."""
 WITH_TORCH = {
-    "megatron_rl.tools.embedded_server.server": {"megatron", "a process group"},
-    "megatron_rl.rollout.sglang_engine": {"megatron", "a process group"},
-    "megatron_rl.rollout.rollout_rank": {"megatron", "transformers", "a process group"},
-    "megatron_rl.algo.actor": {"megatron", "a process group"},
-    "megatron_rl.tools.plan.plan_command": {"megatron", "transformers", "a process group"},
+    "megatron_rl.rollout.rollout_rank": {"megatron", "transformers"},
+    "megatron_rl.tools.plan.plan_command": {"megatron", "transformers"},
+    "megatron_rl.algo.actor": {"megatron"},
+    "megatron_rl.rollout.sglang_engine": {"megatron"},
+    "megatron_rl.tools.embedded_server.server": {"megatron"},
 }
-"""The same of servers, clients, algorithms and plans, which load torch."""
+"""The same of clients, plans, algorithms and servers, which load torch."""
 LOAD = """
-import json, os, sys
+import json, sys
 
-def load(module):
-    read, write = os.pipe()
-    if os.fork() == 0:
-        try:
-            __import__(module)
-            names = {name.split(".")[0] for name in sys.modules}
-            dist = sys.modules.get("torch.distributed")
-            if dist and dist.is_available() and dist.is_initialized():
-                names.add("a process group")
-            os.write(write, json.dumps([module, sorted(names)]).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read) as answer:
-        print(answer.read(), flush=True)
-    os.wait()
-
-light, with_torch = map(json.loads, sys.argv[1:])
-for module in light:
-    load(module)
-import torch
-for module in with_torch:
-    load(module)
+for module in sys.argv[1:]:
+    __import__(module)
+    names = {name.split(".")[0] for name in sys.modules}
+    dist = sys.modules.get("torch.distributed")
+    if dist and dist.is_available() and dist.is_initialized():
+        names.add("a process group")
+    print(json.dumps([module, sorted(names)]), flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
-    """By module: the top-level packages that a process has once it has loaded it.
+def loaded(modules: Iterable[str]) -> dict[str, set[str]]:
+    """Load them one after the other; return, by module, the top-level packages that are there then.
 
-    Each is loaded in a fork of one process, half of which find torch there: that alone takes seconds.
+    None of the tables loads what a module below it does without.
     """
-    command = [sys.executable, "-c", LOAD, json.dumps([*LIGHT]), json.dumps([*WITH_TORCH])]
+    command = [sys.executable, "-c", LOAD, *modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return {module: set(names) for module, names in map(json.loads, done.stdout.splitlines())}
 
 
+def test_loading_a_module_loads_nothing_that_it_can_do_without():
+    assert not {module: names & LIGHT[module] for module, names in loaded(LIGHT).items() if names & LIGHT[module]}
+
+
+@pytest.mark.thorough  # torch alone takes seconds
+def test_loading_a_module_with_torch_loads_nothing_else_that_it_can_do_without():
+    unwanted = {module: {*names, "a process group"} for module, names in WITH_TORCH.items()}
+    assert not {
+        module: names & unwanted[module] for module, names in loaded(unwanted).items() if names & unwanted[module]
+    }
+
+
 @pytest.mark.parametrize("module", [*LIGHT, *WITH_TORCH])
-def test_loading_a_module_loads_nothing_that_it_can_do_without(module, loaded):
-    assert not loaded[module] & (LIGHT | WITH_TORCH)[module]
+def test_no_file_that_a_module_loads_names_what_it_can_do_without(module):
+    unwanted = (LIGHT | WITH_TORCH)[module]
+    to_read, read = [module], set()
+    while to_read:
+        name = to_read.pop()
+        if name in read or not (path := file_of(name)):
+            continue
+        read.add(name)
+        names = names_loaded_with(path)
+        assert not {it.split(".")[0] for it in names} & unwanted, f"{module} loads {path}"
+        to_read += [*names, name.rpartition(".")[0]]
+    assert module in read
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of the package; None for any other name."""
+    path = ROOT.joinpath(*module.split("."))
+    files = (path / "__init__.py", path.with_suffix(".py")) if is_part_of(module, "megatron_rl") else ()
+    return next((file for file in files if file.is_file()), None)
+
+
+@functools.cache
+def names_loaded_with(path: Path) -> frozenset[str]:
+    """Return what a file imports as it is loaded, in no function, for no checker; of `from a import b` both names."""
+    names, left = set(), list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # A public name of the package is loaded when it is asked for, from where it lives.
+            home = megatron_rl._HOME if node.module == "megatron_rl" else {}
+            names |= {f"megatron_rl.{home[alias.name]}" for alias in node.names if alias.name in home}
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            is_checkers = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            left += node.orelse if is_checkers else ast.iter_child_nodes(node)
+    return frozenset(names)
 
 
 def test_the_table_is_complete_and_no_arrow_goes_upward():
