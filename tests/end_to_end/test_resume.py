@@ -11,7 +11,7 @@ from megatron_rl.config import load_config
 from megatron_rl.engine import manifest
 from megatron_rl.train import train
 from tests.kit.ranks import run_ranks
-from tests.kit.runs import COUNT, ROOT, evaluations_of, steps_of
+from tests.kit.runs import COUNT, ROOT, UNTAUGHT, evaluations_of, steps_of
 from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
@@ -20,6 +20,7 @@ STEPS = 6
 SAME_RUN = (
     *("run.steps=6", "run.checkpoint_every_steps=2", "run.keep_checkpoints=3", "optimizer.eps=1e-4"),
     *("batch.prompts_per_step=8", "generation.n_samples=4"),
+    *("data.evaluation_args.count=16", "rollout.reward_workers=1"),
 )
 FROM_SERVERS = ("mismatch/", "rollout/")
 """What a server reports depends in its last bits on the requests that it happened to compute together, and what a
@@ -37,11 +38,10 @@ def run(folder, server, *overrides, config=COUNT, resume="", ranks=1):
 
 
 @pytest.fixture(scope="module")
-def warm(server, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("warm")
-    overrides = (f"warm_start.folder={folder}/warm", "warm_start.updates=15", *SAME_RUN)
-    run(folder / "whole", server, *overrides)
-    return folder / "whole", overrides
+def uninterrupted(server, tmp_path_factory):
+    folder, overrides = tmp_path_factory.mktemp("runs") / "whole", (*UNTAUGHT, *SAME_RUN)
+    run(folder, server, *overrides)
+    return folder, overrides
 
 
 def cut_after(step, whole, target):
@@ -63,8 +63,8 @@ def log_of(folder):
     return kept, (folder / "samples.jsonl").read_text()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(warm, server, tmp_path):
-    whole, overrides = warm
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(uninterrupted, server, tmp_path):
+    whole, overrides = uninterrupted
     folder = cut_after(2, whole, tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as log:
         log.write('{"kind": "step", "step": 6, "torn')
@@ -76,8 +76,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(warm, server, tmp_pat
     assert (folder / "final" / "model.safetensors").read_bytes() == (whole / "final" / "model.safetensors").read_bytes()
 
 
-def test_a_run_resumes_in_another_layout(warm, server, tmp_path):
-    whole, overrides = warm
+def test_a_run_resumes_in_another_layout(uninterrupted, server, tmp_path):
+    whole, overrides = uninterrupted
     folder = cut_after(4, whole, tmp_path / "run")
     run(folder, server, *overrides, "parallel.tensor=2", resume="auto", ranks=2)
     for ours, expected in zip(steps_of(folder), steps_of(whole), strict=True):
@@ -145,8 +145,8 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(warm, server, tmp_path, capfd):
-    whole, overrides = warm
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(uninterrupted, server, tmp_path, capfd):
+    whole, overrides = uninterrupted
     folder = cut_after(4, whole, tmp_path / "run")
     flip_a_bit(folder / "checkpoints" / "step-4" / "policy" / "__0_0.distcp")
     run(folder, server, *overrides, resume="auto")
@@ -160,10 +160,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(warm, server,
 
 
 @pytest.mark.thorough
-def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before(warm, server, tmp_path, capfd):
-    whole, overrides = warm
+def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before(
+    uninterrupted, server, tmp_path, capfd
+):
+    whole, overrides = uninterrupted
     folder = tmp_path / "run"
-    full = ("run.save_at_end=false", "run.save_every_steps=4", "run.import_from=[third_step]")
+    full = ("run.save_at_end=false", "run.save_every_steps=4", "run.import_from=[tests,third_step]")
     full += ("rollout.workflow=third_step:DiskFullFromTheThirdStepOn",)
     run(folder, server, *overrides, *full)
     warnings = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
@@ -184,11 +186,11 @@ def test_a_full_disk_is_named_and_the_run_goes_on_and_can_be_resumed_from_before
 
 
 def test_a_run_whose_journal_fills_the_disk_stops_and_resumes_from_its_checkpoint(
-    warm, server, tmp_path, capfd, monkeypatch
+    uninterrupted, server, tmp_path, capfd, monkeypatch
 ):
-    whole, overrides = warm
+    whole, overrides = uninterrupted
     folder = tmp_path / "run"
-    overrides += ("run.import_from=[third_step]", "rollout.workflow=third_step:JournalFullFromTheFifthStepOn")
+    overrides += ("run.import_from=[tests,third_step]", "rollout.workflow=third_step:JournalFullFromTheFifthStepOn")
     with pytest.raises(AssertionError, match="rollout journal .*only 100 of .* make room on the disk and resume"):
         run(folder, server, *overrides)
     journals = {path: path.read_bytes() for path in (folder / "journal").glob("*.journal")}
@@ -209,8 +211,8 @@ def refused(folder, server, overrides, resume, error, *parts):
         assert part in str(raised.value), part
 
 
-def test_a_run_without_any_good_checkpoint_stops_and_deletes_nothing(warm, server, tmp_path):
-    whole, overrides = warm
+def test_a_run_without_any_good_checkpoint_stops_and_deletes_nothing(uninterrupted, server, tmp_path):
+    whole, overrides = uninterrupted
     folder = cut_after(4, whole, tmp_path / "run")
     (folder / "checkpoints" / "step-2" / "run.json").write_text("{}")
     (folder / "checkpoints" / "step-4" / manifest.NAME).write_text("{")
@@ -221,8 +223,8 @@ def test_a_run_without_any_good_checkpoint_stops_and_deletes_nothing(warm, serve
     assert len(steps_of(folder)) == STEPS, "the log is as it was"
 
 
-def test_wrong_requests_are_refused_with_the_way_out(warm, server, tmp_path):
-    whole, overrides = warm
+def test_wrong_requests_are_refused_with_the_way_out(uninterrupted, server, tmp_path):
+    whole, overrides = uninterrupted
     refused(whole, server, overrides, "", "ValueError", f"run.folder = '{whole}'", "--resume auto continues it")
     refused(tmp_path, server, overrides, str(tmp_path / "none"), "ValueError", "no run.json", "step-N, or auto")
     changed = (*overrides, "run.seed=2")
@@ -231,8 +233,8 @@ def test_wrong_requests_are_refused_with_the_way_out(warm, server, tmp_path):
     refused(tmp_path / "run", server, changed, "auto", "ValueError", "optimizer.lr = 0.001", "has 0.0005")
 
 
-def test_a_run_goes_on_from_a_named_checkpoint_and_for_longer(warm, server, tmp_path):
-    whole, overrides = warm
+def test_a_run_goes_on_from_a_named_checkpoint_and_for_longer(uninterrupted, server, tmp_path):
+    whole, overrides = uninterrupted
     shutil.copytree(whole, tmp_path / "run")
     folder = tmp_path / "run"
     run(folder, server, *overrides, "run.steps=8", resume=f"{folder}/checkpoints/step-4")
