@@ -28,6 +28,7 @@ from megatron_rl.rollout.journal import consumed_by_step
 from megatron_rl.rollout.ledger import Share
 from tests.kit.forks import check_end, exit_codes, has_ended, start_ranks
 from tests.kit.runs import (
+    UNTAUGHT,
     experiment,
     logged,
     losses,
@@ -41,6 +42,7 @@ from tests.kit.waiting import wait_until
 STEPS, PROMPTS = 12, 8
 SMALL = (
     *(f"run.steps={STEPS}", f"batch.prompts_per_step={PROMPTS}", "generation.n_samples=4", "data.evaluation="),
+    "rollout.reward_workers=1",
     # All checkpoints and with them all journals stay: the books are done at the end.
     *("run.checkpoint_every_steps=2", "run.keep_checkpoints=100", "run.save_at_end=false"),
 )
@@ -90,7 +92,7 @@ class Trial:
 
 
 def trial(folder: Path, name: str, kills: int, settings: tuple[str, ...], chance: random.Random) -> Trial:
-    """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and the warm start."""
+    """Run to the end, killed `kills` times on the way (at most 5); `settings` name the server and what is learned."""
     folder.mkdir(parents=True)
     mode, output = MODES[name], folder / "output.txt"
     lives = itertools.cycle(mode.layouts)
@@ -175,7 +177,7 @@ def soak(folder: Path, points: int, seed: int, modes: Sequence[str] = tuple(MODE
     """Kill runs at `points` points in all, of each of these modes about as often, at most 5 times each."""
     chance = random.Random(seed)
     with rollout_servers(folder / "servers") as server:
-        settings = (*served_by(server), f"warm_start.folder={folder}/warm", "warm_start.updates=15")
+        settings = (*served_by(server), *UNTAUGHT)
         for number, name in enumerate(modes):
             mode = MODES[name]
             expected = uninterrupted(folder / f"{name}-whole", mode, settings) if mode.has_same_losses else None

@@ -21,7 +21,7 @@ from kills import (
 from megatron_rl.engine import checkpoint
 from megatron_rl.rollout.journal import read_file
 from tests.kit.forks import killed, start_ranks
-from tests.kit.runs import experiment, logged, losses, newest_checkpoint, run_to_the_end, steps_of
+from tests.kit.runs import UNTAUGHT, experiment, logged, losses, newest_checkpoint, run_to_the_end, steps_of
 from tests.kit.waiting import LATE_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_runs_that_are_killed_again_and_again_end_as_if_nobody_had(modes, points
 def test_an_asynchronous_run_of_two_replicas_is_killed_and_goes_on_with_one(server, tmp_path):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()
-    overrides = (f"run.folder={folder}", *server, "warm_start.updates=0", *SMALL)
+    overrides = (f"run.folder={folder}", *server, *UNTAUGHT, *SMALL)
     overrides += (*ASYNCHRONOUS, "run.checkpoint_every_steps=3")
     pids = start_ranks(2, experiment, (*overrides, "run.steps=100000"), output)
     wait_until(lambda: newest_checkpoint(folder) >= 6, output.read_text)
@@ -73,7 +73,7 @@ def writes_slowly_on_the_second_rank(overrides):
 def test_a_checkpoint_that_one_rank_of_two_had_written_when_the_other_was_killed_is_none(server, tmp_path):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()
-    overrides = (f"run.folder={folder}", *server, "warm_start.updates=0", *SMALL, *TENSOR)
+    overrides = (f"run.folder={folder}", *server, *UNTAUGHT, *SMALL, *TENSOR)
     pids = start_ranks(2, writes_slowly_on_the_second_rank, overrides, output)
     parts = lambda: {path.name for path in folder.glob("checkpoints/.step-4.*/.policy.partial/.sums-*")}  # noqa: E731
     wait_until(lambda: parts() and len(logged(folder)) >= 5, output.read_text)
@@ -91,9 +91,9 @@ def test_a_checkpoint_that_one_rank_of_two_had_written_when_the_other_was_killed
 def test_replies_whose_rewards_never_came_are_not_generated_again(server, tmp_path, monkeypatch):
     folder, output = tmp_path / "run", tmp_path / "output.txt"
     folder.mkdir()
-    overrides = (f"run.folder={folder}", *server, "warm_start.updates=0", *SMALL)
+    overrides = (f"run.folder={folder}", *server, *UNTAUGHT, *SMALL)
     overrides += (*ASYNCHRONOUS, "run.checkpoint_every_steps=1", "rollout.journal_replies=true")
-    overrides += ("run.import_from=[third_step]", "rollout.workflow=third_step:RewardsHangFromTheThirdStepOn")
+    overrides += ("run.import_from=[tests,third_step]", "rollout.workflow=third_step:RewardsHangFromTheThirdStepOn")
     (pid,) = start_ranks(1, experiment, overrides, output)
     replies = lambda: dict(Counter(e["key"] for e in events(folder) if e["event"] == "replied"))  # noqa: E731
     # Of the third step's prompts and those that are sampled ahead, all four replies each.

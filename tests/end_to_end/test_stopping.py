@@ -15,6 +15,7 @@ from megatron_rl.train import main
 from tests.kit.forks import check_end, start_ranks
 from tests.kit.runs import (
     COUNT,
+    UNTAUGHT,
     evaluations_of,
     experiment,
     launched,
@@ -30,7 +31,7 @@ from tests.kit.waiting import LATE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
-STEPS = 8
+STEPS = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +44,7 @@ def rollouts_are_left_soon():
 @pytest.fixture(scope="module")
 def settings(server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    settings = (*server, f"warm_start.folder={folder}/warm", "warm_start.updates=15", f"run.grace_s={LATE_S}")
+    settings = (*server, *UNTAUGHT, "rollout.reward_workers=1", f"run.grace_s={LATE_S}")
     settings += (*SMALL, f"run.steps={STEPS}", "run.checkpoint_every_steps=100")
     (folder / "whole").mkdir()
     run_to_the_end(folder / "whole", (f"run.folder={folder}/whole", *settings))
@@ -112,7 +113,7 @@ def test_a_rollout_that_takes_too_long_is_left_and_its_step_begins_again(stalene
     settings, expected = settings
     folder, output, is_there = tmp_path / "run", tmp_path / "output.txt", tmp_path / "is_there"
     folder.mkdir()
-    overrides = (f"run.folder={folder}", *settings, "run.import_from=[third_step]")
+    overrides = (f"run.folder={folder}", *settings, "run.import_from=[tests,third_step]")
     overrides += ("rollout.workflow=third_step:StuckInTheThirdStep", f"rollout.max_staleness={staleness}")
     (pid,) = start_ranks(1, tells_of_its_third_rollout(experiment, is_there), overrides, output)
     wait_until(is_there.exists, output.read_text)
@@ -163,7 +164,7 @@ HELD_OUT = 8
 @pytest.fixture
 def stuck_in_an_evaluation(settings, tmp_path, monkeypatch):
     """Settings of a run with evaluations, and the file that says that one is stuck."""
-    overrides = (f"run.folder={tmp_path}/run", *settings[0], "run.import_from=[third_step]")
+    overrides = (f"run.folder={tmp_path}/run", *settings[0], "run.import_from=[tests,third_step]")
     overrides += ("rollout.workflow=third_step:StuckInAnEvaluation", "run.evaluate_every_steps=2")
     overrides += ("data.evaluation=megatron_rl.data.tasks:count_ones", f"data.evaluation_args.count={HELD_OUT}")
     (tmp_path / "run").mkdir()
@@ -205,7 +206,7 @@ def test_a_notice_while_the_warm_start_samples_ends_the_run_behind_it(stuck_in_a
 def test_ctrl_c_in_a_rollout_without_checkpoints_leaves_it_and_ends_the_run_with_its_report(settings, tmp_path):
     folder, output, is_there = tmp_path / "run", tmp_path / "output.txt", tmp_path / "is_there"
     folder.mkdir()
-    overrides = (*settings[0], "run.import_from=[third_step]", f"run.folder={folder}")
+    overrides = (*settings[0], "run.import_from=[tests,third_step]", f"run.folder={folder}")
     overrides += ("rollout.workflow=third_step:StuckInTheThirdStep", "run.checkpoint_every_steps=0")
     run = tells_of_its_third_rollout(lambda settings: main([COUNT, *settings]), is_there)
     (pid,) = start_ranks(1, run, overrides, output)
