@@ -1,8 +1,9 @@
 """Every block of docs/tutorial.md runs, in the order in which a reader types them.
 
-Three things are changed, and no others: the path of SmolLM2 becomes that of a model of 140 k parameters, a step has 2
-prompts, and run.steps becomes 2, with a checkpoint after the first one. The block that installs is left to
-`make --dry-run`. `megatron-rl` is forked from this process, whose imports its programs need not repeat.
+Few things are changed: the path of SmolLM2 becomes that of a model of 140 k parameters, a step has 2
+prompts and one reward worker, and run.steps becomes 2, with a checkpoint after the first one; 8 sums are held out. The
+block that installs is left to `make --dry-run`. `megatron-rl` and `python` are forked from this process, whose imports
+they need not repeat.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 MODEL = "models/smollm2-135m-instruct"
 INSTALLS = "make operators"
+COMMANDS = {"megatron-rl": "megatron_rl.cli", "python": "script"}
 
 
 def smaller(block: str, model: Path) -> str:
-    """Return the block with the tiny model and few steps."""
+    """Return the block with the tiny model and few steps, prompts and held-out sums."""
     for written, tried in (
         (MODEL, str(model)),
         ("run.checkpoint_every_steps=6", "run.checkpoint_every_steps=1"),
         ("step-6", "step-1"),
         ("prompts_per_step: 8", "prompts_per_step: 2"),
+        ('"my_task.rewards:right_sum"', '"my_task.rewards:right_sum", reward_workers: 1'),
+        ("sums[32:]", "sums[8:]"),
+        ("sums[:32]", "sums[:8]"),
     ):
         block = block.replace(written, tried)
     return re.sub(r"steps(: |=)\d+(?=[ }])", r"steps\g<1>2", block)
@@ -65,10 +70,10 @@ def test_make_knows_what_the_first_block_asks_for():
 def programs(monkeypatch):
     """The folders of `megatron-rl` and `python`, as a PATH."""
     pytest.importorskip("megatron", reason="megatron-core is not installed")
-    from tests.kit.programs import fork_programs, forked_command
+    from tests.kit.programs import fork_programs, forked_commands
 
     fork_programs(monkeypatch)
-    with tempfile.TemporaryDirectory(prefix="programs-") as folder, forked_command(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder, forked_commands(Path(folder), COMMANDS):
         yield os.pathsep.join([folder, str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
@@ -108,5 +113,5 @@ def check_what_is_there(folder: Path, printed: str) -> None:
     assert (runs / "sums" / "after_6_steps" / "config.json").is_file()
     assert (runs / "compare.html").is_file()
     evaluated = [json.loads(line) for line in (runs / "sums" / "eval.jsonl").read_text().splitlines()]
-    assert len(evaluated) == 32 and all(len(line["rewards"]) == 4 for line in evaluated)
-    assert "held_out: 32 of 32 prompts" in printed
+    assert len(evaluated) == 8 and all(len(line["rewards"]) == 4 for line in evaluated)
+    assert "held_out: 8 of 8 prompts" in printed

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 36
 """Steps of the run on four ranks if the test that it learns is selected; else the run has FEW steps."""
-FEW = 4
+FEW = 2
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,12 +47,21 @@ with start_up.importing():
     from megatron_rl.tools.embedded_server import server as embedded_server
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def script() -> None:
+    """Run the Python file that the first argument names, with the arguments behind it."""
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.cli": cli.main,
     "megatron_rl.launch": local.main,
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
     "megatron_rl.tools.embedded_server.server": embedded_server.main,
     "megatron_rl.train": train.main,
+    "script": script,
 }
 STARTERS = (local, rollout_process, server_process, megatron_rl.run.run)
 """The modules that start them."""
@@ -63,11 +73,11 @@ import json, os, socket, sys
 asked = socket.socket(socket.AF_UNIX)
 asked.connect({address!r})
 socket.send_fds(asked, [b"."], [1, 2])
-asked.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
+asked.sendall(json.dumps([{program!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
 asked.shutdown(socket.SHUT_WR)
 sys.exit(int(asked.recv(8) or 1))
 """
-"""The file `megatron-rl`, which asks for a fork and ends as that does. It imports next to nothing."""
+"""The file of a command, which asks for a fork and ends as that does. It imports next to nothing."""
 
 
 def fork_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +158,8 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def forked_command(folder: Path) -> Iterator[None]:
-    """Put a `megatron-rl` into `folder` that runs the real one's function in a fork, while this lasts."""
+def forked_commands(folder: Path, commands: Mapping[str, str]) -> Iterator[None]:
+    """Put commands into `folder` that run programs of PROGRAMS in a fork, while this lasts."""
     address = str(folder / "asked")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -157,9 +167,10 @@ def forked_command(folder: Path) -> Iterator[None]:
         pid = os.fork()
         if pid == 0:
             _answer(listener)
-    command = folder / "megatron-rl"
-    command.write_text(COMMAND.format(python=sys.executable, address=address))
-    command.chmod(0o755)
+    for name, program in commands.items():
+        command = folder / name
+        command.write_text(COMMAND.format(python=sys.executable, address=address, program=program))
+        command.chmod(0o755)
     try:
         yield
     finally:
@@ -174,9 +185,9 @@ def _answer(listener: socket.socket) -> None:
         while True:
             asked, _ = listener.accept()
             _, files, _, _ = socket.recv_fds(asked, 1, 2)
-            words, cwd, env = json.loads(asked.makefile().read())
+            program, words, cwd, env = json.loads(asked.makefile().read())
             os.chdir(cwd)
-            command = [sys.executable, "-m", "megatron_rl.cli", *words]
+            command = [sys.executable, "-m", program, *words]
             with os.fdopen(files[0], "w") as stdout, os.fdopen(files[1], "w") as stderr:
                 process = start(command, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
             asked.sendall(str(process.wait()).encode())
