@@ -11,6 +11,7 @@ import pytest
 import megatron_rl as rl
 from megatron_rl.algo.registry import torch_loss
 from megatron_rl.train import main
+from tests.kit import programs
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import ROOT, steps_of
 from tests.kit.served_models import make_tiny_model
@@ -18,6 +19,7 @@ from tests.kit.waiting import LATE_S
 
 pytestmark = pytest.mark.slow
 
+NEEDS = "is not installed: pip install 'megatron-rl[dev]'"
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
 
 
@@ -33,16 +35,30 @@ def smaller(text: str, model, folder) -> str:
     return text.replace("batch={", 'rollout={"backend": "embedded", "reward_workers": 1},\n    batch={')
 
 
-def test_a_notebook_trains_step_by_step_and_shows_progress_and_report(model, tmp_path, monkeypatch):
-    needs = "is not installed: pip install 'megatron-rl[dev]'"
-    nbformat, nbclient = (pytest.importorskip(name, reason=f"{name} {needs}") for name in ("nbformat", "nbclient"))
-    pytest.importorskip("ipykernel", reason=f"ipykernel {needs}")
+@pytest.fixture
+def kernel(request, tmp_path_factory, monkeypatch):
+    """The name of a kernel: `forked` has this process's imports, `python3` is an interpreter of its own."""
+    kernelapp = pytest.importorskip("ipykernel.kernelapp", reason=f"ipykernel {NEEDS}")
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "kernels/forked").mkdir(parents=True)
+    spec = {"argv": [f"{folder}/kernel", "-f", "{connection_file}"], "display_name": "forked", "language": "python"}
+    (folder / "kernels/forked/kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(folder))
+    monkeypatch.setitem(programs.PROGRAMS, "ipykernel", kernelapp.launch_new_instance)
+    with programs.forked_commands(folder, {"kernel": "ipykernel"}):
+        yield request.param
+
+
+@pytest.mark.parametrize("kernel", ["forked", pytest.param("python3", marks=pytest.mark.thorough)], indirect=True)
+def test_a_notebook_trains_step_by_step_and_shows_progress_and_report(kernel, model, tmp_path, monkeypatch):
+    nbformat, nbclient = (pytest.importorskip(name, reason=f"{name} {NEEDS}") for name in ("nbformat", "nbclient"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     book = nbformat.read(ROOT / "examples/notebook/train.ipynb", as_version=4)
     for cell in book.cells:
         if cell.cell_type == "code":
             cell.source = smaller(cell.source, model, tmp_path)
-    nbclient.NotebookClient(book, timeout=LATE_S, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(book, timeout=LATE_S, kernel_name=kernel, resources=where).execute()
     _, built, stepped, sampled, trained, report, scores = (cell for cell in book.cells if cell.cell_type == "code")
     assert not built.outputs
     assert re.fullmatch(r"\(\d\.\d+, \d+\.\d+\)", stepped.outputs[-1]["data"]["text/plain"])
