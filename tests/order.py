@@ -1,9 +1,10 @@
 """The order of the tests, and the files that stay in one worker.
 
-The tests of a file stay together, and so do the files whose tests ask for the one real SGLang of a session: it takes
-half a minute to start. What waits for others most of the time comes first, so that the rest can use the cores
-meanwhile; the many small files at the end even out what the workers have left to do. Files that fork programs come
-before those whose tests let torch use two threads: a fork of such a process waits for threads that it has not.
+The tests of a file stay together, and so do the files whose tests ask for the one real SGLang of a session, which takes
+half a minute to start, or for the process that rehearses ranks, which takes ten seconds. What waits for others most of
+the time comes first, so that the rest can use the cores meanwhile; the many small files at the end even out what the
+workers have left to do. Files that fork programs come before those whose tests let torch use two threads: a fork of
+such a process waits for threads that it has not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import pytest
 FOLDERS = ("slurm", "end_to_end", "servers", "megatron")
 FORKING = "fork_programs"
 TESTS = Path(__file__).parent
-SHARED = ("real_sglang", "real_supervisor")
+SHARED = {
+    "the real SGLang": ("real_sglang", "real_supervisor"),
+    "the process that rehearses": ("rehearsals.of(",),
+}
+"""What is started once in a session, and how a file's text shows that its tests ask for it."""
 
 
 @cache
@@ -30,9 +35,9 @@ def place_of(path: Path) -> int:
 
 @cache
 def unit_of(path: Path) -> str:
-    """What a worker runs as a whole: a file, or all those with a server in common."""
+    """What a worker runs as a whole: a file, or all those with a process in common."""
     text = path.read_text(encoding="utf-8")
-    return "the real SGLang" if any(fixture in text for fixture in SHARED) else str(path)
+    return next((what for what, shows in SHARED.items() if any(word in text for word in shows)), str(path))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from megatron_rl.data.curriculum import SuccessRates, are_rates
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout.events import Episode
 from megatron_rl.rollout.ledger import PromptLedger, Share
+from tests.kit.examples import max_examples
 
 COUNT, PER_STEP = 9, 4
 
@@ -25,7 +26,7 @@ def rates_of(places, sampling="variance", **changes):
     return rates
 
 
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@settings(deadline=None, max_examples=max_examples(40, 100), derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), max_size=12))
 def test_a_rate_is_the_first_reward_and_then_half_of_what_it_was_and_half_of_each_further_one(groups):
     rates = SuccessRates(options(), seed=1)
@@ -112,7 +113,7 @@ class Run:
         return json.loads(json.dumps(state))
 
 
-@settings(deadline=None, max_examples=60, derandomize=True, database=None)
+@settings(deadline=None, max_examples=max_examples(25, 60), derandomize=True, database=None)
 @given(st.integers(1, 3), st.sets(st.integers(0, 19), max_size=4))
 def test_a_run_that_is_killed_and_resumed_takes_the_prompts_of_one_that_was_not(ranks, kills):
     whole, killed = Run(ranks), Run(ranks)
@@ -126,7 +127,7 @@ def test_a_run_that_is_killed_and_resumed_takes_the_prompts_of_one_that_was_not(
     assert sum(ledger.passed_over for ledger in whole.ledgers) > 10, "there was something to agree on"
 
 
-@settings(deadline=None, max_examples=60, derandomize=True, database=None)
+@settings(deadline=None, max_examples=max_examples(25, 60), derandomize=True, database=None)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5))
 def test_any_number_of_ranks_trains_no_turn_twice_and_passes_over_as_the_rates_say(counts):
     run, done, steps = Run(counts[0]), [], 0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_rl import platform
 from megatron_rl.engine import forks
 from megatron_rl.engine.forks import BLOCK, Forks
+from tests.kit.examples import max_examples
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3)), min_size=1, m
 WINDOWS = st.sampled_from([None, 1, 7, 200])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=max_examples(25, 60))
 @given(STEPS, WINDOWS, st.booleans())
 def test_a_query_sees_the_rows_of_its_dialogue_up_to_its_own_and_blocks_are_counted_right(steps, window, is_shared_out):
     segments, seen_by_row = packed(steps)

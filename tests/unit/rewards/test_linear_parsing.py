@@ -35,8 +35,8 @@ TEXTS = [
     ("</tool_call>", "<tool_call>"),
     ("<tool_call>", "</tool_call>"),
 ]
-LENGTH, MOST_S = 350_000, 2.0
-"""32,000 beginnings of a call took a minute; each reader takes a tenth of a second at most."""
+LENGTH, MOST_S = 150_000, 2.0
+"""15,000 beginnings of a call took 13 seconds; each reader takes a twentieth of a second at most."""
 
 
 @pytest.mark.slow

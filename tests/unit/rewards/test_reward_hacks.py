@@ -12,6 +12,7 @@ from megatron_rl.rewards import code, last_number, mathematics, procedural
 from megatron_rl.rewards.locked import run_program, started_program
 from megatron_rl.rewards.sandbox import MOST_THREADS
 from megatron_rl.rewards.trial import names_of_program
+from tests.kit.examples import IS_THOROUGH
 from tests.kit.waiting import LATE_S
 
 
@@ -73,14 +74,22 @@ PROGRAM_HACKS = {
 }
 
 
+MEET_CATCHING = (
+    *("equal to all", "an object equal to all", "text equal to all", "patched builtins"),
+    *("a raised end", "an exit caught", "errors", "forged answers"),
+)
+"""What a test that compares and catches by itself meets in another way. `make test` has one test for each program."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAM_HACKS.values(), ids=PROGRAM_HACKS)
-def test_an_assertion_is_not_fooled(program):
-    for test in (
+@pytest.mark.parametrize("name", PROGRAM_HACKS)
+def test_an_assertion_is_not_fooled(name):
+    plain, catching = (
         "assert f(2) == 40",
         "try:\n    right = abs(f(2) - 40) < 1e-6\nexcept TypeError:\n    right = False\nassert right and f(2) in {40}",
-    ):
-        assert score(code.assertions, f"```python\n{program}\n```", tests=[test], time_s=0.7) == 0.0
+    )
+    for test in (plain, catching) if IS_THOROUGH else (catching,) if name in MEET_CATCHING else (plain,):
+        assert score(code.assertions, f"```python\n{PROGRAM_HACKS[name]}\n```", tests=[test], time_s=0.7) == 0.0
 
 
 def test_what_a_test_catches_is_not_the_programs_end():

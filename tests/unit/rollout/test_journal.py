@@ -32,6 +32,7 @@ from megatron_rl.rollout.ledger import PromptLedger, Share
 from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, Trajectory, TrajectoryBatch
+from tests.kit.examples import max_examples
 from tests.kit.waiting import LIMIT_S, wait_until
 
 
@@ -414,7 +415,7 @@ def ledgers(count, size, per_step=4):
     return [PromptLedger(prompts, Share.of_rank(rank, size, per_step=per_step)) for rank in range(size)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=max_examples(25, 60))
 @given(st.data())
 def test_any_ranks_and_prompts_per_step_hand_out_every_prompt_once_over_any_resumptions(data):
     count, done, handed = 7, [], set()
@@ -527,7 +528,7 @@ def live(folder, run_attempt, saved, workflow, steps, ranks, chance):
 
 # Runs of one rollout rank, of as many as there are, and of another number in every attempt.
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(1,), (2,), (3, 1, 2)])
+@pytest.mark.parametrize("ranks", [(1,), pytest.param((2,), marks=pytest.mark.thorough), (3, 1, 2)])
 def test_over_many_kills_no_prompt_is_lost_or_trained_twice_and_finished_groups_are_used(ranks, tmp_path):
     kills = replayed = 0
     for seed in range(4):

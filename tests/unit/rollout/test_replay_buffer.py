@@ -17,6 +17,7 @@ from megatron_rl.rollout.ledger import Share
 from megatron_rl.rollout.replay_buffer import ReplayBuffer, is_buffer, is_solved, with_replayed
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
 from megatron_rl.types import Trajectory, TrajectoryBatch
+from tests.kit.examples import max_examples
 
 PROMPTS = 7
 
@@ -73,7 +74,7 @@ steps_of_groups = st.lists(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40, derandomize=True, database=None)
+@settings(deadline=None, max_examples=max_examples(15, 40), derandomize=True, database=None)
 @given(steps_of_groups, st.integers(1, 5), st.integers(1, 6), st.data())
 def test_the_buffer_has_the_newest_solved_group_of_each_prompt_as_it_was_within_its_bounds(
     tmp_path_factory, steps, most, age, data
@@ -110,7 +111,7 @@ def one_step(step, rank=0):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20, derandomize=True, database=None)
+@settings(deadline=None, max_examples=max_examples(8, 20), derandomize=True, database=None)
 @given(st.integers(1, 3), st.sets(st.integers(0, 9), min_size=1, max_size=3))
 def test_a_killed_run_replays_what_it_would_have_replayed(tmp_path_factory, ranks, kills):
     def start(folder, attempt, states=()):

@@ -17,6 +17,7 @@ from megatron_rl.servers.reply_check import Asked, check_reply, newest_of, read_
 from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_response
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
+from tests.kit.examples import max_examples
 
 PROMPT, OUTPUT = [5, 6, 7], [8, 9, 10, 11]
 ASKED = Asked(
@@ -111,7 +112,7 @@ def test_reply_that_is_what_was_asked_for_is_taken(make, end):
     assert part.spans == [("3", 2), ("4", 2)] and newest_of(part, asked) == 4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max_examples(70, 200), deadline=None)
 @given(st.sampled_from([embedded, sglang]), st.sampled_from(sorted(ENDS)), st.data())
 def test_reply_spoilt_in_any_field_is_refused_or_is_what_it_was(make, end, data):
     asked, reason = ENDS[end]
@@ -144,7 +145,7 @@ def test_reply_spoilt_in_any_field_is_refused_or_is_what_it_was(make, end, data)
         assert found == good, (path, how)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max_examples(70, 200), deadline=None)
 @given(st.data())
 def test_body_spoilt_in_its_bytes_is_refused_or_is_what_it_was_but_for_its_digits(data):
     content = json.dumps(CALM).encode()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl import ops
 from megatron_rl.servers.reply_check import Asked, check_reply, parsed, read_reply
+from tests.kit.examples import max_examples
 
 LIMITS = {"vocab_size": 100, "at_most": 6, "lowest": -1e4, "highest": 1e-3}
 ASKED = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=6, stop=("END",), version=3, weights="3", vocab_size=100)
@@ -97,14 +98,14 @@ def outcome(read):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max_examples(70, 200), deadline=None)
 @given(bodies())
 def test_both_readers_take_the_same_replies_to_the_bit_and_refuse_the_same(body):
     assert outcome(lambda: read_reply([body], ASKED)) == outcome(lambda: check_reply(parsed(body), ASKED))
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max_examples(70, 200), deadline=None)
 @given(bodies())
 def test_what_is_left_is_json_exactly_where_the_whole_was_and_says_the_same(body):
     found = ops.reply_tokens(bytearray(body), **LIMITS)
@@ -129,7 +130,7 @@ def test_what_is_left_is_json_exactly_where_the_whole_was_and_says_the_same(body
     assert orjson.loads(rest) == answer
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max_examples(70, 200), deadline=None)
 @given(st.lists(st.tuples(PLAIN, st.integers(0, 99)), max_size=6), st.sampled_from(["", " ", "\n"]))
 def test_a_plain_reply_is_never_left_to_the_slow_reader(entries, space):
     listed = f",{space}".join(f"[{logprob},{space}{token},null]" for logprob, token in entries)

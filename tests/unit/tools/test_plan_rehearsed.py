@@ -13,6 +13,7 @@ from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.tools.plan.traffic import RankTraffic
 from megatron_rl.tools.rehearsal.sent_bytes import wire_bytes
 from megatron_rl.tools.rehearsal.step import made_batch
+from tests.kit.examples import IS_THOROUGH
 from tests.kit.rehearsals import order_of, write_shape
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,7 +88,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def rehearsed(rehearsals, tmp_path_factory):
-    """Rehearse a layout, once; return its settings, and what its last and its first rank found."""
+    """Rehearse a layout, once; return its settings, and what its last and its first rank found.
+
+    Without stages, the last rank has what the first has but for publishing: `make test` leaves it out.
+    """
     folder = tmp_path_factory.mktemp("layouts")
     small = dict(num_hidden_layers=2, hidden_size=1024, vocab_size=32768)
     models = {name: write_shape(folder / name, name, **changes | small) for name, changes in MODELS.items()}
@@ -97,7 +101,8 @@ def rehearsed(rehearsals, tmp_path_factory):
         name, words = LAYOUTS[layout]
         settings = [models[name], *SETTINGS, *words.split()]
         more = {"gpus_per_node": GPUS_PER_NODE}
-        orders = [order_of(CONFIG, RANKS, settings, rank=rank, **more) for rank in (RANKS - 1, 0)]
+        ranks = (RANKS - 1, 0) if IS_THOROUGH or "pipeline" in words else (0,)
+        orders = [order_of(CONFIG, RANKS, settings, rank=rank, **more) for rank in ranks]
         return settings, rehearsals.of(folder / layout, orders)
 
     return rehearse

@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.weights.delta_code import INTEGERS, Change, Run, bits_of, decode, encode, pack, put, unpack
+from tests.kit.examples import max_examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -33,7 +34,7 @@ def after(old, change):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max_examples(70, 200), deadline=None)
 @given(changes())
 @example((torch.tensor([-(2**31)], dtype=torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32)))
 def test_any_change_is_decoded_to_the_same_bits(pair):

@@ -175,47 +175,50 @@ def test_a_response_that_is_cut_off_says_so(tokenizer):
 # --- What each API refuses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("responses", {}, "input = None: must be text, or a list"),
-        ("responses", {"input": []}, "must be text, or a list"),
-        ("responses", {"input": [5]}, "input[0] = 5: must be an object"),
-        ("responses", {"input": [{"type": "web_search_call"}]}, "input[0].type = 'web_search_call'"),
-        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ("responses", {"input": [{"type": "function_call", "name": "f"}]}, "must have call_id, name and arguments"),
-        ("responses", {"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id = None"),
-        ("responses", {"input": "12", "background": True}, "background = True: is not supported"),
-        ("responses", {"input": "12", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice = "),
-        ("responses", {"input": "12", "tools": [{"type": "web_search"}]}, "tools that a service runs itself"),
-        ("responses", {"input": "12", "text": {"format": {"type": "json_schema"}}}, "constrained=untrained"),
-        ("messages", {}, "messages = None: must be a list"),
-        ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages[0].role = 'tool'"),
-        ("messages", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content = 5"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type = 'image'"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
-        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}]}, "an input"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id = None"),
-        ("messages", {"messages": QUESTION, "max_tokens": "3"}, "max_tokens = '3': must be a whole number"),
-        ("messages", {"messages": QUESTION, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
-        ("messages", {"messages": QUESTION, "tools": [{"name": "f"}]}, "tools[0]"),
-        ("messages", {"messages": QUESTION, "temperature": float("inf")}, "Infinity is no JSON"),
-        ("messages", {"messages": QUESTION, "system": [{"type": "image"}]}, "system[0]"),
-    ],
-)
-def test_what_is_malformed_is_refused_by_the_name_of_its_field(tokenizer, path, body, message):
+MALFORMED = [
+    ("responses", {}, "input = None: must be text, or a list"),
+    ("responses", {"input": []}, "must be text, or a list"),
+    ("responses", {"input": [5]}, "input[0] = 5: must be an object"),
+    ("responses", {"input": [{"type": "web_search_call"}]}, "input[0].type = 'web_search_call'"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ("responses", {"input": [{"type": "function_call", "name": "f"}]}, "must have call_id, name and arguments"),
+    ("responses", {"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id = None"),
+    ("responses", {"input": "12", "background": True}, "background = True: is not supported"),
+    ("responses", {"input": "12", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice = "),
+    ("responses", {"input": "12", "tools": [{"type": "web_search"}]}, "tools that a service runs itself"),
+    ("responses", {"input": "12", "text": {"format": {"type": "json_schema"}}}, "constrained=untrained"),
+    ("messages", {}, "messages = None: must be a list"),
+    ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages[0].role = 'tool'"),
+    ("messages", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content = 5"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type = 'image'"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
+    ("messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}]}, "an input"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id = None"),
+    ("messages", {"messages": QUESTION, "max_tokens": "3"}, "max_tokens = '3': must be a whole number"),
+    ("messages", {"messages": QUESTION, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+    ("messages", {"messages": QUESTION, "tools": [{"name": "f"}]}, "tools[0]"),
+    ("messages", {"messages": QUESTION, "temperature": float("inf")}, "Infinity is no JSON"),
+    ("messages", {"messages": QUESTION, "system": [{"type": "image"}]}, "system[0]"),
+]
+"""Path, body and message of each refusal."""
+
+
+def test_what_is_malformed_is_refused_by_the_name_of_its_field(tokenizer):
+    told = []
+
     def agent(base_url, api_key, data):
-        request = urllib.request.Request(
-            f"{base_url}/{path}", data=json.dumps(body).encode(), headers={"x-api-key": api_key}
-        )
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request)
-        told = json.load(refused.value)["error"]
-        assert refused.value.code == 400 and message in told["message"] and told["type"] == "invalid_request_error"
+        for path, body, message in MALFORMED:
+            content, headers = json.dumps(body).encode(), {"x-api-key": api_key}
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(f"{base_url}/{path}", data=content, headers=headers))
+            error = json.load(refused.value)["error"]
+            assert refused.value.code == 400 and error["type"] == "invalid_request_error", (message, error)
+            assert message in error["message"], error
+            told.append(message)
 
     engine = RecordingEngine(tokenizer)
     assert run(agent, engine) is None and not engine.served
+    assert len(told) == len(MALFORMED)
 
 
 # --- Streams, hosts and certificates

@@ -179,26 +179,30 @@ def test_an_agent_has_the_key_of_its_own_session_only(tokenizer):
     assert len(set(keys)) == 2 and min(map(len, keys)) >= 32
 
 
-@pytest.mark.parametrize(
-    ("request_of", "message"),
-    [
-        ({"n": 2}, "n = 2: is not supported; leave it out"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice = "),
-        ({"messages": []}, r"messages = \[\]: must be a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
-        ({"messages": [{"role": "user", "content": "x " * 500}]}, "the context is 400"),
-        ({"max_tokens": -1}, "max_tokens = -1"),
-    ],
-)
-def test_what_is_not_supported_is_refused_with_the_reason(tokenizer, request_of, message):
+UNSUPPORTED = [
+    ({"n": 2}, "n = 2: is not supported; leave it out"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice = "),
+    ({"messages": []}, r"messages = \[\]: must be a list"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
+    ({"messages": [{"role": "user", "content": "x " * 500}]}, "the context is 400"),
+    ({"max_tokens": -1}, "max_tokens = -1"),
+]
+"""Fields and message of each refusal."""
+
+
+def test_what_is_not_supported_is_refused_with_the_reason(tokenizer):
+    told = []
+
     def agent(base_url, api_key, data):
-        with pytest.raises(openai.BadRequestError, match=message):
-            client_of(base_url, api_key).chat.completions.create(
-                **({"model": "policy", "messages": QUESTION} | request_of)
-            )
+        client = client_of(base_url, api_key)
+        for fields, message in UNSUPPORTED:
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.chat.completions.create(**({"model": "policy", "messages": QUESTION} | fields))
+            told.append(message)
 
     assert run(agent, RecordingEngine(tokenizer)) is None
+    assert len(told) == len(UNSUPPORTED)
 
 
 CALL = {"id": "1", "function": {"name": "add", "arguments": "{}"}}
@@ -212,68 +216,69 @@ def said(**fields):
     return asked(messages=[{"role": "user", "content": "12"} | fields])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "field", "message"),
-    [
-        (b"no JSON", None, "Expecting value"),
-        (b'{"messages": "\xff"}', None, "can't decode byte 0xff"),
-        (b"[" * 100_000, None, "recursion"),
-        ([], None, "the body is a JSON list: must be an object"),
-        (None, None, "the body is a JSON NoneType: must be an object"),
-        ({}, "messages", "messages = None: must be a list of one message or more"),
-        (asked(messages={"role": "user"}), "messages", "must be a list"),
-        (asked(messages=[*QUESTION, 5]), "messages[1]", "messages[1] = 5: must be an object with a role and content"),
-        (said(role=None), "messages[0].role", "must be text"),
-        (said(content=5), "messages[0].content", "messages[0].content = 5: must be text or a list of parts"),
-        (said(content={"text": "12"}), "messages[0].content", "must be text"),
-        (said(content=[{"text": 5}]), "messages[0].content", "must be text"),
-        (said(name=5), "messages[0].name", "must be text"),
-        (said(tool_call_id=["1"]), "messages[0].tool_call_id", "must be text"),
-        (said(tool_calls=5), "messages[0].tool_calls", "must be a list"),
-        (said(tool_calls=[CALL, 5]), "messages[0].tool_calls[1]", "must have an id and a function"),
-        (said(tool_calls=[CALL | {"id": 5}]), "messages[0].tool_calls[0]", "must have an id and a function"),
-        (said(tool_calls=[CALL | {"function": "add"}]), "messages[0].tool_calls[0]", "must have an id and a function"),
-        (
-            said(tool_calls=[CALL | {"function": {"name": "add", "arguments": "[1"}}]),
-            "messages[0].tool_calls[0].function.arguments",
-            "must be the text of a JSON object",
-        ),
-        (asked(model=5), "model", "must be text"),
-        (asked(max_tokens="many"), "max_tokens", "max_tokens = 'many': must be a whole number of at least 1"),
-        (asked(max_tokens=0), "max_tokens", "max_tokens = 0: must be"),
-        (asked(max_tokens=True), "max_tokens", "max_tokens = True: must be"),
-        (asked(max_completion_tokens=2.5), "max_completion_tokens", "max_completion_tokens = 2.5: must be"),
-        (asked(temperature="hot"), "temperature", "temperature = 'hot': must be a number"),
-        (asked(top_p=[1]), "top_p", "must be a number"),
-        (asked(n="2"), "n", "n = '2': is not supported"),
-        (asked(stop=5), "stop", "stop = 5: must be text, or a list of texts"),
-        (asked(stop=["a", None]), "stop", "must be text, or a list of texts"),
-        (asked(stream="yes"), "stream", "must be true or false"),
-        (asked(stream=True, stream_options=[1]), "stream_options", "must be an object"),
-        (asked(logprobs=5), "logprobs", "must be true or false"),
-        (asked(tools=5), "tools", "must be a list of objects, each with a function that has a name"),
-        (asked(tools=[{"function": {"name": None}}]), "tools", "must be a list of objects"),
-        (asked(response_format="json"), "response_format", "is not supported"),
-        (asked(tool_choice={"type": "function"}), "tool_choice", "is not supported"),
-    ],
-)
-def test_a_malformed_request_is_refused_by_the_name_of_its_field_and_the_agent_goes_on(tokenizer, body, field, message):
+MALFORMED = [
+    (b"no JSON", None, "Expecting value"),
+    (b'{"messages": "\xff"}', None, "can't decode byte 0xff"),
+    (b"[" * 100_000, None, "recursion"),
+    ([], None, "the body is a JSON list: must be an object"),
+    (None, None, "the body is a JSON NoneType: must be an object"),
+    ({}, "messages", "messages = None: must be a list of one message or more"),
+    (asked(messages={"role": "user"}), "messages", "must be a list"),
+    (asked(messages=[*QUESTION, 5]), "messages[1]", "messages[1] = 5: must be an object with a role and content"),
+    (said(role=None), "messages[0].role", "must be text"),
+    (said(content=5), "messages[0].content", "messages[0].content = 5: must be text or a list of parts"),
+    (said(content={"text": "12"}), "messages[0].content", "must be text"),
+    (said(content=[{"text": 5}]), "messages[0].content", "must be text"),
+    (said(name=5), "messages[0].name", "must be text"),
+    (said(tool_call_id=["1"]), "messages[0].tool_call_id", "must be text"),
+    (said(tool_calls=5), "messages[0].tool_calls", "must be a list"),
+    (said(tool_calls=[CALL, 5]), "messages[0].tool_calls[1]", "must have an id and a function"),
+    (said(tool_calls=[CALL | {"id": 5}]), "messages[0].tool_calls[0]", "must have an id and a function"),
+    (said(tool_calls=[CALL | {"function": "add"}]), "messages[0].tool_calls[0]", "must have an id and a function"),
+    (
+        said(tool_calls=[CALL | {"function": {"name": "add", "arguments": "[1"}}]),
+        "messages[0].tool_calls[0].function.arguments",
+        "must be the text of a JSON object",
+    ),
+    (asked(model=5), "model", "must be text"),
+    (asked(max_tokens="many"), "max_tokens", "max_tokens = 'many': must be a whole number of at least 1"),
+    (asked(max_tokens=0), "max_tokens", "max_tokens = 0: must be"),
+    (asked(max_tokens=True), "max_tokens", "max_tokens = True: must be"),
+    (asked(max_completion_tokens=2.5), "max_completion_tokens", "max_completion_tokens = 2.5: must be"),
+    (asked(temperature="hot"), "temperature", "temperature = 'hot': must be a number"),
+    (asked(top_p=[1]), "top_p", "must be a number"),
+    (asked(n="2"), "n", "n = '2': is not supported"),
+    (asked(stop=5), "stop", "stop = 5: must be text, or a list of texts"),
+    (asked(stop=["a", None]), "stop", "must be text, or a list of texts"),
+    (asked(stream="yes"), "stream", "must be true or false"),
+    (asked(stream=True, stream_options=[1]), "stream_options", "must be an object"),
+    (asked(logprobs=5), "logprobs", "must be true or false"),
+    (asked(tools=5), "tools", "must be a list of objects, each with a function that has a name"),
+    (asked(tools=[{"function": {"name": None}}]), "tools", "must be a list of objects"),
+    (asked(response_format="json"), "response_format", "is not supported"),
+    (asked(tool_choice={"type": "function"}), "tool_choice", "is not supported"),
+]
+"""Body, field and message of each refusal."""
+
+
+def test_a_malformed_request_is_refused_by_the_name_of_its_field_and_the_agent_goes_on(tokenizer):
     def agent(base_url, api_key, data):
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json; charset=odd"}
-        request = urllib.request.Request(f"{base_url}/chat/completions", data=content, headers=headers)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request)
-        error = json.load(refused.value)["error"]
-        assert refused.value.code == 400 and error["type"] == "invalid_request_error"
-        assert error["param"] == field and message in error["message"] and len(error["message"]) < 300
+        for body, field, message in MALFORMED:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            request = urllib.request.Request(f"{base_url}/chat/completions", data=content, headers=headers)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request)
+            error = json.load(refused.value)["error"]
+            assert refused.value.code == 400 and error["type"] == "invalid_request_error", (message, error)
+            assert error["param"] == field and message in error["message"] and len(error["message"]) < 300, error
         client_of(base_url, api_key).chat.completions.create(model="policy", messages=data["messages"])
         return 1.0
 
     engine = RecordingEngine(tokenizer)
     (trajectory,) = run(agent, engine)
     assert len(check_trajectory(trajectory, engine.served)) == len(engine.served) == 1
+    assert trajectory.reward == 1.0
 
 
 def test_fields_that_are_null_are_as_good_as_none(tokenizer):

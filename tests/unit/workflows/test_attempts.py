@@ -19,6 +19,7 @@ from megatron_rl.types import LLMRequest, Trajectory
 from megatron_rl.workflows import MultiTurnWorkflow, RLVRWorkflow
 from megatron_rl.workflows.environments import Environment, Turn
 from megatron_rl.workflows.scoring import RewardCall
+from tests.kit.examples import max_examples
 from tests.kit.replies import TimedEngine
 from tests.kit.simulated_time import simulate
 
@@ -334,7 +335,7 @@ class Troubled(TimedEngine):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=max_examples(25, 60), deadline=None, derandomize=True, database=None)
 @given(troubles(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 60)))
 def test_whatever_fails_each_group_is_had_once_or_given_up_and_nothing_is_left_over(troubles, attempts, ends_at):
     engine, ends, spans, samples = Troubled(troubles), Ends(), Spans(), 4

@@ -437,6 +437,7 @@ RACES = ("leaves a daemon that kills the verifier", "waits for the tests")
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_cheats_are_real(task):
     """Where tests, processes and reward are not kept apart, they gain."""
 
