@@ -351,7 +351,7 @@ def test_long_reply_has_time_in_proportion_to_its_length():
 
 def test_patrol_outlives_a_server_that_is_forgotten_while_it_is_visited(scripted, connect):
     forgotten, hanging, steady = (scripted() for _ in range(3))
-    engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.3 * SLOWNESS)
+    engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.5 * SLOWNESS)
     members = engine._service.client.fleet.members
     forgotten.hangs = True
     visits = forgotten.asked["/model_info"]

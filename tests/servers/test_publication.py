@@ -39,7 +39,7 @@ def test_a_server_that_dies_or_hangs_in_the_middle_costs_the_others_nothing(
     monkeypatch.setattr(weight_receiver, "SIGN_OF_LIFE_S", SLOWNESS)
     engine = connect(own_servers.urls)
     # Where the others waited for the end of gloo's patience, a death would end the test.
-    patience_s = LATE_S if end == signal.SIGKILL else 2 * SLOWNESS
+    patience_s = LATE_S if end == signal.SIGKILL else 3 * SLOWNESS
     publisher = GroupPublisher(engine, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=patience_s)
     victim = own_servers.urls[1]
 
