@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -72,8 +71,7 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
     refuse_computed_values(merged)
     refuse_unknown_keys(TrainConfig, merged, "")
     wrap_single_values(TrainConfig, merged)
-    config = pickle.loads(pickled_defaults())
-    config.merge_with(merged)
+    config = OmegaConf.merge(defaults(), merged)
     if keys := sorted(OmegaConf.missing_keys(config)):
         raise ValueError(f"{keys[0]}: has no value; {missing.replace('KEY', keys[0])}.")
     # Nested sections first, each by its name: critic.parallel shares its class with parallel, and so its errors.
@@ -91,12 +89,6 @@ def defaults() -> DictConfig:
     config = OmegaConf.structured(TrainConfig)
     assert isinstance(config, DictConfig)
     return config
-
-
-@cache
-def pickled_defaults() -> bytes:
-    """Return the defaults as pickle copies them, which takes a fraction of OmegaConf's own copying."""
-    return pickle.dumps(defaults())
 
 
 def changed_yaml(config: TrainConfig) -> str:

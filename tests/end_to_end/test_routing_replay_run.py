@@ -46,7 +46,7 @@ def test_a_run_trains_stale_tokens_on_the_experts_that_its_servers_chose(backend
         "run.steps=4",
         "run.evaluate_every_steps=0",
         "warm_start.updates=0",
-        "rollout.reward=tests.end_to_end.token_rewards:even",
+        "rollout.reward=tests.end_to_end.parity_reward:even",
         "run.import_from=[tests]",
         "algo.routing_replay=experts_and_weights",
         "batch.prompts_per_step=8",

@@ -1,4 +1,4 @@
-"""A workflow whose rewards are by token, and a reward that random replies earn half of the time."""
+"""A workflow whose rewards are by token."""
 
 from megatron_rl.workflows import RLVRWorkflow
 
@@ -12,8 +12,3 @@ class RewardsByToken(RLVRWorkflow):
             trained = trajectory.loss_mask.float()
             trajectory.tokens["rewards"] = trajectory.reward * trained / trained.sum()
         return trajectories
-
-
-def even(prompt, completions, prompt_ids, completion_ids, answer, **data):
-    """1 for tokens that add up to an even number."""
-    return float(sum(completion_ids) % 2 == 0)

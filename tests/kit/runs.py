@@ -29,7 +29,7 @@ from tests.kit.waiting import LATE_S, wait_until
 ROOT = Path(__file__).parents[2]
 COUNT = "configs/count_grpo.yaml"
 COUNT_MODEL = ROOT / "configs" / "models" / "count_tiny"
-UNTAUGHT = ("warm_start.updates=0", "rollout.reward=tests.end_to_end.token_rewards:even", "run.import_from=[tests]")
+UNTAUGHT = ("warm_start.updates=0", "rollout.reward=tests.end_to_end.parity_reward:even", "run.import_from=[tests]")
 """Settings of a run without a warm start, whose random replies are rewarded half of the time: it has what to learn."""
 
 
