@@ -1,12 +1,11 @@
 """What engines of Transformer Engine's and of megatron.core's own layers do, for test_transformer_engine.py.
 
-Imported by a program of its own, in which the stand-in is installed already.
+Imported by a process in which the stand-in is installed already.
 """
 
 from __future__ import annotations
 
 import pickle
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -129,8 +128,8 @@ def resumed(
     return *({name: tensor.clone() for name, tensor in engine.hf_tensors()} for engine in engines), steps
 
 
-def main() -> None:
-    by_size, output = pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2])
+def run_all(by_size: dict[int, dict[Any, tuple]], output: Path) -> None:
+    """Run the cases of each number of ranks in one world; write what each rank found, by case."""
     found: dict[Any, Any] = {}
     for size, cases in by_size.items():
         found |= run_each(size, run, cases)

@@ -1,10 +1,9 @@
 """Engines of Transformer Engine's layers are the models that those of megatron.core's own are, by its stand-in."""
 
 import functools
-import os
 import pickle
-import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ from safetensors.torch import load_file
 from megatron_rl.engine.rope import Rope
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.families import FAMILIES
+from tests.kit.forks import check_end
 from tests.kit.models import LAYOUTS, MIXTURES, make_model
-from tests.kit.waiting import LATE_S
+from tests.kit.ranks import fork
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +29,6 @@ ALONE += ("deepseek_v3", "deepseek_v3_yarn_whole_queries")
 THOROUGH = [("qwen2", "tp2"), *((family, "1") for family in ALONE)]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
 MIXED = [case for case in CASES if (case.values if hasattr(case, "values") else case)[0] in MIXTURES]
-# The stand-in has to be there before megatron.core is.
-PROGRAM = "from megatron_rl.tools.rehearsal import te_package as te; te.install(); import te_cases; te_cases.main()"
 FEWER = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 IMPLS = ("transformer_engine", "local")
 ROUNDED = 1e-5
@@ -103,10 +101,27 @@ def run_cases(cases, folder):
     by_size: dict[int, dict] = {}
     for case, (size, arguments) in cases.items():
         by_size.setdefault(size, {})[case] = arguments
-    (folder / "input").write_bytes(pickle.dumps(by_size))
-    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, folder / "input", folder / "output"]
-    subprocess.run(program, check=True, timeout=LATE_S, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    return {case: ranks[0] for case, ranks in pickle.loads((folder / "output").read_bytes()).items()}
+    check_end([fork(with_stand_in, (by_size, folder / "found"), folder / "log")], folder / "log")
+    return {case: ranks[0] for case, ranks in pickle.loads((folder / "found").read_bytes()).items()}
+
+
+def with_stand_in(given):
+    """Run cases in this fork, which imports anew what has looked for Transformer Engine before its stand-in is there.
+
+    All but the stand-in's operators: torch takes their definitions once.
+    """
+    operators = "megatron_rl.tools.rehearsal.te_kernels"
+    for name, module in list(sys.modules.items()):
+        is_here = Path(getattr(module, "__file__", None) or "/").parent == HERE
+        if (is_here or name.partition(".")[0] in ("megatron", "megatron_rl", "tests")) and name != operators:
+            del sys.modules[name]
+    warnings.simplefilter("ignore")
+    from megatron_rl.tools.rehearsal import te_package
+
+    te_package.install()
+    import te_cases
+
+    te_cases.run_all(*given)
 
 
 @pytest.mark.parametrize("family,layout", CASES)
