@@ -135,19 +135,25 @@ SEEDS = (0, 1, 2)
 
 
 def cases_of(line):
-    """(loss, batch, microbatches) of a line: each loss and each count, a loss with the sparse batch and one with trees.
+    """(loss, batch, microbatches) of a line: each loss and each count, two losses with the sparse batch and with trees.
 
-    Any three lines in a row have all pairs of loss and count; one process runs all but what it is compared with. `make
-    test-all` has another loss with the sparse batch, and with trees.
+    Any three lines in a row have all pairs of loss and count; one process runs all but what it is compared with. A line
+    of `make test` has each loss once: two with the full batch, one with the sparse batch and one with trees.
     """
-    number, losses = list(GRID).index(line), list(LOSSES)
+    losses = list(LOSSES)
+    if line in QUICK and not IS_THOROUGH:
+        number = QUICK.index(line)
+        first, second, third, fourth = (losses[(number + i) % len(losses)] for i in range(4))
+        full = [(first, "full", COUNTS[number % 3]), (second, "full", COUNTS[(number + 1) % 3])]
+        return [*full, (third, "sparse", 2), (fourth, f"trees {number % 3}", None)]
+    number = list(GRID).index(line)
     if line == "1":
         some = [(loss, *rest) for loss in losses for rest in (("sparse", 2), ("full", 2), ("full", 5))]
         return some + [(loss, f"trees {seed}", None) for loss in losses for seed in SEEDS]
     full = [(loss, "full", COUNTS[(number + i) % 3]) for i, loss in enumerate(losses)]
     sparse = [(losses[(number + i) % len(losses)], "sparse", 2) for i in (0, 1)]
     trees = [(losses[(number + i) % len(losses)], f"trees {(number + i) % 3}", None) for i in (0, 2)]
-    return [*full, *sparse, *trees] if IS_THOROUGH else [*full, sparse[0], trees[0]]
+    return [*full, *sparse, *trees]
 
 
 def batch_of(kind):
@@ -261,6 +267,11 @@ def folder_of(tmp_path_factory):
     return make
 
 
+def alone(case):
+    """(loss, batch) of what one process does for a case: it computes each dialogue alone."""
+    return case[0], case[1].replace("trees", "alone")
+
+
 @pytest.fixture(scope="module")
 def one_process(folder_of):
     """A function: family, layers, (loss, batch) of cases -> their results in one process with one microbatch."""
@@ -268,7 +279,12 @@ def one_process(folder_of):
 
     def run(family, layers, asked):
         known = found.setdefault((family, layers), {})
-        wanted = {*asked, *((loss, kind) for loss in LOSSES for kind in ("full", "sparse"))}
+        wanted = {*asked}
+        if layers == 2:
+            wanted |= {(loss, kind) for loss in LOSSES for kind in ("full", "sparse")}
+        for line in QUICK:  # all that a session asks for, in one process
+            if (GRID[line].family, GRID[line].layers) == (family, layers):
+                wanted |= {alone(case) for case in cases_of(line)}
         if missing := [(loss, kind, 1) for loss, kind in sorted(wanted) if (loss, kind) not in known]:
             (_, results), *_ = run_ranks(1, run_cases, folder_of(family, layers), Row("1", family=family), missing)
             known |= {(loss, kind): result for (loss, kind, _), result in results.items()}
@@ -298,10 +314,9 @@ def test_update_is_that_of_one_process(line, folder_of, one_process):
     for head, folder in folders.items():
         theirs, ours = load_file(folder / "model.safetensors"), loaded[head]
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    alone = {case: (case[0], case[1].replace("trees", "alone")) for case in cases}
-    expected = one_process(row.family, row.layers, alone.values())
+    expected = one_process(row.family, row.layers, map(alone, cases))
     for case, (stats, gradients, weights, _) in first.items():
-        one_stats, one_gradients, one_weights, _ = expected[alone[case]]
+        one_stats, one_gradients, one_weights, _ = expected[alone(case)]
         for update, (ours, one) in enumerate(zip(stats, one_stats, strict=True)):
             assert ours.weight == one.weight and ours.loss == pytest.approx(one.loss, rel=TOLERANCE), case
             assert_close(gradients[update], one_gradients[update], f"{case}, gradient of update {update + 1}")
