@@ -113,7 +113,12 @@ def ranks_of(backend, world, folder):
 # World 1 and 2, whose odd number of vocabulary rows FSDP2 cuts unevenly, against the plainest and a split Megatron.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world,layout", [(1, "1"), (2, "1"), (2, "tp2_sp"), pytest.param(2, "tp2_pp2", marks=pytest.mark.thorough)]
+    "world,layout",
+    [
+        (2, "1"),
+        (2, "tp2_sp"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(1, "1"), (2, "tp2_pp2")]),
+    ],
 )
 def test_fsdp_and_megatron_agree(world, layout, folder):
     megatron_logprobs, megatron = ranks_of(layout, LAYOUTS[layout][0], folder)[0]

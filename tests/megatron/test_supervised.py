@@ -92,7 +92,9 @@ def assert_as_defined(ranks, expected):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.thorough if LAYOUTS[layout][0] == 4 else ()) for layout in SPLITS]
+    "layout",
+    # test_theorems.py has this loss on each axis; here replicas have answers of different number.
+    [pytest.param(layout, marks=() if layout in ("1", "dp2") else pytest.mark.thorough) for layout in SPLITS],
 )
 def test_update_is_that_of_the_definition_in_float64(layout, folder, expected):
     assert_as_defined(run_ranks(LAYOUTS[layout][0], updates, "megatron", folder, layout, SPLITS[layout]), expected)
