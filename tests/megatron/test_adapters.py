@@ -155,7 +155,7 @@ GRID = {
     "small_microbatches": ("1", DENSE, {"tokens_per_microbatch": 16}),
 }
 THOROUGH = ("pp2_tied", "tp2_pp2_dp2", "tp2_etp2", "tp2_pp2_ep2", "tp2_ep2_delta_net", "small_microbatches")
-THOROUGH += ("tp2_ep2", "tp2_sp_qkv_bias", "tp2_sp_norms_behind", "dp2_overlap")
+THOROUGH += ("tp2_ep2", "tp2_sp", "tp2_sp_qkv_bias", "tp2_sp_norms_behind", "dp2_overlap")
 QUICK = GRID.keys() - THOROUGH
 """Each axis and each kind of matrix once, on two ranks: enough for `make test`."""
 

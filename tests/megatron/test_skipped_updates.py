@@ -29,13 +29,14 @@ SCHEDULE = {"schedule": "linear", "warmup_updates": 1, "lr": 1e-3}
 WORLDS = {
     "one": (1, "1", {}),
     "tp2": (2, "tp2_sp", {}),
-    "pp2": (2, "pp2_vpp2", {}),
+    "pp2": (2, "pp2", {}),
+    "pp2_vpp2": (2, "pp2_vpp2", {}),
     "ep2": (2, "ep2", {}),
     "dp2": (2, "dp2", {}),
     "dp2 distributed": (2, "dp2", {"distributed": True, "overlap": True}),
     "fsdp": (2, "fsdp", {}),
 }
-THOROUGH = ("one", "tp2", "ep2", "dp2")
+THOROUGH = ("one", "tp2", "pp2_vpp2", "ep2", "dp2")
 """In "one" and "tp2" all ranks see the same numbers. "ep2" and "dp2" divide the batch as "dp2 distributed" does, which
 `make test` runs."""
 
@@ -189,7 +190,7 @@ def lives_of(folders):
     @cache
     def of_size(size, is_thorough):
         own = [world for world in WORLDS if (WORLDS[world][0], world in THOROUGH) == (size, is_thorough)]
-        of = {"ep2": "mixture", "pp2": "chunks"}
+        of = {"ep2": "mixture", "pp2_vpp2": "chunks"}
         cases = {world: (folders[of.get(world, "dense")], world) for world in own}
         return run_each(size, lives, cases)
 

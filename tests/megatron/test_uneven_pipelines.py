@@ -27,10 +27,11 @@ pytestmark = pytest.mark.slow
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 LAYOUT = "pipeline_model_parallel_layout"
+FEW_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
 MODELS = {
     "dense": ("llama_tied", {"num_hidden_layers": 5}),
     # Its dense layers end within a stage.
-    "mixture": ("deepseek_v3", {"num_hidden_layers": 7, "first_k_dense_replace": 2}),
+    "mixture": ("deepseek_v3", {"num_hidden_layers": 7, "first_k_dense_replace": 2} | FEW_EXPERTS),
 }
 
 
