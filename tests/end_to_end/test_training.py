@@ -1,6 +1,6 @@
 """A tiny model really learns, in every layout the same way, and a run says what it did.
 
-In `make test` four ranks take a few steps; that a run learns is seen in test_learning.py, on one rank.
+In `make test` two stages take a few steps; that a run learns is seen in test_learning.py, on one rank.
 """
 
 import itertools
@@ -18,8 +18,9 @@ from tests.kit.waiting import LATE_S
 pytestmark = pytest.mark.slow
 
 STEPS = 36
-"""Steps of the run on four ranks if the test that it learns is selected; else the run has FEW steps."""
+"""Steps of the run on several ranks if the test that it learns is selected, on four of them; else FEW, on two."""
 FEW = 2
+FIRST_STEP = ("run.steps=1", "run.save_at_end=false")
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def warm(folder, warm_start):
+def warm(folder, warm_start, servers):
     """The kept warm start, from whose bits all runs start, and one run that has done so."""
-    train_forked(COUNT, *warm_start, "run.steps=2", f"run.folder={folder}/one")
+    train_forked(COUNT, *warm_start, *servers, *FIRST_STEP, f"run.folder={folder}/one")
     return warm_start
 
 
@@ -40,46 +41,46 @@ def policy_of(warm):
 
 @pytest.fixture(scope="module")
 def servers(two_servers):
-    """Two for one run after the other; the first two runs start theirs themselves."""
+    """Two for one run after the other; that on several ranks starts its own."""
     return served_by(two_servers)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(folder, warm, request):
+def several_ranks(folder, warm, request):
     """The output of the run."""
     is_long = any(item.function is test_count_task_is_learned_on_four_ranks for item in request.session.items)
-    steps = f"run.steps={STEPS if is_long else FEW}"
-    layout = ("parallel.tensor=2", "parallel.pipeline=2", "optimizer.lr=1e-3", steps)
-    settings, output = (COUNT, *warm, *layout, f"run.folder={folder}/four"), folder / "four.txt"
-    check_end(start_ranks(4, lambda settings: main(list(settings)), settings, output), output)
+    ranks, steps = (4, STEPS) if is_long else (2, FEW)
+    layout = (f"parallel.tensor={ranks // 2}", "parallel.pipeline=2", "optimizer.lr=1e-3", f"run.steps={steps}")
+    settings, output = (COUNT, *warm, *layout, f"run.folder={folder}/several"), folder / "several.txt"
+    check_end(start_ranks(ranks, lambda settings: main(list(settings)), settings, output), output)
     return output.read_text()
 
 
 @pytest.mark.thorough
-def test_count_task_is_learned_on_four_ranks(four_ranks, folder):
-    rewards = [step["reward/mean"] for step in steps_of(folder / "four")]
+def test_count_task_is_learned_on_four_ranks(several_ranks, folder):
+    rewards = [step["reward/mean"] for step in steps_of(folder / "several")]
     assert len(rewards) == STEPS
     assert mean(rewards[-10:]) >= mean(rewards[:10]) + 0.25
-    scores = [line["accuracy"] for line in evaluations_of(folder / "four")]
+    scores = [line["accuracy"] for line in evaluations_of(folder / "several")]
     # The warm start's likeliest replies are mostly right already: what is learned shows in those that are sampled.
     # 0.17 are three standard errors of 64 prompts.
-    assert len(scores) == 3 and scores[-1] >= scores[0] - 0.17 and "held-out accuracy" in four_ranks
-    assert (folder / "four" / "report.html").stat().st_size > 10_000 and (folder / "four" / "report.png").exists()
-    assert (folder / "four" / "final" / "model.safetensors").exists()
+    assert len(scores) == 3 and scores[-1] >= scores[0] - 0.17 and "held-out accuracy" in several_ranks
+    assert (folder / "several" / "report.html").stat().st_size > 10_000 and (folder / "several" / "report.png").exists()
+    assert (folder / "several" / "final" / "model.safetensors").exists()
 
 
-def test_first_step_of_four_ranks_is_that_of_one_process(four_ranks, folder):
-    one, four = steps_of(folder / "one")[0], steps_of(folder / "four")[0]
-    assert one["reward/mean"] == four["reward/mean"], "both sampled the same replies"
-    assert four["policy/first_loss"] == pytest.approx(one["policy/first_loss"], abs=1e-5)
-    assert four["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
+def test_first_step_of_several_ranks_is_that_of_one_process(several_ranks, folder):
+    one, several = steps_of(folder / "one")[0], steps_of(folder / "several")[0]
+    assert one["reward/mean"] == several["reward/mean"], "both sampled the same replies"
+    assert several["policy/first_loss"] == pytest.approx(one["policy/first_loss"], abs=1e-5)
+    assert several["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "start", [train_forked, pytest.param(train_under_torchrun, marks=pytest.mark.thorough)], ids=lambda it: it.__name__
 )
 def test_two_data_parallel_replicas_take_the_same_first_step(start, warm, servers, folder, tmp_path):
-    arguments = ("run.steps=1", "optimizer.distributed=true", "rollout.publication=ipc", f"run.folder={tmp_path}/two")
+    arguments = (*FIRST_STEP, "optimizer.distributed=true", "rollout.publication=ipc", f"run.folder={tmp_path}/two")
     start(COUNT, *warm, *servers, *arguments, ranks=2)
     one, two = steps_of(folder / "one")[0], steps_of(tmp_path / "two")[0]
     assert one["reward/mean"] == two["reward/mean"], "the replicas' executors sampled the same replies"
@@ -88,27 +89,27 @@ def test_two_data_parallel_replicas_take_the_same_first_step(start, warm, server
     assert two["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
 
 
-def test_first_update_of_every_step_has_ratio_one(four_ranks, folder):
+def test_first_update_of_every_step_has_ratio_one(several_ranks, folder):
     # Two updates per step: the first is the proximal policy's own.
-    for step in steps_of(folder / "four"):
+    for step in steps_of(folder / "several"):
         assert step["policy/first_ratio_deviation"] == 0
-    assert max(step["policy/ratio_deviation"] for step in steps_of(folder / "four")) > 1e-3, "the second one moves"
+    assert max(step["policy/ratio_deviation"] for step in steps_of(folder / "several")) > 1e-3, "the second one moves"
 
 
-def test_servers_sample_from_the_published_policy(four_ranks, folder):
-    for step in steps_of(folder / "four"):
+def test_servers_sample_from_the_published_policy(several_ranks, folder):
+    for step in steps_of(folder / "several"):
         # Per token, on average: what the trainer computes and what the server reported.
         assert step["mismatch/mean"] < 1e-4
         assert step["rollout/staleness"] == 0
 
 
-def test_token_of_a_run_is_in_no_file_but_its_own(four_ranks, folder):
-    own = folder / "four" / "token"
+def test_token_of_a_run_is_in_no_file_but_its_own(several_ranks, folder):
+    own = folder / "several" / "token"
     token = token_in(own)
-    others = [path for path in (folder / "four").rglob("*") if path.is_file() and path != own]
+    others = [path for path in (folder / "several").rglob("*") if path.is_file() and path != own]
     written = {"server-0.log", "config.yaml", "metrics.jsonl", "rollout.log", "report.html", "report.png"}
     assert written | {"model.safetensors"} <= {path.name for path in others}
-    assert not [path for path in others if token.encode() in path.read_bytes()] and token not in four_ranks
+    assert not [path for path in others if token.encode() in path.read_bytes()] and token not in several_ranks
 
 
 def first_step_skipped(arguments):
@@ -128,7 +129,8 @@ def first_step_skipped(arguments):
 def test_a_step_whose_updates_are_all_skipped_keeps_its_version_and_the_next_one_gets_its_prompts(
     folder, warm, servers
 ):
-    more = ("run.steps=3", "rollout.publication=delta", "rollout.max_staleness=1", f"run.folder={folder}/skipped")
+    more = ("run.steps=3", "run.save_at_end=false", "rollout.max_staleness=1", "rollout.publication=delta")
+    more += (f"run.folder={folder}/skipped",)
     run_ranks(1, first_step_skipped, [COUNT, *warm, *servers, *more], timeout_s=LATE_S)
     steps = steps_of(folder / "skipped")
     assert [step["policy/skipped_updates"] for step in steps] == [2, 0, 0]
@@ -151,7 +153,7 @@ def test_one_started_run_can_be_followed_by_another_from_its_weights(folder, war
         "warm_start.updates=0",
         f"model.path={policy_of(warm)}",
         "model.init=hf",
-        "run.steps=1",
+        *FIRST_STEP,
         "rollout.publication=delta",
         f"run.folder={folder}/again",
     )
