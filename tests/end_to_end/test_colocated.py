@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 # Two engines beside each other, evaluations and checkpoints between the steps: all that may want the devices.
 SETTINGS = (
     *("rollout.backend=embedded", "rollout.server_count=1", "batch.prompts_per_step=8", "generation.n_samples=4"),
-    *("warm_start.updates=10", "warm_start.check_every_updates=5", "warm_start.folder=", "algo.kl_coefficient=0.1"),
+    *("warm_start.updates=4", "warm_start.check_every_updates=2", "warm_start.folder=", "algo.kl_coefficient=0.1"),
+    *("warm_start.prompts_per_update=16", "data.evaluation_args.count=16"),
     *("run.steps=4", "run.evaluate_every_steps=2", "run.checkpoint_every_steps=2", "run.save_every_steps=3"),
 )
 BY_TURNS = ("rollout.colocated=true",)

@@ -39,7 +39,9 @@ def proxies(embedded_servers):
 
 
 def roll_out(engine, max_new_tokens):
-    gconfig = GenerationConfig(n_samples=4, max_new_tokens=max_new_tokens, ignore_eos=True)
+    gconfig = GenerationConfig(
+        n_samples=2 if max_new_tokens == LONG else 4, max_new_tokens=max_new_tokens, ignore_eos=True
+    )
     return engine.rollout_batch(PROMPTS, RLVRWorkflow(lambda **_: 0.0, gconfig, make_tokenizer()))
 
 

@@ -181,7 +181,7 @@ def test_job_is_queued_again_where_its_ranks_stop_on_a_notice(cluster, noticed):
     assert cluster.told(name).count("is queued again") == 1 and len(starts.read_text().splitlines()) == 1
 
 
-# -- while it waits: what no run is needed for, on the nodes with GPUs -------------------------------------------------
+# -- until it is started again: what no run is needed for, on the nodes with GPUs, and a job that is cancelled ---------
 
 
 @pytest.mark.parametrize(("script", "alike"), [("train_ppo.sh", GRPO), ("train_preferences.sh", SFT)])
@@ -256,14 +256,6 @@ def test_slurm_takes_the_command_that_a_plan_prints(cluster, capsys):
 # -- the same job again ------------------------------------------------------------------------------------------------
 
 
-def test_job_that_was_queued_again_goes_on_by_itself(cluster, noticed):
-    job, name, starts = noticed
-    cluster.wait_for_state(job, name, "COMPLETED")
-    assert cluster.told(name).count("is queued again") == 1 and cluster.about(job)["Restarts"] == "1"
-    first, second = starts.read_text().splitlines()
-    assert first == second and "megatron_rl.train" in first and first.endswith("--resume auto")
-
-
 def test_cancelled_job_leaves_no_process_and_a_checkpoint(cluster, tmp_path):
     folder = tmp_path / "cancelled"
     job = cluster.sbatch(folder.name, GRPO, *endless(folder))
@@ -274,6 +266,14 @@ def test_cancelled_job_leaves_no_process_and_a_checkpoint(cluster, tmp_path):
     (stopped,) = stopped_after(folder)
     assert stopped >= 2 and (folder / "checkpoints" / f"step-{stopped}").is_dir()
     assert steps(folder) == list(range(stopped))
+
+
+def test_job_that_was_queued_again_goes_on_by_itself(cluster, noticed):
+    job, name, starts = noticed
+    cluster.wait_for_state(job, name, "COMPLETED")
+    assert cluster.told(name).count("is queued again") == 1 and cluster.about(job)["Restarts"] == "1"
+    first, second = starts.read_text().splitlines()
+    assert first == second and "megatron_rl.train" in first and first.endswith("--resume auto")
 
 
 @pytest.mark.thorough
