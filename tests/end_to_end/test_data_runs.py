@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def supervised(folder):
     """A short run on answers."""
-    run(main, "configs/count_sft.yaml", "batch.prompts_per_step=128", "run.steps=30", f"run.folder={folder}/sft")
+    run(main, "configs/count_sft.yaml", "optimizer.lr=4e-3", "run.steps=25", f"run.folder={folder}/sft")
     return folder / "sft"
 
 
@@ -44,14 +44,14 @@ def warm(supervised):
 
 @pytest.fixture(scope="module")
 def reward_model(folder):
-    settings = ("run.steps=80", f"run.folder={folder}/judge")
+    settings = ("run.steps=50", f"run.folder={folder}/judge")
     run(main, "configs/count_reward_model.yaml", *settings)
     return folder / "judge"
 
 
 def test_policy_learns_to_answer(supervised):
     first, *_, last = evaluations_of(supervised)
-    assert (first["step"], last["step"]) == (0, 30) and first["loss"] > 3 and last["loss"] < 0.8
+    assert (first["step"], last["step"]) == (0, 25) and first["loss"] > 3 and last["loss"] < 0.8
     assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
     assert steps_of(supervised)[-1]["supervised/loss"] < 0.8
     policy = AutoModelForCausalLM.from_pretrained(supervised / "final")
@@ -140,7 +140,7 @@ def test_remax_compares_with_what_the_reward_model_makes_of_the_greedy_reply(rew
 
 
 def test_dpo_makes_the_preferred_replies_likelier(warm, folder):
-    settings = (f"model.path={warm}", "run.steps=25", f"run.folder={folder}/dpo")
+    settings = (f"model.path={warm}", "optimizer.lr=2e-3", "run.steps=16", f"run.folder={folder}/dpo")
     run(main, "configs/count_dpo.yaml", *settings)
     steps, evaluations = steps_of(folder / "dpo"), evaluations_of(folder / "dpo")
     assert steps[0]["preference/margin"] == pytest.approx(0.0, abs=1e-5), "it starts at its reference"

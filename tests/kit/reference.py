@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 import urllib.request
@@ -33,8 +34,9 @@ def reference_logprobs(folder: Path, prompt: list[int], output: list[int], tempe
     return logprobs_of(load_reference(folder), prompt, output, temperature)
 
 
+@functools.lru_cache(maxsize=4)
 def load_reference(folder: Path) -> PreTrainedModel:
-    """The folder's model by transformers, float32."""
+    """The folder's model by transformers, float32. No test writes other weights to a folder that it has asked about."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

@@ -302,7 +302,7 @@ def test_twenty_asynchronous_grpo_steps_against_real_sglang(tiny_model, real_sgl
 def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, tiny_model, embedded_servers, tmp_path):
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
     arguments += ("generation.n_samples=4", "batch.updates_per_step=1")
-    arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=200")
+    arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=120")
     steps = grpo(tiny_model, embedded_servers, tmp_path, *arguments, "run.steps=3")
     assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"
     met = met_by_new_weights(trained_replies(tmp_path, 3))
