@@ -78,7 +78,7 @@ def as_text(result: Rehearsal) -> str:
     lines = [
         f"{world.ranks} trainer ranks on {world.nodes} x {world.gpus_per_node} {result.device.name}; rehearsed: "
         f"{', '.join(map(str, sorted(result.by_rank)))}. One update of two microbatches, or one for each stage; "
-        f"{LAYERS[result.by_rank[world.ranks - 1]['layers']]}"
+        f"{LAYERS[result.by_rank[max(result.by_rank)]['layers']]}"
     ]
     for rank, found in sorted(result.by_rank.items()):
         lines += ["", f"rank {rank}", *_of_rank(found, world)]
