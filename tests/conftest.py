@@ -41,6 +41,7 @@ pytest_plugins = [
     "tests.kit.tokenizers",
     "tests.kit.servers",
     "tests.kit.rehearsals",
+    "tests.kit.worker_processes",
 ]
 
 

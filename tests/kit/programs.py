@@ -18,8 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.kit.forked import Forked
 from tests.kit.ranks import start_up  # which prepares the platform first
 
 with start_up.importing():
@@ -67,7 +66,6 @@ STARTERS = (local, rollout_process, server_process, megatron_rl.run.run)
 """The modules that start them."""
 STARTED = "TESTS_STARTED_PROGRAMS"
 """Environment variable with the path of a file. Each start of one of PROGRAMS adds a line: pid, rank and command."""
-POLL_S = 0.01
 COMMAND = """#!{python} -SE
 import json, os, socket, sys
 asked = socket.socket(socket.AF_UNIX)
@@ -85,40 +83,6 @@ def fork_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     forking = SimpleNamespace(**vars(subprocess) | {"Popen": start, "run": run})
     for module in STARTERS:
         monkeypatch.setattr(module, "subprocess", forking)
-
-
-class Forked:
-    """A forked process, with the part of subprocess.Popen that those who start programs use."""
-
-    def __init__(self, pid: int, command: list[str]) -> None:
-        self.pid, self.args = pid, command
-        self.returncode: int | None = None
-        self._waiting = threading.Lock()
-
-    def poll(self) -> int | None:
-        with self._waiting:
-            if self.returncode is None:
-                ended, status = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-            return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(POLL_S)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def start(command: list[str], **options: Any) -> Forked | subprocess.Popen[bytes]:

@@ -95,7 +95,7 @@ def test_rewards_are_computed_at_the_same_time_by_at_most_so_many_workers(serve,
     assert not (folder / str(os.getpid())).exists()
 
 
-def test_a_worker_imports_no_more_than_the_reward(serve):
+def test_a_worker_imports_no_more_than_the_reward(own_interpreters, serve):
     assert ask(serve("heavy_modules")) == 0
 
 

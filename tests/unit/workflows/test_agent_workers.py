@@ -146,7 +146,7 @@ def test_a_value_that_is_no_number_is_refused(workers, value):
         run(workers(trying_agents.is_awaited, value=value), {})
 
 
-def test_each_run_has_a_process_of_its_own_without_torch_in_the_runs_folder(workers, tmp_path):
+def test_each_run_has_a_process_of_its_own_without_torch_in_the_runs_folder(own_interpreters, workers, tmp_path):
     many, found = workers(trying_agents.tells, most=1), []
     for _ in range(2):
         assert run(many, {"to": str(tmp_path / "told")}) is None

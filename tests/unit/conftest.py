@@ -1,0 +1,8 @@
+"""Pools of workers fork their processes."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def pools_fork(forked_workers):
+    pass
