@@ -159,7 +159,7 @@ def test_policy_loss_kernel_bounds_the_same_tokens(options):
 
 SPLITS = {
     "pieces of one sequence by the hundred": (70000,),
-    "more sequences than threads, many of them empty": (1,) * 600 + (0,) * 200 + (1500,),
+    "more sequences than threads, many of them empty": (1,) * 300 + (0,) * 60 + (1500,),
     "ends before, at and behind a tile's": (1023, 1, 1024, 0, 0, 1025, 256, 255, 257),
     "nothing but empty ones": (0, 0, 0),
 }

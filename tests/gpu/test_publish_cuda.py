@@ -47,7 +47,12 @@ def test_all_tensors_of_a_bucket_are_summed_by_one_operator():
     assert torch.equal(word_sums(flat.cuda().split(sizes)).cpu(), right)
 
 
-@pytest.mark.parametrize("rows", [(6 * 132) * 4, (6 * 132) * 32 + 5], ids=["short blocks", "long blocks"])
+# A block reads four rows at a time.
+@pytest.mark.parametrize(
+    "rows",
+    [(6 * 132) * 4, (6 * 132) * 8 + 5, (6 * 132) * 32 + 5],
+    ids=["short blocks", "blocks of two rounds", "long blocks"],
+)
 def test_sums_are_the_same_however_many_rows_a_block_has(rows):
     data = torch.arange(rows * CHECKSUM_COLUMNS + 3).mul_(0x9E3779B97F4A7C15 - (1 << 64))
     assert torch.equal(word_sums([data.cuda()]).cpu(), word_sums([data]))
