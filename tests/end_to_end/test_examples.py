@@ -82,6 +82,7 @@ def test_debate_trains_each_agents_dialogue(model, tmp_path):
     assert step["batch/trained_tokens"] > 2 * 2 * 2 * 8, "each of two agents has more than one reply of 8 tokens"
 
 
+@pytest.mark.thorough  # tools train in test_trained_workflows.py
 def test_search_tool_is_asked_by_the_policy(model, tmp_path):
     sys.path.insert(0, str(ROOT))
     from examples.search_tool.service import Answers

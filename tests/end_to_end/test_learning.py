@@ -17,6 +17,7 @@ from tests.kit.runs import COUNT, evaluations_of, mean, steps_of, train_forked, 
 pytestmark = pytest.mark.slow
 
 SMALL = ("run.save_at_end=false", "run.evaluate_every_steps=0", "rollout.reward_workers=1")
+FEW_HELD_OUT = ("run.evaluate_every_steps=10", "data.evaluation_args.count=16")
 STEPS, ASYNCHRONOUS_STEPS = 60, 200
 """At most. A run takes 20 to 45. One that samples ahead takes more or fewer each time, as the machine's load lets its
 replies become older or younger: it ends by its last five steps, seven standard deviations above its first five."""
@@ -121,7 +122,7 @@ def test_a_critic_that_was_saved_scores_as_a_reward_model(with_critic, learn):
 @pytest.mark.parametrize("eta, proximal", [pytest.param(1, "recompute", marks=pytest.mark.thorough), (2, "loglinear")])
 def test_counting_is_learned_asynchronously_and_no_trained_token_is_older_than_the_bound(eta, proximal, learn):
     arguments = (f"rollout.max_staleness={eta}", f"correction.proximal={proximal}", "correction.weight=mask", FAST)
-    arguments += ("run.evaluate_every_steps=10",)
+    arguments += FEW_HELD_OUT
     run = learn(f"async-{eta}", COUNT, *arguments, f"run.steps={ASYNCHRONOUS_STEPS}", until=soon_in_band)
     steps = steps_of(run)
     assert soon_in_band(steps), rewards_of(steps)

@@ -203,6 +203,7 @@ def test_a_notice_while_the_warm_start_samples_ends_the_run_behind_it(stuck_in_a
     assert "warm start: 4 supervised updates" in output.read_text() and "Traceback" not in output.read_text()
 
 
+@pytest.mark.thorough  # test_interrupts.py has Ctrl-C without checkpoints
 def test_ctrl_c_in_a_rollout_without_checkpoints_leaves_it_and_ends_the_run_with_its_report(settings, tmp_path):
     folder, output, is_there = tmp_path / "run", tmp_path / "output.txt", tmp_path / "is_there"
     folder.mkdir()

@@ -56,6 +56,7 @@ def check_servers(trace, servers):
         }
 
 
+@pytest.mark.thorough
 def test_two_ranks_and_two_servers_in_one_step(tmp_path, servers):
     trace, step = traced(tmp_path, servers, 2, "parallel.tensor=2")
     assert trace.processes == [

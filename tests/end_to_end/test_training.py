@@ -76,6 +76,7 @@ def test_first_step_of_several_ranks_is_that_of_one_process(several_ranks, folde
     assert several["policy/first_grad_norm"] == pytest.approx(one["policy/first_grad_norm"], abs=1e-5, rel=1e-5)
 
 
+@pytest.mark.thorough  # test_stopping.py compares two replicas with one
 @pytest.mark.parametrize(
     "start", [train_forked, pytest.param(train_under_torchrun, marks=pytest.mark.thorough)], ids=lambda it: it.__name__
 )

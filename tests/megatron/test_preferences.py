@@ -169,6 +169,7 @@ def test_update_is_that_of_the_definition_in_float64(layout, folders, expected):
     )
 
 
+@pytest.mark.thorough  # test_supervised.py has FSDP
 @pytest.mark.slow
 def test_the_same_on_fsdp(folders, expected):
     assert_as_defined(run_ranks(2, updates, "fsdp", folders("dp2"), "dp2", (40,), CASES), "dp2", expected)

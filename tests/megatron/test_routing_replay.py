@@ -152,7 +152,7 @@ RECOMPUTED = {
 @pytest.mark.parametrize(
     "family,layout",
     [
-        ("deepseek_v3", "1"),
+        pytest.param("deepseek_v3", "1", marks=pytest.mark.thorough),
         ("qwen3_moe", "pp2_vpp2"),  # where many microbatches are under way at once
         pytest.param("qwen3_moe", "1", marks=pytest.mark.thorough),
         pytest.param("deepseek_v3", "pp2_vpp2", marks=pytest.mark.thorough),
@@ -205,7 +205,8 @@ def refused(folder, layout, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["1", "pp2"])  # on stages without the first mixture, too
+# On stages without the first mixture, too.
+@pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.thorough), "pp2"])
 def test_a_shifted_missing_or_truncated_map_is_refused_by_name_and_never_trained_on(layout, served):
     server, _, folder, _ = served("qwen3_moe", layers_of(layout))
     run_ranks(LAYOUTS[layout][0], refused, folder, layout, batch_of(server, "experts", make_batch(lengths=(60,) * 8)))

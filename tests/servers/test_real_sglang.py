@@ -228,6 +228,7 @@ def test_session_that_a_killed_trainer_left_open_and_its_pause_stop_nobody(
     assert ask(engine, PROMPT, max_new_tokens=4, greedy=True).output_versions == [2] * 4
 
 
+@pytest.mark.thorough  # test_catch_up.py has embedded ones
 def test_server_that_came_late_takes_the_current_weights_from_their_folder_and_serves_at_once(
     connect, real_sglang, tiny_model, other_tiny_model, weights, tmp_path
 ):

@@ -11,6 +11,7 @@ from tests.kit.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough  # test_kills.py kills and resumes beside one server
 def test_servers_survive_a_killed_run_and_serve_the_next(tmp_path):
     model, output = ROOT / "configs" / "models" / "count_tiny", tmp_path / "output.txt"
     config = RolloutConfig(backend="embedded", server_count=2)

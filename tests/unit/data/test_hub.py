@@ -146,6 +146,7 @@ def loaded(hub, cache):
     return load(hub.url, cache, *there, *((source, "dev", None) for source in NOT_THERE))
 
 
+@pytest.mark.thorough
 def test_data_set_of_the_hub_is_downloaded_once_and_a_resumed_run_goes_on_in_it(hub, cache, loaded):
     first, hard, *_ = loaded
     assert (first["prompts"], hard["prompts"]) == (TRAIN, HARD)

@@ -177,6 +177,7 @@ print(PromptIterator(prompts).digest)
 """
 
 
+@pytest.mark.thorough
 def test_the_digest_is_the_same_in_every_process_whatever_a_prompt_holds():
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", ODD], env=environment, capture_output=True, text=True, check=True)

@@ -193,6 +193,7 @@ def test_a_loss_whose_gradient_is_in_main_grad_cannot_be_scaled_any_more():
         (2 * loss).backward()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

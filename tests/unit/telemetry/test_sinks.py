@@ -46,6 +46,7 @@ def test_tensorboard_of_a_resumed_run_has_no_step_twice(tmp_path):
     assert [step for step, _ in read_tensorboard(tmp_path)["reward/mean"]] == [1, 2, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_wandb_offline_keeps_one_id_over_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("wandb")

@@ -165,6 +165,7 @@ def test_lengths_are_as_they_say():
     assert min(lengths) >= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_day_of_two_configs_is_what_the_results_say(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -174,6 +174,7 @@ def test_each_rank_reads_as_much_as_the_others(name, no_broadcast):
     assert max(by_rank) <= 1.25 * sum(by_rank) / len(by_rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model",
     ["qwen3-235b-a22b", pytest.param("deepseek-v3", marks=pytest.mark.thorough)],  # the larger one

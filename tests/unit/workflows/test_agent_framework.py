@@ -17,6 +17,7 @@ def call(name, arguments):
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call><eos>'
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "replies"),

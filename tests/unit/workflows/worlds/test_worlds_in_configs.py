@@ -40,6 +40,7 @@ def test_a_config_names_a_game_and_its_prompts():
     assert [prompt["seed"] for prompt in prompts] == [5, 6]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_environment_of_verifiers_comes_from_the_modules_that_a_config_may_import():
     options = {"environment": "wordle:load_environment", "max_tokens": 512}
