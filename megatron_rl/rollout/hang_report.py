@@ -6,7 +6,10 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -37,10 +40,9 @@ class HangReport:
         words = in_words(self._spans.open(), now)
         lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"{words}.", "", "Under way, the oldest first:"]
         lines += [f"  {describe(span, now)}" for span in self._spans.open()]
-        lines += ["", "Ended last:", *(f"  {describe(span, now)}" for span in last), "", ""]
-        self._file.write("\n".join(lines))
-        self._file.flush()
-        faulthandler.dump_traceback(self._file, all_threads=True)
+        lines += ["", "Ended last:", *(f"  {describe(span, now)}" for span in last), "", *stacks(), ""]
+        # In one piece: the signal may come meanwhile, and its stacks are written word by word.
+        os.write(self.file_number, "\n".join(lines).encode())
         return words
 
     def close(self) -> None:
@@ -50,6 +52,16 @@ class HangReport:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         self._file.close()
+
+
+def stacks() -> list[str]:
+    """Return the lines that faulthandler writes, with the threads' names."""
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        calls = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+        lines += [f'  File "{call.filename}", line {call.lineno} in {call.name}' for call in calls] + [""]
+    return lines
 
 
 def in_words(under_way: list[Span], now: float) -> str:
