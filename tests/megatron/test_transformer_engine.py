@@ -133,7 +133,9 @@ def test_layers_of_transformer_engine_make_the_same_model(family, layout, update
         assert torch.equal(found["loaded"][name].view(torch.uint8), tensor.view(torch.uint8)), name
     torch.testing.assert_close(found["logprobs"], local["logprobs"], rtol=0, atol=1e-6)
     for name, gradient in local["gradients"].items():
-        assert relative_error(found["gradients"][name], gradient) < 1e-6, name
+        # A key's bias hardly changes the attention: its gradient is what rounding leaves of larger ones that cancel.
+        size = max(gradient.norm(), 1e-3 * local["stats"].grad_norm)
+        assert (found["gradients"][name] - gradient).norm() < 1e-6 * size, name
     assert found["stats"].grad_norm == pytest.approx(local["stats"].grad_norm, rel=1e-5)
     assert found["stats"].applied
     for name, tensor in local["weights"].items():

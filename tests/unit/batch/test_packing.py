@@ -87,6 +87,10 @@ def test_costs_are_evened_within_the_budget():
     assert packing.plan([10, 30, 10, 10], 30, 3) == [[1], [0, 3], [2]]
 
 
+def test_a_bin_that_had_no_room_takes_a_shorter_sequence_where_it_is_the_cheapest():
+    assert packing.plan([7, 6, 6, 4, 3], 10, 3, costs=[1.0, 5.0, 9.0, 1.0, 1.0]) == [[2], [1, 3], [0, 4]]
+
+
 def test_sequences_that_just_fit_are_packed_though_even_costs_would_not_fit():
     # The cheapest bin first gives {6, 3} and {4, 4}, where the other 3 fits into neither.
     lengths = [6, 4, 4, 3, 3]

@@ -9,7 +9,7 @@ import signal
 import torch
 
 from megatron_rl import platform
-from megatron_rl.engine.host_memory import SharedCopies, left_out_of_forks
+from megatron_rl.engine.host_memory import LEAST_BYTES, SharedCopies, left_out_of_forks
 from megatron_rl.engine.offload import HostCopy
 
 
@@ -49,6 +49,15 @@ def test_writing_to_what_was_left_out_of_a_fork_copies_no_page():
     with left_out_of_forks([tensor, torch.zeros(3)]):
         assert faults_of_writing(tensor) < usual / 10
     assert faults_of_writing(tensor) > usual / 2, "the next fork has it again"
+
+
+def test_a_small_tensor_is_in_the_fork():
+    small = torch.ones(LEAST_BYTES // 8).numpy()
+    with left_out_of_forks([torch.from_numpy(small)]):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(small[len(small) // 2] != 1.0))
+        assert os.waitpid(pid, 0)[1] == 0, "memory that is left out cannot be read"
 
 
 class Cudart:
