@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -686,6 +687,14 @@ def test_evaluation_runs_beside_training_without_pausing_it(make):
     assert metrics_of([executor.metrics.take()])["rollout/episodes_accepted"] == len(workflow.attempts), (
         "evaluations do not count"
     )
+
+
+def test_evaluations_are_counted_apart_from_training(make):
+    executor = make().executor
+    executor._running = {number: SimpleNamespace(is_training=number > 0) for number in range(3)}
+    counts = executor.state_counts()
+    executor._running = {}
+    assert (counts["running"], counts["evaluations running"]) == (2, 1)
 
 
 def test_failed_prompts_are_listed_with_their_error(make, tmp_path):
