@@ -22,7 +22,7 @@ SHARED = {
     "the real SGLang": ("real_sglang", "real_supervisor"),
     "the process that rehearses": ("rehearsals.of(",),
 }
-"""What is started once in a session, and how a file's text shows that its tests ask for it."""
+"""By each process that a session starts once: the words by which a file's text shows that its tests ask for it."""
 
 
 @cache
@@ -35,7 +35,7 @@ def place_of(path: Path) -> int:
 
 @cache
 def unit_of(path: Path) -> str:
-    """What a worker runs as a whole: a file, or all those with a process in common."""
+    """Return the unit that one worker runs as a whole: a file, or all files that share a process."""
     text = path.read_text(encoding="utf-8")
     return next((what for what, shows in SHARED.items() if any(word in text for word in shows)), str(path))
 

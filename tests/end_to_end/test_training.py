@@ -77,9 +77,7 @@ def test_first_step_of_several_ranks_is_that_of_one_process(several_ranks, folde
 
 
 @pytest.mark.thorough  # test_stopping.py compares two replicas with one
-@pytest.mark.parametrize(
-    "start", [train_forked, pytest.param(train_under_torchrun, marks=pytest.mark.thorough)], ids=lambda it: it.__name__
-)
+@pytest.mark.parametrize("start", [train_forked, train_under_torchrun], ids=lambda it: it.__name__)
 def test_two_data_parallel_replicas_take_the_same_first_step(start, warm, servers, folder, tmp_path):
     arguments = (*FIRST_STEP, "optimizer.distributed=true", "rollout.publication=ipc", f"run.folder={tmp_path}/two")
     start(COUNT, *warm, *servers, *arguments, ranks=2)

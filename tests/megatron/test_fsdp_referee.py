@@ -264,7 +264,6 @@ def update_and_save(folder, target, dtype):
     return stats, streamed, after, engine.forward(batch)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_transformers_loads_what_was_saved(dtype, tied, tmp_path):

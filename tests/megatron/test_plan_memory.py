@@ -21,7 +21,7 @@ from tests.kit.ranks import run_each
 
 
 def heads_of(name, layouts):
-    """Of a layout: a value head where stages are cut, of which the last has it, and in a family's first layout."""
+    """Return the heads to try in a layout: a value head only if there are stages, or if it is the family's first."""
     has_value = name == layouts[0] or LAYOUTS[name][1].pipeline > 1
     return ("policy", "value") if has_value else ("policy",)
 
@@ -218,7 +218,7 @@ THOROUGH = [
 ]
 ACTIVATIONS = QUICK + THOROUGH
 LENGTHS = {False: (100,) * 2, True: (100,) * 4}
-"""Of the sequences, by whether there are stages, which keep those of several microbatches."""
+"""Lengths of the sequences, by whether the layout has stages: these keep several microbatches at a time."""
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ class Row:
 
     @property
     def layers(self) -> int:
-        """Of the model: one for each chunk of each stage, and another one in each of the smaller layouts."""
+        """Number of layers of the model: one for each chunk of each stage, two if no stage has chunks."""
         return 4 if LAYOUTS[self.layout][1].virtual_pipeline > 1 else 2
 
 
@@ -129,7 +129,7 @@ LOSSES: dict[str, tuple[LogprobLoss | ValueLoss | Callable, Callable]] = {
     "critic": (ValueLoss(ValueClipLoss(clip=0.2)), trained_tokens),
 }
 COUNTS = (1, 2, 5) if IS_THOROUGH else (1, 2, 3)
-"""Of microbatches; the last leaves a pipeline of two a round that is not full."""
+"""Numbers of microbatches. The last is odd: a pipeline of two stages then ends with a round that is not full."""
 SEEDS = (0, 1, 2)
 """Of the random trees."""
 

@@ -78,7 +78,8 @@ MEET_CATCHING = (
     *("equal to all", "an object equal to all", "text equal to all", "patched builtins"),
     *("a raised end", "an exit caught", "errors", "forged answers"),
 )
-"""What a test that compares and catches by itself meets in another way. `make test` has one test for each program."""
+"""Hacks that `make test` tries on a test which compares and catches errors by itself; it tries the others on a plain
+assertion, and `make test-all` tries all of them on both."""
 
 
 @pytest.mark.slow

@@ -18,15 +18,13 @@ def call(name, arguments):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "replies"),
     [
         (f"{AGENTS}:calling", [call("add", '{"x": 12, "y": 30}'), call("final_answer", '{"answer": "42"}')]),
-        pytest.param(
+        (
             f"{AGENTS}:in_code",
             ["Thought: add.\n<code>\nz = add(12, 30)\n</code><eos>", "<code>\nfinal_answer(z)\n</code><eos>"],
-            marks=pytest.mark.thorough,
         ),
     ],
 )
