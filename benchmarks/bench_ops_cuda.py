@@ -1,7 +1,7 @@
 """The operators on one CUDA device beside every peer that is there: tables in markdown on stdout and one JSON.
 
-Usage: python benchmarks/bench_ops_cuda.py [--results FOLDER] [--seconds 220]. Each table has a share of the seconds;
-its rows are in order of importance, and those left when the share is used up are listed as skipped.
+Usage: python benchmarks/bench_ops_cuda.py [--results FOLDER] [--seconds 220] [--ours]. Each table has a share of the
+seconds; its rows are in order of importance, and those left when the share is used up are listed as skipped.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from checksum_table import bucket_cases, checksum_table
 from device_clock import DeviceClock
 from frame import commit
 from logits_tables import head_cases, head_table, logits_cases, logprob_table, shard_cases, shard_table
-from operator_peers import Peers, find_peers
-from suite_bars import OPERATORS
+from operator_peers import LOADERS, Peers, find_peers
+from suite_bars import OPERATORS, PEERS
 from suite_report import Budget, Report, shown
 from token_tables import gae_table, loss_table, token_cases
 
@@ -59,11 +59,13 @@ def all_tables(clock: DeviceClock, report: Report, peers: Peers, seconds: float)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of gpu_suite.json")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the JSON")
     parser.add_argument("--seconds", type=float, default=220, help="for all tables together")
+    parser.add_argument("--ours", action="store_true", help="our own operators alone: all rows in a minute")
     arguments = parser.parse_args()
-    clock, peers = DeviceClock(), find_peers()
-    report = Report(arguments.results / OPERATORS, facts(clock, peers))
+    clock, peers = DeviceClock(), find_peers(LOADERS[:1] if arguments.ours else LOADERS)
+    name = OPERATORS if arguments.ours else PEERS
+    report = Report(arguments.results / name, facts(clock, peers), peers=not arguments.ours)
     print_facts(report)
     all_tables(clock, report, peers, arguments.seconds)
 

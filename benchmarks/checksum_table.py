@@ -53,6 +53,8 @@ def checksum_table(clock: DeviceClock, report: Report, budget: Budget, cases: li
         words = torch.randint(-(2**62), 2**62, (case.nbytes // 8,), generator=generator, device=clock.device)
         tensors, part = list(words.tensor_split(case.tensors)), words[: COMPARED_BYTES // 8]
         for (what, peer), call in ways().items():
+            if not report.wants(peer):
+                continue
             if budget.is_spent():
                 report.skip(f"{case}, {what}, {peer}")
                 continue

@@ -11,8 +11,8 @@ import torch
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 MEASURED = "the measured call"
-SCRATCH_BYTES = 512 << 20
-"""Written before every timed call: several times any L2, and so long (0.1 ms) that the host is ahead of the device."""
+SCRATCH_BYTES = 2 << 30
+"""Written before every timed call: many times any L2, and so long (0.5 ms) that the host is ahead of the device."""
 
 
 COST = ("us", "p20", "p80", "launches", "waits", "extra_mb")

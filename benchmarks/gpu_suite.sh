@@ -5,7 +5,7 @@
 # Usage: benchmarks/gpu_suite.sh [RESULTS_FOLDER] [WHEELS_FOLDER]
 # On a machine without a network, WHEELS_FOLDER holds what benchmarks/gpu_wheels.sh downloaded elsewhere. Each part has a
 # time limit, and its whole output in RESULTS_FOLDER; all that is printed is in gpu_suite.md, its figures in
-# gpu_suite.json and train_step.json. A part that fails does not stop the next one; the exit status is 1 if any failed.
+# gpu_suite.json, gpu_peers.json, device_rates.json and train_step.json. A part that fails does not stop the next one; the exit status is 1 if any failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -43,8 +43,19 @@ last() {
   outcome "$1" "$3"
 }
 
+# beside NAME SECONDS COMMAND...: begin a part in which nothing is timed; `told` waits for it and shows its end.
+beside() { logged "$@" & started+=("$1 $!"); }
+
+told() {
+  local pair
+  for pair in "${started[@]}"; do
+    wait "${pair#* }"
+    last "${pair% *}" 8 $?
+  done
+}
+
 sanitize() {
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 logged "$1" 150 compute-sanitizer --tool "$1" --error-exitcode 1 "$python" -m pytest \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 beside "$1" 150 compute-sanitizer --tool "$1" --error-exitcode 1 "$python" -m pytest \
     -q -p no:cacheprovider -m gpu tests/gpu/test_operators_cuda.py -k "float64 or policy_loss or advantages"
 }
 
@@ -60,8 +71,8 @@ install_wheels() {
 }
 
 suite() {
-  local status site pair
-  local sanitizers=()
+  local status site
+  local started=()
   if [ -n "$wheels" ]; then
     site=$(mktemp -d)
     install_wheels "$site" >"$results/install.txt" 2>&1
@@ -78,21 +89,20 @@ suite() {
 
   # Nothing is timed here, so these share the device.
   if command -v compute-sanitizer >/dev/null; then
-    sanitize memcheck & sanitizers+=("memcheck $!")
-    sanitize racecheck & sanitizers+=("racecheck $!")
+    sanitize memcheck
+    sanitize racecheck
   else
     printf '\ncompute-sanitizer is not installed.\n'
   fi
-  logged tests 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider
-  last tests 20 $?
-  for pair in "${sanitizers[@]}"; do
-    wait "${pair#* }"
-    last "${pair% *}" 6 $?
-  done
+  beside tests 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --ignore tests/gpu/test_runs_cuda.py
+  beside runs 150 "$python" -m pytest tests/gpu/test_runs_cuda.py -m gpu -q -p no:cacheprovider
+  told
 
   printf '\n## Operators\n\n'
-  part operators 250 "$python" -W ignore benchmarks/bench_ops_cuda.py --results "$results" --seconds 215
+  part operators 90 "$python" -W ignore benchmarks/bench_ops_cuda.py --ours --results "$results" --seconds 70
   outcome operators $?
+  part rates 40 "$python" benchmarks/device_rates.py --json "$results/device_rates.json"
+  outcome rates $?
 
   printf '\n## Training step\n\n'
   part step 130 "$python" -W ignore benchmarks/bench_train_step.py --rounds 1 --json "$results/train_step.json"
@@ -104,6 +114,10 @@ suite() {
   else
     printf '\n## sglang\n\nNot run: the package sglang or models/smollm2-135m-instruct is not here.\n'
   fi
+
+  printf '\n## Operators beside those of others\n\n'
+  part peers 160 "$python" -W ignore benchmarks/bench_ops_cuda.py --results "$results" --seconds 120
+  outcome peers $?
 
   printf '\n%s\n' "Parts that failed: ${failed[*]:-none}."
   ((${#failed[@]} == 0))
@@ -122,7 +136,8 @@ answers() {
 }
 
 exec 3>&2
-rm -f "$results"/{install,build,tests,memcheck,racecheck,operators,step,sglang}.txt "$results"/{gpu_suite,train_step}.json
+rm -f "$results"/{install,build,tests,runs,memcheck,racecheck,operators,rates,step,sglang,peers}.txt
+rm -f "$results"/{gpu_suite,gpu_peers,device_rates,train_step}.json
 suite >"$results/parts.md"
 status=$?
 answers "$status" | tee "$results/gpu_suite.md"

@@ -29,6 +29,8 @@ class Report:
 
     path: Path
     facts: dict[str, Any]
+    peers: bool = True
+    """Are others measured too, or our own operators and their floors alone?"""
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def table(self, name: str, legend: str, columns: Iterable[str]) -> None:
@@ -41,6 +43,9 @@ class Report:
         self.current["rows"].append(values)
         print(f"| {' | '.join(shown(values.get(name)) for name in self.columns)} |", flush=True)
         self.write()
+
+    def wants(self, what: str) -> bool:
+        return self.peers or what.startswith("ours")
 
     def skip(self, what: object) -> None:
         self.current["skipped"].append(str(what))

@@ -107,6 +107,8 @@ def loss_table(clock: DeviceClock, report: Report, budget: Budget, cases: list[T
             loss = exact.loss(reference.ppo_loss, options, exact.logprobs)
             true = {"loss": loss, "gradient": exact.gradient(reference.ppo_loss, options)}
             for what, (call, of, replays) in loss_calls(columns, options).items():
+                if not report.wants(what):
+                    continue
                 if budget.is_spent():
                     report.skip(f"{case}, {name}, {what}")
                     continue
@@ -152,6 +154,8 @@ def gae_table(clock: DeviceClock, report: Report, budget: Budget, cases: list[To
         on_host = [tensor.cpu() for tensor in (columns.advantages.double(), columns.logprobs.double(), columns.mask)]
         true = packed_gae(*on_host, columns.cu_seqlens.cpu(), **DISCOUNTS)[0].to(clock.device)
         for what, (call, replays) in gae_calls(columns, case.sequences).items():
+            if not report.wants(what):
+                continue
             if budget.is_spent():
                 report.skip(f"{case}, {what}")
                 continue

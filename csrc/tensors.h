@@ -6,10 +6,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "math/numbers.h"
@@ -18,11 +18,17 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// No streams: on a machine with a GPU, numbers that were written to one ended the process.
+inline std::string text_of(const std::string& text) { return text; }
+template <class Number>
+  requires std::is_integral_v<Number>
+std::string text_of(Number number) {
+  return std::to_string(number);
+}
+
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::runtime_error(text.str());
+  throw std::runtime_error((std::string() + ... + text_of(parts)));
 }
 
 template <class X>
@@ -42,11 +48,9 @@ STORED_AS(bool, Bool, "bool")
 #undef STORED_AS
 
 inline std::string shape_of(const Tensor& tensor) {
-  std::ostringstream text;
-  text << "[";
-  for (int64_t i = 0; i < tensor.dim(); i++) text << (i ? ", " : "") << tensor.size(i);
-  text << "]";
-  return text.str();
+  std::string text = "[";
+  for (int64_t i = 0; i < tensor.dim(); i++) text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  return text + "]";
 }
 
 // A contiguous tensor of type X with `count` elements, or an error that names it.

@@ -212,12 +212,18 @@ bool has_ended(const Cluster& cluster) {
 struct Resident {
   std::vector<Block> storage;
   Cluster blocks;
+  u64 turns;
+  bool is_late;
 };
 
 // In ascending and descending order blocks run one by one, in other orders up to seven take turns at the places where they
-// wait. A block that waits for a value of another has those that come next run beside it.
+// wait. A block that waits for a value of another has those that come next run beside it. In the other orders one block
+// is late as well: after its first turns it goes on when all others have ended or wait, as on a device whose
+// multiprocessors are not equally fast.
 void run_in_order(const Launch& launch, u64 order) {
   const size_t beside = order < 2 ? 1 : 1 + order % 7;
+  const size_t late = order < 2 ? SIZE_MAX : std::mt19937(u32(order))() % (launch.grid.count() / launch.cluster.count());
+  const u64 first_turns = 1 + order % 5;
   const u32 size = u32(launch.cluster.count());
   const std::vector<u32> clusters = arranged(launch.grid.count() / size, order);
   const std::vector<u32> threads = arranged(launch.block.count(), order);
@@ -236,12 +242,21 @@ void run_in_order(const Launch& launch, u64 order) {
       begin_block(block, u64(clusters[started]) * size + rank, rank, &one.blocks);
       one.blocks.push_back(&block);
     }
+    one.turns = 0, one.is_late = started == late;
     started++;
   };
+  auto is_held = [&](const Resident& one) { return one.is_late && one.turns >= first_turns; };
   while (started < clusters.size() || !resident.empty()) {
-    while (resident.size() < beside && started < clusters.size()) start();
+    const size_t held = std::count_if(resident.begin(), resident.end(), is_held);
+    while (resident.size() - held < beside && started < clusters.size()) start();
+    const bool all_wait = idle > 0 || resident.size() == held;
     Progress progress = NO_PROGRESS;
     for (auto one = resident.begin(); one != resident.end();) {
+      if (is_held(*one) && !(all_wait && started == clusters.size())) {
+        one++;
+        continue;
+      }
+      one->turns++;
       const Progress its = advance(one->blocks);
       if (its == NO_PROGRESS && !has_ended(one->blocks)) stuck(one->blocks);
       progress = std::max(progress, its);

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(THREADS, 2) gae_kernel(
 #pragma unroll
     for (int i = 1; i < WARPS; i++) all = gae_compose(all, of_warps[i]);
     of_tiles[turn.piece] = all;
-    count_finished(slot, 2 * tiles);
+    count_finished(slot, 2 * tiles, true);
     return;
   }
   double after = carried;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(THREADS, 2) gae_kernel(
     advantages[begin + last - i] = trained[i] ? float(advantage) : 0.0f;
     returns[begin + last - i] = trained[i] ? float(advantage + double(values[i])) : 0.0f;
   }
-  if (threadIdx.x == 0) count_finished(slot, 2 * tiles);
+  if (threadIdx.x == 0) count_finished(slot, 2 * tiles, false);
 }
 
 }  // namespace

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
   if (BY_SEQUENCE) place = place_of(tokens, sequences, turn.piece);
   const bool has_others = place.count > 1;  // pieces of its sequence; if not, nobody waits
   if (BY_SEQUENCE && !turn.is_second && !has_others) {
-    if (threadIdx.x == 0) count_finished(slot, 2 * pieces);
+    if (threadIdx.x == 0) count_finished(slot, 2 * pieces, true);
     return;
   }
   const int64_t i = place.begin + threadIdx.x;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
     if (!turn.is_second) {
       if (threadIdx.x > 0) return;
       of_sequences[turn.piece] = {means[LOG_RATIO], means[BEHAVIOR], means[TOKENS], means[KNOWN]};
-      count_finished(slot, 2 * pieces);
+      count_finished(slot, 2 * pieces, true);
       return;
     }
     means[LOG_RATIO] /= fmaxf(means[TOKENS], 1.0f), means[BEHAVIOR] /= fmaxf(means[KNOWN], 1.0f);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
   if (threadIdx.x < WARP) {
     if (threadIdx.x < PPO_SUMS) of_pieces[turn.piece * PPO_SUMS + threadIdx.x] = sum_of(of_warps, threadIdx.x);
     __syncwarp();
-    if (threadIdx.x == 0) is_last = count_finished(slot, gridDim.x);
+    if (threadIdx.x == 0) is_last = count_finished(slot, gridDim.x, false);
   }
   __syncthreads();
   if (is_last) add_pieces(of_pieces, pieces, loss, all_sums);

@@ -12,8 +12,10 @@ namespace {
 
 // Of one launch; 0 before and after it. Launches that may run at the same time have their own.
 struct Counters {
-  unsigned started, finished;
+  unsigned started;
+  unsigned long long finished;  // 1 for each block, and OF_FIRST for each of the first sweep
 };
+constexpr unsigned long long OF_FIRST = 1ull << 32;
 constexpr unsigned SLOTS = 4096;
 __device__ Counters counters[SLOTS];
 
@@ -58,20 +60,23 @@ __device__ __forceinline__ Turn draw_turn(unsigned slot, int64_t pieces) {
 
 // By one thread, after what others of the block have written (a barrier lies between): whoever sees the block counted
 // sees that. True for the last of the launch's blocks; a barrier after it lets the block read what all have written.
-__device__ __forceinline__ bool count_finished(unsigned slot, int64_t blocks) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(&counters[slot].finished) : "memory");
-  if (before < blocks - 1) return false;
+__device__ __forceinline__ bool count_finished(unsigned slot, int64_t blocks, bool is_first) {
+  const unsigned long long one = is_first ? OF_FIRST + 1 : 1;
+  unsigned long long before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before) : "l"(&counters[slot].finished), "l"(one) : "memory");
+  if (before % OF_FIRST < blocks - 1) return false;
   counters[slot] = {0, 0};
   return true;
 }
 
-// By one thread of the second sweep; a barrier after it lets the block read what the first has written.
+// By one thread of the second sweep; a barrier after it lets the block read what the first has written. Blocks of the
+// second sweep that need not wait may end before one of the first does: they are not counted here.
 __device__ __forceinline__ void wait_for_first_sweep(unsigned slot, int64_t pieces) {
-  unsigned finished;
+  unsigned long long finished;
   do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(finished) : "l"(&counters[slot].finished) : "memory");
-  } while (finished < pieces);
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(finished) : "l"(&counters[slot].finished) : "memory");
+  } while (finished / OF_FIRST < pieces);
 }
 
 // The last i below `count` with bounds[i] <= limit(i), where that holds for all before it and for the first. Called by a
