@@ -21,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import frame
 import torch
@@ -241,20 +243,26 @@ def measure_side(args: argparse.Namespace) -> dict:
     }
 
 
-def device_costs(step: Callable[[], object], microbatches: int) -> dict[str, float]:
-    """What a step has beside its computing: waits of the host, those in lines of our own, copies to the device."""
+COSTS = ("waits", "own waits", "copies a microbatch")
+
+
+def device_costs(step: Callable[[], object], microbatches: int) -> dict[str, Any]:
+    """What a step has beside its computing: waits of the host, also by line, those of our own, copies to the device."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         step()
         torch.cuda.set_sync_debug_mode("default")
-    places = [told_of.filename for told_of in told if "synchronizing CUDA operation" in str(told_of.message)]
+    waits = [told_of for told_of in told if "synchronizing CUDA operation" in str(told_of.message)]
+    places = Counter(f"{told_of.filename}:{told_of.lineno}" for told_of in waits)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
     copies = sum(event.name.startswith("Memcpy HtoD") for event in trace.events())
-    own = sum(place.startswith(str(Path(megatron_rl.__file__).parent)) for place in places)
-    return {"waits": len(places), "own waits": own, "copies a microbatch": copies / microbatches}
+    folder = str(Path(megatron_rl.__file__).parent)
+    own = sum(count for place, count in places.items() if place.startswith(folder))
+    found = {"waits": len(waits), "own waits": own, "copies a microbatch": copies / microbatches}
+    return found | {"waits by line": dict(places.most_common())}
 
 
 def run_side(side: str, workload: str, args: argparse.Namespace) -> dict:
@@ -314,7 +322,9 @@ def main(argv: list[str] | None = None) -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
     if beside := results["megatron_rl"][-1]["beside"]:
-        print(f"\nA step of megatron_rl: {', '.join(f'{value:g} {name}' for name, value in beside.items())}.")
+        by_line = beside["waits by line"]
+        print(f"\nA step of megatron_rl: {', '.join(f'{beside[name]:g} {name}' for name in beside if name in COSTS)}.")
+        print("".join(f"- {count} waits at {place}\n" for place, count in by_line.items()), end="")
     if args.json is not None:
         args.json.write_text(json.dumps(beside) + "\n")
 

@@ -171,7 +171,10 @@ def link(units: list[Unit], library: Path, *flags: str) -> None:
         list(pool.map(Unit.build, units))
     folder = torch_folder() / "lib"
     objects = [str(unit.object) for unit in units]
-    run([cxx(), "-shared", *objects, f"-L{folder}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", *flags], library)
+    # The compiler's own library first: torch's export some constructors of another one, and string streams made by half
+    # of each ended a process on a GPU machine as soon as a number was written to one.
+    libraries = ["-Wl,--no-as-needed", "-lstdc++", "-ltorch_cpu", "-lc10"]
+    run([cxx(), "-shared", *objects, f"-L{folder}", *libraries, *flags], library)
 
 
 def cuda_link_flags() -> list[str]:

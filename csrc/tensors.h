@@ -18,7 +18,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// No streams: on a machine with a GPU, numbers that were written to one ended the process.
 inline std::string text_of(const std::string& text) { return text; }
 template <class Number>
   requires std::is_integral_v<Number>

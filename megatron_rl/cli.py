@@ -9,7 +9,7 @@ import argparse
 import os
 import select
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_rl.launch.last_words import one_line
@@ -39,12 +39,19 @@ def nobody_reads(pipe: int) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+def installed_version() -> str:
+    try:
+        return version("megatron_rl")
+    except PackageNotFoundError:
+        return "of sources that are not installed"
+
+
 def run(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it: modules of a user's own are found by every command
     parser = argparse.ArgumentParser("megatron-rl", description="Train on this host, and tools around training.")
-    parser.add_argument("--version", action="version", version=f"megatron-rl {version('megatron_rl')}")
+    parser.add_argument("--version", action="version", version=f"megatron-rl {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "launch", help="a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False

@@ -114,7 +114,7 @@ def main() -> None:
         return
     if words[:2] == ["-m", "megatron_rl.train"]:
         return configured(*words[2:])
-    parts = {"build": build, "bench_ops_cuda": operators, "bench_train_step": step}
+    parts = {"build": build, "bench_ops_cuda": operators, "bench_train_step": step, "device_rates": lambda: None}
     if words[0] != "-m" and what in parts:
         sys.argv = words
         return parts[what]()

@@ -94,6 +94,11 @@ def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
     return VocabShard(start, min(start + rows, arch.vocab), arch.vocab, groups.tensor.group)
 
 
+def compiles_activation(arch: Architecture, dtype: torch.dtype) -> bool:
+    """Do megatron.core's own layers compile SwiGLU, to one kernel each way that keeps its input alone?"""
+    return platform.has_cuda() and dtype is torch.bfloat16 and arch.activation == "silu"
+
+
 def transformer_config(arch: Architecture, config: EngineConfig, passed_through: dict[str, Any]) -> TransformerConfig:
     """Translate the architecture and the layout; `passed_through` adds fields that neither decides.
 
@@ -157,7 +162,7 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         moe_grouped_gemm=uses_transformer_engine and arch.mixture is not None,
         moe_permute_fusion=uses_transformer_engine and arch.mixture is not None and is_te_min_version("2.1.0"),
         calculate_per_token_loss=True,  # the one division, by the global weight: finalize_model_grads
-        bias_activation_fusion=uses_transformer_engine,  # compiled: one kernel, which keeps its input alone
+        bias_activation_fusion=uses_transformer_engine or compiles_activation(arch, dtype),
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,

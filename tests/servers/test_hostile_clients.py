@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import importlib.metadata
 import json
 import logging
 import random
@@ -523,10 +524,14 @@ def test_a_place_where_one_cannot_listen_is_named_in_one_line(tiny_model, tmp_pa
     assert str(ended.value).startswith(said.replace("PORT", names["PORT"]))
 
 
-def test_a_port_out_of_range_and_the_version_are_one_line(capsys):
+def test_a_port_out_of_range_and_the_version_are_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         server.main(["model", "--port", "70000"])
     assert "--port: '70000': must be a number in [0, 65535]" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert not ended.value.code and capsys.readouterr().out.startswith("megatron-rl ")
+    monkeypatch.setattr(cli, "version", lambda _: importlib.metadata.version("a package that is not installed"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code and "sources that are not installed" in capsys.readouterr().out

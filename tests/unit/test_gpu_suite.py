@@ -139,7 +139,8 @@ def test_a_bar_counts_the_worst_row_and_one_without_rows_is_not_measured(suite, 
     names = {"peer": "ours", "logits": "bfloat16", "masked": 0.0}
     rows = [{"T": 4096, "what": suite_bars.ENTROPY, **names, "of copy": share} for share in (0.95, 0.92)]
     not_asked = [rows[0] | {"T": 512, "of copy": 0.1}, rows[0] | {"logits": "float32", "of copy": 0.1}]
-    loss = {"T": 32768, "sequences": 1, "what": suite_bars.OUR_LOSS, "loss": "by sequence", "us": 20.1, "launches": 1}
+    loss = {"T": 32768, "sequences": 1, "what": suite_bars.OUR_LOSS, "loss": "by sequence", "replayed us": 20.1}
+    loss["launches"] = 1
     sums = [{"peer": peer, "GB/s": rate} for peer, rate in (("ours", 2000.0), ("ours", 1100.0), ("torch eager", 90.0))]
     tables = {suite_bars.LOGPROBS: rows + not_asked, suite_bars.LOSSES: [loss], suite_bars.CHECKSUMS: sums}
     found = {"tables": {name: {"rows": of_table} for name, of_table in tables.items()}}
@@ -211,15 +212,17 @@ def test_the_whole_suite_runs_through_on_stand_ins_and_begins_with_its_answers(r
     assert lines[3].startswith("a stand-in, 580.1")
     answers = lines[7 : 7 + len(suite_bars.BARS)]
     assert lines[5].startswith("| bar |") and all(re.search(r"\| (yes|NO) \|$", line) for line in answers), answers
-    for name in ("build", "tests", "memcheck", "racecheck", "Operators", "Training step", "sglang"):
+    parts = ("build", "tests", "runs", "memcheck", "racecheck", "Operators", "Training step", "sglang")
+    for name in (*parts, "Operators beside those of others"):
         assert f"\n## {name}\n" in said
     assert "a stand-in for yes and ('90a',)" in said and said.count("tests/gpu/test_operators_cuda.py: ") == 2
     assert "| torch eager |" in said and "| 1b |" not in said and "1b, bfloat16, a stand-in" in said
     assert emulated.missing() or "\na stand-in, torch" in said, "the tables ran on the emulated device"
     assert "A step of megatron_rl: 0 waits, 0 own waits" in said
-    tables = json.loads((results / suite_bars.OPERATORS).read_text())["tables"]
-    assert len(tables) == 6 and all(table["rows"] and not table["skipped"] for table in tables.values())
-    assert not [row["error"] for table in tables.values() for row in table["rows"] if "error" in row]
+    for name in (suite_bars.OPERATORS, suite_bars.PEERS):
+        tables = json.loads((results / name).read_text())["tables"]
+        assert len(tables) == 6 and all(table["rows"] and not table["skipped"] for table in tables.values())
+        assert not [row["error"] for table in tables.values() for row in table["rows"] if "error" in row]
     assert not (results / "install.txt").exists()
 
 
@@ -228,7 +231,7 @@ def test_a_part_that_fails_does_not_stop_the_others_and_its_bars_are_not_measure
     write_program(tmp_path / "broken", f'[[ $1 == *suite_bars.py ]] && exec {sys.executable} "$@"; echo no >&2; exit 3')
     status, said, results = run_suite(python=tmp_path / "broken")
     assert status == 1 and "**A part failed" in said.splitlines()[4]
-    assert said.endswith("Parts that failed: install build tests memcheck operators step.\n")
+    assert said.endswith("Parts that failed: install build memcheck tests runs operators rates step peers.\n")
     assert said.count("| not measured |") > 10 and "failed with status 3" in said and "## sglang\n\nNot run" in said
     assert (results / "operators.txt").read_text() == "no\n"
 

@@ -55,6 +55,12 @@ class Activations:
         return 2 if self.config.model.dtype == "bfloat16" else 4
 
     @property
+    def has_fused_activation(self) -> bool:
+        """Is SwiGLU one kernel: of Transformer Engine, or compiled as `engine.model.compiles_activation` has it?"""
+        is_compiled = self.uses_kernel and self.arch.activation == "silu"
+        return bool(self.megatron.get("bias_activation_fusion", self.has_fused_layers or is_compiled))
+
+    @property
     def own(self) -> float:
         """The share of the rows that norms see on this rank: under sequence parallelism not all."""
         parallel = self.config.parallel
@@ -239,8 +245,7 @@ class Activations:
 
     def _dense(self, width: int) -> float:
         """A gated feed-forward part behind its input: gate and up, the gate's activation, up again, their product."""
-        is_fused = bool(self.megatron.get("bias_activation_fusion", self.has_fused_layers))
-        return (3 if is_fused else 5) * self.itemsize * width / self.config.parallel.tensor
+        return (3 if self.has_fused_activation else 5) * self.itemsize * width / self.config.parallel.tensor
 
     def _mixture(self) -> float:
         """The routed rows come together once; each expert's product is kept before and after the router's weight.
@@ -252,7 +257,7 @@ class Activations:
         routed = mixture.per_token * self.own * parallel.expert_tensor
         # Six widths: the five of a dense part, and the product once more, with the router's weight. Eight with bounds:
         # gate and up within them, too.
-        widths = 3 if self.has_fused_layers else 8 if self.arch.activation == "clamped_swiglu" else 6
+        widths = 3 if self.has_fused_activation else 8 if self.arch.activation == "clamped_swiglu" else 6
         experts = routed * (b * self.arch.hidden + widths * b * mixture.ffn / parallel.expert_tensor + 4)
         scores = self.own * ((9 if mixture.is_biased else 5) * mixture.experts + 20 * mixture.per_token)
         return experts + scores + self._dense(mixture.shared_ffn or 0)

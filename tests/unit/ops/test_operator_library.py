@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,15 @@ def test_a_library_built_from_other_sources_is_refused(tmp_path):
     copy.with_suffix(".json").write_text(json.dumps(built | {"sources": "0123456789abcdef"}))
     with pytest.raises(RuntimeError, match=r"built from other sources \(0123456789abcdef\).*python csrc/build.py"):
         library.check_current(copy)
+
+
+@pytest.mark.parametrize("name", ["_C_cpu.so", "_C_cuda.so"])
+def test_a_library_takes_the_compilers_own_strings_and_streams(name):
+    """Torch's libraries export some of another one's: a stream that is made by both cannot write numbers."""
+    if not (library.PACKAGE / name).exists():
+        pytest.skip(f"{name} was not built")
+    said = subprocess.run(["readelf", "-d", library.PACKAGE / name], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"NEEDED.*\[(\w[\w+]*)", said)[0] == "libstdc++"
 
 
 def test_there_is_no_fallback_on_a_device_without_an_implementation():

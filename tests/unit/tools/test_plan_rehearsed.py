@@ -80,8 +80,8 @@ KEPT = (
 )
 """Every model, axis and option is in one of these, which `make test` rehearses."""
 CASES = [pytest.param(layout, marks=() if layout in KEPT else pytest.mark.thorough) for layout in LAYOUTS]
-ABOVE = {"dense, adapters": 0.15}
-"""Shares that a plan may be above the peak. Its first stage has 323 MB with Megatron-Core 0.19, and had 357 before."""
+ABOVE = {"dense, adapters": 0.16}
+"""Shares that a plan may be above the peak. Of the first stage 319 MB are planned and 277 used."""
 
 pytestmark = pytest.mark.slow
 
