@@ -20,9 +20,9 @@ from typing import Any
 import frame
 import uvloop
 
+from megatron_rl.agents import AgentWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse
-from megatron_rl.workflows import AgentWorkflow
 
 TURNS, TOKENS = 3, 16
 TEMPLATE = (

@@ -47,7 +47,7 @@ _HOME = {
     "start_servers": "servers.supervisor",
     "log_metric": "telemetry.stats_tracker",
     "stats_tracker": "telemetry.stats_tracker",
-    "AgentWorkflow": "workflows",
+    "AgentWorkflow": "agents",
     "BestOfNWorkflow": "workflows",
     "DebateWorkflow": "workflows",
     "JudgedWorkflow": "workflows",

@@ -49,7 +49,7 @@ TALKATIVE = (
     *("batch.prompts_per_step=3", "generation.max_new_tokens=16", "algo.loss=reinforce", "batch.updates_per_step=1"),
     *("model.init=hf", "warm_start.updates=0", "data.evaluation_args={}", "data.train_args={}"),
     *("data.train=talkative_tasks:questions", "rollout.reward=talkative_tasks:vowels", "rollout.reward_workers=1"),
-    *("run.import_from=[talkative_tasks]", "rollout.workflow=megatron_rl.workflows:AgentWorkflow"),
+    *("run.import_from=[talkative_tasks]", "rollout.workflow=megatron_rl.agents:AgentWorkflow"),
     'rollout.workflow_args={"agent": "talkative_tasks:goes_back", "max_tokens": 300}',
 )
 KILLED_AFTER = 3

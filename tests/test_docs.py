@@ -55,7 +55,7 @@ RUN_BY = {
 TRIED_BY = {
     ("algorithms.md", "@estimator"): "tests/unit/algo/test_algorithms_page.py",
     ("algorithms.md", "MegatronEngine"): "tests/test_readme.py, in a process of its own",
-    ("workflows.md", "import openai"): "tests/unit/workflows/test_agent_proxy.py",
+    ("workflows.md", "import openai"): "tests/unit/agents/test_agent_proxy.py",
     ("workflows.md", "ShortAnswers"): "tests/test_readme.py",
     ("workflows.md", "class Guess"): "tests/unit/workflows/test_conversations.py",
     ("README.md", "def brief"): "tests/test_readme.py",

@@ -36,8 +36,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algo": {"api", "config", "ops", "types"},
     "batch": {"config", "ops", "parallel", "routes", "types"},
     "weights": {"adapter_sums", "api", "config", "ops", "parallel", "routes", "types"},
-    "rewards": {"api", "config", "launch", "telemetry", "types"},
-    "workflows": {"api", "config", "rewards", "telemetry", "types"},
+    "sandbox": {"api"},
+    "rewards": {"api", "config", "launch", "sandbox", "telemetry", "types"},
+    "workflows": {"api", "config", "rewards", "sandbox", "telemetry", "types"},
+    "agents": {"api", "config", "rewards", "sandbox", "telemetry", "types", "workflows"},
     "data": {"config", "rewards", "types", "workflows"},
     "servers": {"adapter_sums", "api", "config", "launch", "ops", "routes", "telemetry", "types"},
     "rollout": {"api", "config", "data", "launch", "rewards", "routes", "servers", "telemetry", "types", "workflows"},
@@ -55,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, set[str]] = {
     "megatron": {"engine", "parallel", "platform", "tools"},
     "transformer_engine": {"engine", "parallel", "platform"},
-    "aiohttp": {"rewards", "rollout", "servers", "tools", "workflows"},
+    "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "workflows"},
     "requests": set(),
     "sglang": {"servers"},
 }

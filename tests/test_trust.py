@@ -23,8 +23,8 @@ UNPICKLING = {
 }
 """The files that may unpickle, and what."""
 LOCKED = {
-    "rewards/called.py": "what a model wrote, in a process that is locked in",
-    "rewards/trial.py": "the data set's tests of it, in a locked fork",
+    "sandbox/called.py": "what a model wrote, in a process that is locked in",
+    "sandbox/trial.py": "the data set's tests of it, in a locked fork",
     "rewards/program_text.py": "what a model wrote, which is compiled to see whether it is a program, and not run",
 }
 """The files that may run code, and what."""

@@ -16,15 +16,16 @@ OFFERED: dict[str, dict[str, str]] = {
     "data": {
         "megatron_rl.data.tasks": "addition count_ones count_ones_pairs sort_digits copy_letters trail reasoning_gym",
         "megatron_rl.data.recipes": "gsm8k math countdown code",
-        "megatron_rl.workflows.worlds.task_folders": "task_prompts",
-        "megatron_rl.workflows.worlds.text_games": "game_prompts",
-        "megatron_rl.workflows.worlds.verifiers": "verifiers_prompts",
+        "megatron_rl.agents.worlds.task_folders": "task_prompts",
+        "megatron_rl.agents.worlds.text_games": "game_prompts",
+        "megatron_rl.agents.worlds.verifiers": "verifiers_prompts",
     },
     "workflow": {
-        "megatron_rl.workflows": "AgentWorkflow BestOfNWorkflow DebateWorkflow JudgedWorkflow "
-        "MultiTurnWorkflow RLVRWorkflow ReMaxWorkflow ToolUseWorkflow",
-        "megatron_rl.workflows.worlds.text_games": "TextGames",
-        "megatron_rl.workflows.worlds.verifiers": "VerifiersWorkflow",
+        "megatron_rl.workflows": "BestOfNWorkflow DebateWorkflow JudgedWorkflow MultiTurnWorkflow RLVRWorkflow "
+        "ReMaxWorkflow ToolUseWorkflow",
+        "megatron_rl.agents": "AgentWorkflow",
+        "megatron_rl.agents.worlds.text_games": "TextGames",
+        "megatron_rl.agents.worlds.verifiers": "VerifiersWorkflow",
     },
     "reward": {
         "megatron_rl.rewards": "exact_match last_number tagged_answer right_positions matches length",
@@ -38,9 +39,9 @@ OFFERED: dict[str, dict[str, str]] = {
     "environment": {
         "megatron_rl.workflows.environments": "SelfCorrection",
         "megatron_rl.workflows.trail": "Trail",
-        "megatron_rl.workflows.worlds.mcp_tools": "McpTools",
-        "megatron_rl.workflows.worlds.openenv": "OpenEnv",
-        "megatron_rl.workflows.worlds.task_folders": "TaskFolder",
+        "megatron_rl.agents.worlds.mcp_tools": "McpTools",
+        "megatron_rl.agents.worlds.openenv": "OpenEnv",
+        "megatron_rl.agents.worlds.task_folders": "TaskFolder",
     },
     "tool": {
         "megatron_rl.workflows.tools": "Calculator Search",

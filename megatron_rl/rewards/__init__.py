@@ -3,11 +3,10 @@
 `completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. What a reply thinks
 is no answer (`answer_of`). None of the rewards here evaluates the model's text as code, and each takes time in
 proportion to its length. Those that do run it are in `code.py`, `mathematics.py` and `procedural.py`, and lock it in
-(`locked.py`; `sandbox.py` is the lock).
+(`sandbox/locked.py`; `sandbox/lock.py` is the lock).
 
 A config's rewards are computed in worker processes: `reward_service.py` asks them, `worker_pool.py` keeps them,
-`worker.py` is what they run, `recipe.py` adds several up. Agents of the workflows run in such processes, too
-(`agent_worker.py`).
+`worker.py` is what they run, `recipe.py` adds several up. Agents run in such processes, too (`agent_worker.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewards for programs: a reply's Python is run against the prompt's tests, locked in (locked.py).
+"""Rewards for programs: a reply's Python is run against the prompt's tests, locked in (sandbox/locked.py).
 
 Which of the reply's code blocks is the program is decided in program_text.py. A program that crashes, does what it must
 not or is too slow has failed its test; that is the model's doing, and its reward is 0.
@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.locked import run_program
 from megatron_rl.rewards.program_text import find_program
-from megatron_rl.rewards.trial import holds, parsed_names
+from megatron_rl.sandbox.locked import run_program
+from megatron_rl.sandbox.trial import holds, parsed_names
 
 MEMORY_MIB = 512
 TOLERANCE = 1e-6

@@ -14,7 +14,6 @@ import re
 from typing import Any
 
 from megatron_rl.rewards import BOXED, answer_of, gold, last_boxed
-from megatron_rl.rewards.locked import TextFailed, evaluate
 from megatron_rl.rewards.math_text import (
     FUNCTIONS,
     RELATION,
@@ -30,6 +29,7 @@ from megatron_rl.rewards.math_text import (
     split_at,
     words_in,
 )
+from megatron_rl.sandbox.locked import TextFailed, evaluate
 
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 50_000

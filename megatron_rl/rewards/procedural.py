@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.rewards import answer_of, find_tagged
 from megatron_rl.rewards.arithmetic import value_and_numbers
-from megatron_rl.rewards.locked import TextFailed, evaluate
+from megatron_rl.sandbox.locked import TextFailed, evaluate
 
 MEMORY_BYTES = 1 << 30
 

@@ -40,7 +40,7 @@ from megatron_rl.api import infrastructure_in
 from megatron_rl.config.import_path import resolve
 from megatron_rl.launch.start_up import importing
 from megatron_rl.rewards.faults import as_score, place_of, words_of
-from megatron_rl.rewards.sandbox import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
+from megatron_rl.sandbox.lock import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
 from megatron_rl.telemetry import stats_tracker
 
 LENGTH = struct.Struct("<I")

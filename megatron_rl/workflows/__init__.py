@@ -1,6 +1,5 @@
 """Built-in workflows: what one episode generates."""
 
-from megatron_rl.workflows.agent import AgentWorkflow
 from megatron_rl.workflows.best_of_n import BestOfNWorkflow
 from megatron_rl.workflows.judged import JudgedWorkflow
 from megatron_rl.workflows.multi_agent import DebateWorkflow
@@ -9,7 +8,6 @@ from megatron_rl.workflows.remax import ReMaxWorkflow
 from megatron_rl.workflows.rlvr import RLVRWorkflow
 
 __all__ = [
-    "AgentWorkflow",
     "BestOfNWorkflow",
     "DebateWorkflow",
     "JudgedWorkflow",

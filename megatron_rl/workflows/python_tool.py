@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool. What the policy writes is locked in (rewards/sandbox.py): it computes and prints.
+"""A Python interpreter as a tool. What the policy writes is locked in (sandbox/lock.py): it computes and prints.
 
 Each call is a program of its own, in a new process that is killed at its deadline; nothing is left for the next one.
 """
@@ -15,10 +15,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron_rl.api import InfrastructureFailure
-from megatron_rl.rewards import sandbox
+from megatron_rl.sandbox import lock
 from megatron_rl.workflows.tools import Tool, ToolError, middle_left_out
 
-LAUNCHER = str(Path(sandbox.__file__))
+LAUNCHER = str(Path(lock.__file__))
 MOST_PRINTED_BYTES = 1 << 20
 START_S = 30.0
 """For the interpreter's start on a busy host, which is not the program's doing."""
@@ -54,10 +54,10 @@ class Python(Tool):
         return middle_left_out(printed.strip(), self.characters) or "(the program printed nothing)"
 
     async def _run(self, code: str) -> str:
-        with closing(sandbox.Threads()) as threads:
+        with closing(lock.Threads()) as threads:
             return await self._run_with(threads, code)
 
-    async def _run_with(self, threads: sandbox.Threads, code: str) -> str:
+    async def _run_with(self, threads: lock.Threads, code: str) -> str:
         loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
         limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
         # Isolated from the user's settings, without site-packages, without writing bytecode: nothing but the library.
@@ -93,7 +93,7 @@ class Python(Tool):
                 begun = loop.time()
                 printed = await self._read(process.stdout)
                 # The limit of its processor time kills it so, too, but not before all cores together can have had it.
-                least_s = sandbox.cpu_limit_s(self.time_s) / (os.cpu_count() or 1)
+                least_s = lock.cpu_limit_s(self.time_s) / (os.cpu_count() or 1)
                 if await process.wait() == -signal.SIGKILL and loop.time() - begun < least_s:
                     raise failed("was killed by the host; look for a lack of memory, in the kernel's log")
                 return printed.decode("utf-8", "replace")
@@ -117,7 +117,7 @@ class Python(Tool):
                 said = await stream.read(1)
         except TimeoutError as error:
             raise failed(f"was not ready within {START_S:g} s; the host has too much to do") from error
-        if said != sandbox.READY:
+        if said != lock.READY:
             raise failed(
                 "ended before it was locked in, which takes Linux on x86_64 with seccomp; run there, or leave the tool "
                 "out"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_rl import platform
+from megatron_rl.agents import AgentWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
-from megatron_rl.workflows import AgentWorkflow
 from tests.kit.reference import reference_logprobs, used_tokens
 from tests.kit.served_models import make_tiny_model
 from tests.kit.tokenizers import make_tokenizer

@@ -7,10 +7,10 @@ import orjson
 import pytest
 from aiohttp import web
 
+from megatron_rl.agents import AgentWorkflow
 from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest
-from megatron_rl.workflows import AgentWorkflow
 from tests.kit.reference import used_tokens
 from tests.kit.scripted_server import counting
 from tests.kit.tokenizers import make_tokenizer

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from megatron_rl import log_metric
-from megatron_rl.rewards.locked import SandboxFailed, TextFailed, evaluate
+from megatron_rl.sandbox.locked import SandboxFailed, TextFailed, evaluate
 from tests.kit.waiting import wait_until
 
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "omegaconf")

@@ -9,9 +9,9 @@ import pytest
 from megatron_rl.data.recipes import code as code_rows
 from megatron_rl.data.recipes import countdown_reward
 from megatron_rl.rewards import code, last_number, mathematics, procedural
-from megatron_rl.rewards.locked import run_program, started_program
-from megatron_rl.rewards.sandbox import MOST_THREADS
-from megatron_rl.rewards.trial import names_of_program
+from megatron_rl.sandbox.lock import MOST_THREADS
+from megatron_rl.sandbox.locked import run_program, started_program
+from megatron_rl.sandbox.trial import names_of_program
 from tests.kit.examples import IS_THOROUGH
 from tests.kit.waiting import LATE_S
 
@@ -194,7 +194,7 @@ def test_a_program_may_have_some_threads():
 RUN_SOME = """
 import os
 from megatron_rl.rewards import code
-from megatron_rl.rewards.locked import run_program
+from megatron_rl.sandbox.locked import run_program
 
 def run_some():
     for source in ("print(1)", "import threading\\nthreading.Thread(target=print).start()", "1/0"):

@@ -22,10 +22,10 @@ from megatron_rl.rewards import (
     mathematics,
     procedural,
     right_positions,
-    sandbox,
     tagged_answer,
 )
-from megatron_rl.rewards.locked import TextFailed, evaluate, run_program
+from megatron_rl.sandbox import lock
+from megatron_rl.sandbox.locked import TextFailed, evaluate, run_program
 from tests.kit.waiting import LATE_S
 
 
@@ -172,7 +172,7 @@ def test_what_a_declared_module_has_only_imported_is_refused(own_module):
         ("data", "megatron_rl.rewards:exact_match"),
         ("workflow", "megatron_rl.weights.hf_files:write_hf_folder"),
         ("workflow", "megatron_rl.workflows:RLVRWorkflow.evaluating"),
-        ("reward", "megatron_rl.rewards.locked:evaluate"),
+        ("reward", "megatron_rl.sandbox.locked:evaluate"),
         ("reward", "megatron_rl.rewards:__builtins__"),
         ("reward", "megatron_rl.workflows:RLVRWorkflow"),
         ("environment", "megatron_rl.workflows.python_tool:Python"),
@@ -223,7 +223,8 @@ def test_everything_that_is_offered_is_there_and_every_reward_is_offered():
     built_in = [f"{workflows.__name__}:{name}" for name in workflows.__all__]
     assert offered("workflow")[: len(built_in)] == built_in
     # Those of worlds need packages of others, so a room's import does not bring them.
-    assert [path.split(":")[1] for path in offered("workflow")[len(built_in) :]] == ["TextGames", "VerifiersWorkflow"]
+    others = ["AgentWorkflow", "TextGames", "VerifiersWorkflow"]
+    assert [path.split(":")[1] for path in offered("workflow")[len(built_in) :]] == others
 
 
 SUM = [{"input": "1 2\n", "output": "3\n"}, {"input": "10 20", "output": "30"}]
@@ -382,15 +383,15 @@ def test_what_is_evaluated_gives_json_or_fails():
 
 
 def test_a_kernel_that_hides_no_files_is_warned_of(monkeypatch):
-    monkeypatch.setattr(sandbox, "hides_files", lambda: False)
-    sandbox.check_lockable.cache_clear()
+    monkeypatch.setattr(lock, "hides_files", lambda: False)
+    lock.check_lockable.cache_clear()
     with pytest.warns(RuntimeWarning, match="no Landlock .*can read the files that this user may read"):
         assert run_program("print(1)", "", time_s=LATE_S, memory_bytes=1 << 29) == "1\n"
-    sandbox.check_lockable.cache_clear()
+    lock.check_lockable.cache_clear()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sandbox.hides_files(), reason="this kernel has no Landlock")
+@pytest.mark.skipif(not lock.hides_files(), reason="this kernel has no Landlock")
 def test_locked_text_reads_no_file_but_what_is_installed(tmp_path):
     secret = tmp_path / "token"
     secret.write_text("hunter2")

@@ -5,12 +5,13 @@ import itertools
 
 import pytest
 
+from megatron_rl.agents import AgentWorkflow
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
-from megatron_rl.workflows import AgentWorkflow, DebateWorkflow, MultiTurnWorkflow, RLVRWorkflow
+from megatron_rl.workflows import DebateWorkflow, MultiTurnWorkflow, RLVRWorkflow
 from tests.kit.replies import RecordingEngine
-from tests.unit.workflows.test_agent_proxy import client_of, here, openai
+from tests.unit.agents.test_agent_proxy import client_of, here, openai
 from tests.unit.workflows.test_conversations import Chatter
 
 QUESTION = {"messages": [{"role": "user", "content": "12 + 30"}]}

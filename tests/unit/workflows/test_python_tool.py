@@ -75,7 +75,7 @@ def test_late_and_endless_programs_are_killed_and_said_to_be():
     # One that closes its output still has to end.
     assert "did not end" in show("import os\nos.close(1); os.close(2)\nwhile True: pass", time_s=0.3)
     children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
-    assert "sandbox.py" not in children.stdout and " -X utf8 -" not in children.stdout
+    assert "lock.py" not in children.stdout and " -X utf8 -" not in children.stdout
 
 
 def test_a_program_that_has_printed_more_than_is_read_is_not_waited_for(monkeypatch):

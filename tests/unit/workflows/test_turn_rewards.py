@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.agents import AgentWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.events import Episode
 from megatron_rl.rollout.groups import as_group
 from megatron_rl.rollout.journal import Replay, RolloutJournal
 from megatron_rl.types import LLMResponse
-from megatron_rl.workflows import AgentWorkflow, MultiTurnWorkflow, ToolUseWorkflow
+from megatron_rl.workflows import MultiTurnWorkflow, ToolUseWorkflow
 from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import Environment, Turn
 from megatron_rl.workflows.tools import Calculator, Rewarded
