@@ -9,6 +9,7 @@
 namespace {
 
 u64 order_of_launches = 0;
+constexpr u64 TAGS = 254;  // of blocks: their number modulo this
 constexpr int IDLE_ROUNDS = 100000;  // threads that only wait for a value for so long wait for ever
 
 std::map<std::string, Kernel>& kernels() {
@@ -37,7 +38,7 @@ void begin_block(Block& block, u64 number, u32 rank, Cluster* cluster) {
   const u32 threads = u32(launch.block.count()), shared = kernel.shared_bytes + launch.dynamic_shared;
   block.index = place_of(number, launch.grid);
   block.rank = rank, block.cluster = cluster, block.has_fenced = false, block.barriers = 0;
-  block.tag = u8(2 + number % 254);
+  block.tag = u8(2 + number % TAGS);
   block.saved.resize(u64(threads) * kernel.saved_words);
   block.local.resize(u64(threads) * kernel.local_bytes + 16);
   block.shared.reset(new char[shared + 16]);
@@ -219,10 +220,11 @@ struct Resident {
 // In ascending and descending order blocks run one by one, in other orders up to seven take turns at the places where they
 // wait. A block that waits for a value of another has those that come next run beside it. In the other orders one block
 // is late as well: after its first turns it goes on when all others have ended or wait, as on a device whose
-// multiprocessors are not equally fast.
+// multiprocessors are not equally fast. Not of more blocks than there are tags: one of a late block's would take its own.
 void run_in_order(const Launch& launch, u64 order) {
   const size_t beside = order < 2 ? 1 : 1 + order % 7;
-  const size_t late = order < 2 ? SIZE_MAX : std::mt19937(u32(order))() % (launch.grid.count() / launch.cluster.count());
+  const u64 blocks = launch.grid.count();
+  const size_t late = order < 2 || blocks > TAGS ? SIZE_MAX : std::mt19937(u32(order))() % (blocks / launch.cluster.count());
   const u64 first_turns = 1 + order % 5;
   const u32 size = u32(launch.cluster.count());
   const std::vector<u32> clusters = arranged(launch.grid.count() / size, order);

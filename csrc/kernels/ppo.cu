@@ -102,8 +102,10 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
   Place place = {turn.piece * PPO_PIECE, min((turn.piece + 1) * PPO_PIECE, tokens.count), 0, 0};
   if (BY_SEQUENCE) place = place_of(tokens, sequences, turn.piece);
   const bool has_others = place.count > 1;  // pieces of its sequence; if not, nobody waits
-  if (BY_SEQUENCE && !turn.is_second && !has_others) {
-    if (threadIdx.x == 0) count_finished(slot, 2 * pieces, true);
+  if (BY_SEQUENCE && !turn.is_second && !has_others) {  // it may be the last of all: the second sweep did not wait for it
+    if (threadIdx.x == 0) is_last = count_finished(slot, gridDim.x, true);
+    __syncthreads();
+    if (is_last) add_pieces(of_pieces, pieces, loss, all_sums);
     return;
   }
   const int64_t i = place.begin + threadIdx.x;
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(THREADS) ppo_kernel(
     if (!turn.is_second) {
       if (threadIdx.x > 0) return;
       of_sequences[turn.piece] = {means[LOG_RATIO], means[BEHAVIOR], means[TOKENS], means[KNOWN]};
-      count_finished(slot, 2 * pieces, true);
+      count_finished(slot, gridDim.x, true);  // never the last: its sequence's second sweep waits for it
       return;
     }
     means[LOG_RATIO] /= fmaxf(means[TOKENS], 1.0f), means[BEHAVIOR] /= fmaxf(means[KNOWN], 1.0f);

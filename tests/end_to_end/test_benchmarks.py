@@ -69,7 +69,8 @@ def print_tables(*_) -> None:
     phases = {"tokens": 256, "step": 6.0, "rollout": 2.0, "update": 3.5, "publish": 0.5}
     bench_vs_trl.run_ours, bench_vs_trl.run_trl = lambda *_: 2 * [phases], lambda *_: 2 * [phases | {"step": 24.0}]
     bench_vs_trl.main(["--quick", "--trl-python", sys.executable])
-    speed = {"memory": 2**30, "flops": 1e10, "tokens": 64, "matmul": 4e10, "beside": {"waits": 3}}
+    beside = {"waits": 3, "waits by line": {"a.py:1": 3}}
+    speed = {"memory": 2**30, "flops": 1e10, "tokens": 64, "matmul": 4e10, "beside": beside}
     bench_train_step.run_side = lambda side, *_: speed | {"times": [1.0 if side == "megatron_rl" else 5.0]}
     bench_train_step.main(["--quick"])
     shares = {"waited": 0.5, "slots_used": 0.25, "decoding": 0.75, "dropped": 0, "ages": {"0": 1, "1": 3}}

@@ -78,7 +78,8 @@ def trained(model, server, tmp_path):
 
     def run(name):
         settings = (*server, *SMALL, f"model.path={model}", f"run.folder={tmp_path / 'run'}")
-        workflow = (f"rollout.workflow=megatron_rl.workflows:{name}Workflow",)
+        room = "agents" if name == "Agent" else "workflows"
+        workflow = (f"rollout.workflow=megatron_rl.{room}:{name}Workflow",)
         workflow += (f"rollout.workflow_args={json.dumps(WORKFLOWS[name])}",)
         workflow += (f"algo.advantage={ESTIMATORS[name]}",) if name in ESTIMATORS else ()
         output = tmp_path / "output.txt"

@@ -34,6 +34,7 @@ class Forking:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._parent = os.getpid()
         self._asked: socket.socket
         self._asking = threading.Lock()
 
@@ -53,7 +54,8 @@ class Forking:
 
     def _fork(self, asked: bytes, files: list[int]) -> int:
         with self._asking, inheriting_orphans():
-            if self._process is None:
+            if self._process is None or self._parent != os.getpid():  # a fork of the tests' process has its own
+                self._parent = os.getpid()
                 self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
                     self._process = subprocess.Popen(
