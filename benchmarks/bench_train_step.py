@@ -247,7 +247,7 @@ COSTS = ("waits", "own waits", "copies a microbatch")
 
 
 def device_costs(step: Callable[[], object], microbatches: int) -> dict[str, Any]:
-    """What a step has beside its computing: waits of the host, also by line, those of our own, copies to the device."""
+    """Count a step's host waits (all, by line, and those in our own lines) and its copies to the device."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -31,14 +31,18 @@ class DeviceClock:
 
     def cost(self, call: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> dict[str, Any]:
         """`COST` and the repeats. `prepare` runs before each call, outside the clock: it undoes what the call did."""
-        self.times_us(call, prepare, 2)  # compilers and autotuners run here
-        once = statistics.median(self.times_us(call, prepare, 3))
-        repeats = max(10, min(50, int(self.seconds * 1e6 / max(once, 1.0))))
+        repeats = self.repeats(call, prepare)
         extra_mb = self.extra_bytes(call, prepare) / 1e6
         launches, waits = self.launches_and_waits(call, prepare)
         times = sorted(self.times_us(call, prepare, repeats))
         columns = (statistics.median(times), times[repeats // 5], times[repeats - 1 - repeats // 5])
         return dict(zip(COST, (*columns, launches, waits, extra_mb), strict=True)) | {"repeats": repeats}
+
+    def repeats(self, call: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> int:
+        """Warm a call up and return how often there is time for it."""
+        self.times_us(call, prepare, 2)  # compilers and autotuners run here
+        once = statistics.median(self.times_us(call, prepare, 3))
+        return max(10, min(50, int(self.seconds * 1e6 / max(once, 1.0))))
 
     def times_us(self, call, prepare, repeats: int) -> list[float]:
         events = []

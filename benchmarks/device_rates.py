@@ -1,4 +1,4 @@
-"""What one GPU reaches of its data sheet, by kind and size of work: the constants of `megatron-rl plan` rest on it.
+"""Measure how much of its data sheet one GPU reaches, by kind and size of work. Constants of `megatron-rl plan` use it.
 
     python benchmarks/device_rates.py [--json FILE]      # about 20 seconds
 
@@ -35,10 +35,8 @@ ATTENTION = [(32, 512), (8, 2048), (2, 8192), (1, 32768)]
 """Sequences and their length, with 32 heads of 128."""
 
 
-def median_us(clock: DeviceClock, call: Callable[[], Any], seconds: float = 0.1) -> float:
-    clock.times_us(call, None, 2)
-    once = statistics.median(clock.times_us(call, None, 3))
-    return statistics.median(clock.times_us(call, None, max(10, min(50, int(seconds * 1e6 / max(once, 1.0))))))
+def median_us(clock: DeviceClock, call: Callable[[], Any]) -> float:
+    return statistics.median(clock.times_us(call, None, clock.repeats(call)))
 
 
 def tensor(*shape: int) -> torch.Tensor:
@@ -114,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = frame.parser(__doc__)
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = frame.arguments(parser, argv)
-    clock = DeviceClock()
+    clock = DeviceClock(seconds=0.1)
     products, attention, traffic = product_rates(clock), attention_rates(clock), traffic_rates(clock)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print_table("TFLOP/s, rows", [*ROWS], {name: list(rates.values()) for name, rates in products.items()})

@@ -23,7 +23,7 @@ OUR_LOSS = "ours, loss, gradient and statistics"
 ENTROPY, LOGP_BACKWARD = "logp, entropy", "logp, backward"
 OPERATORS, PEERS, STEP = "gpu_suite.json", "gpu_peers.json", "train_step.json"
 GRAPH = "replayed us"
-"""Of a launch in a CUDA graph: the host that launches it alone may take longer than it does."""
+"""Column with the time of a call replayed as a CUDA graph: launching alone takes the host longer than the call runs."""
 
 WIRE_GB_S = 50.0
 """400 Gb/s, at which weights are published."""

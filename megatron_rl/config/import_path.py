@@ -116,7 +116,8 @@ def _imported(kind: str) -> list[Any]:
 
 def _not_offered(path: str, kind: str) -> str:
     choices = offered(kind)
-    near = difflib.get_close_matches(path, choices, n=1, cutoff=0.75)  # the package alone makes 0.6
+    moved = [choice for choice in choices if choice.partition(":")[2] == path.partition(":")[2]]
+    near = moved or difflib.get_close_matches(path, choices, n=1, cutoff=0.75)  # the package alone makes 0.6
     hint = f"did you mean {near[0]}" if near else f"they are {', '.join(choices)}" if choices else "it has none"
     what = f"no {kind}" if kind else "nothing"
     return f"{path} is {what} that {OURS} offers to configs; {hint}. One of your own goes into run.import_from."

@@ -34,7 +34,7 @@ def test_a_library_built_from_other_sources_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["_C_cpu.so", "_C_cuda.so"])
 def test_a_library_takes_the_compilers_own_strings_and_streams(name):
     """Torch's libraries export some of another one's: a stream that is made by both cannot write numbers."""
-    if not (library.PACKAGE / name).exists():
+    if name == "_C_cuda.so" and not (library.PACKAGE / name).exists():
         pytest.skip(f"{name} was not built")
     said = subprocess.run(["readelf", "-d", library.PACKAGE / name], capture_output=True, text=True, check=True).stdout
     assert re.findall(r"NEEDED.*\[(\w[\w+]*)", said)[0] == "libstdc++"

@@ -116,6 +116,7 @@ def test_import_path_errors_name_key_value_and_cause():
         ("exact_match", "package.module:name"),
         ("megatron_rl.no_such:f", "is no reward that megatron_rl offers to configs; they are .*:exact_match"),
         ("megatron_rl.rewards:exact", "did you mean megatron_rl.rewards:exact_match"),
+        ("megatron_rl.algo:program_output", "did you mean megatron_rl.rewards.code:program_output"),
     ]:
         with pytest.raises(ValueError, match=f"rollout.reward = '{path}'.*{cause}"):
             resolve(path, key="rollout.reward", kind="reward")
