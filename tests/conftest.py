@@ -27,22 +27,25 @@ gc.disable()
 # Before anything imports megatron_rl.ops, which refuses operators built from other sources.
 runpy.run_path(str(Path(__file__).parents[1] / "csrc" / "build.py"))["build"]()
 
-from megatron_rl import platform  # noqa: E402
 from tests.kit.waiting import SLOWNESS  # noqa: E402
 
-platform.prepare()  # before any test imports megatron.core
-
 HANGS_S = 600.0
-pytest_plugins = [
-    "tests.kit.large_pages",
-    "tests.order",
-    "tests.progress",
-    "tests.proofs",
-    "tests.kit.tokenizers",
-    "tests.kit.servers",
-    "tests.kit.rehearsals",
-    "tests.kit.worker_processes",
-]
+pytest_plugins = ["tests.kit.large_pages", "tests.order", "tests.progress", "tests.proofs"]
+
+
+def runs_tests() -> bool:
+    """Return False for a process that hands all tests to workers: it needs no torch, for which these would wait."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return True
+    told = next((place for place, word in enumerate(sys.argv) if word in ("-n", "--numprocesses")), None)
+    return told is None or sys.argv[told + 1] == "0"
+
+
+if runs_tests():
+    from megatron_rl import platform
+
+    platform.prepare()  # before any test imports megatron.core
+    pytest_plugins += [f"tests.kit.{name}" for name in ("tokenizers", "servers", "rehearsals", "worker_processes")]
 
 
 @pytest.hookimpl(tryfirst=True)

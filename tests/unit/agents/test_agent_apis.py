@@ -17,13 +17,14 @@ import pytest
 from megatron_rl.agents import AgentWorkflow, agent_proxy
 from megatron_rl.agents.agent_proxy import ProxyAddress
 from megatron_rl.config import GenerationConfig
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.waiting import growing_deadlines, until, wait_until
 from tests.unit.agent_relay import here
 from tests.unit.agents.test_agent_proxy import QUESTION
 
-openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
-anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed: pip install anthropic")
+openai = later("openai", reason="the openai client is not installed: pip install openai")
+anthropic = later("anthropic", reason="the anthropic client is not installed: pip install anthropic")
 CALLS = "".join(f'<tool_call>{{"name": "add", "arguments": {{"x": {x}, "y": 30}}}}</tool_call>' for x in (12, 13))
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}
 

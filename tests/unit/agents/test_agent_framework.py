@@ -6,10 +6,11 @@ import pytest
 
 from megatron_rl.agents import AgentWorkflow
 from megatron_rl.config import GenerationConfig
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 
-pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")
+later("smolagents", reason="smolagents is not installed: pip install smolagents")
 AGENTS = "tests.unit.smol_agents"
 
 

@@ -20,11 +20,12 @@ from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.tool_formats import tool_format
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer
 from tests.unit.agent_relay import here
 
-openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
+openai = later("openai", reason="the openai client is not installed: pip install openai")
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 

@@ -15,13 +15,14 @@ from megatron_rl.agents.streamed_text import HALF, split_thoughts, sure_parts
 from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows.tool_formats import FORMATS
 from tests.kit.examples import max_examples
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine
 from tests.kit.waiting import until
 from tests.unit.agent_relay import here
 from tests.unit.agents.test_agent_proxy import QUESTION
 
-openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
-anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed: pip install anthropic")
+openai = later("openai", reason="the openai client is not installed: pip install openai")
+anthropic = later("anthropic", reason="the anthropic client is not installed: pip install anthropic")
 
 WORDS = [
     *(

@@ -7,8 +7,9 @@ import yaml
 
 from megatron_rl.rewards import mathematics
 from tests.kit.examples import IS_THOROUGH
+from tests.kit.optional import later
 
-pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
+later("math_verify", reason="math-verify is not installed: pip install 'megatron-rl[math]'")
 ANSWERS = yaml.safe_load((Path(__file__).parent / "math_answers.yaml").read_text(encoding="utf-8"))
 
 

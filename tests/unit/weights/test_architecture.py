@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from megatron_rl.weights.architecture import read_architecture
 from tests.kit.models import FAMILIES
@@ -94,6 +95,17 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_s
 def test_defaults_are_those_of_the_models_class(said, field, value, tmp_path):
     model_type = {name: kind for kind, name in CLASS_OF.items()}[(LLAMA | said)["architectures"][0]]
     assert getattr(read_architecture(written(tmp_path, LLAMA | {"model_type": model_type} | said)), field) == value
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize(("every", "dense"), [(1, []), (2, [1]), (3, []), (3, [2])])
+def test_mixtures_stand_in_the_layers_in_which_transformers_has_them(family, every, dense, tmp_path):
+    said = said_of(family) | {"num_hidden_layers": 7, "decoder_sparse_step": every, "mlp_only_layers": dense}
+    said |= {"layer_types": ["full_attention"] * 7} if "layer_types" in said else {}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**said))
+    theirs = tuple(hasattr(layer.mlp, "experts") for layer in model.model.layers)
+    assert found(tmp_path, said).mixture.layers == theirs and any(theirs)
 
 
 @pytest.mark.parametrize("flag", [False, True, None])

@@ -12,8 +12,9 @@ from megatron_rl.weights.adapter_rules import AdaptedMatrices, PeftFolder
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.peft_config import APPLIED, FILE, MUST_BE_OFF, SAYS_NOTHING, read_peft_config
 from tests.kit.models import make_model
+from tests.kit.optional import later
 
-peft = pytest.importorskip("peft", reason="needs the package peft; make installs it")
+peft = later("peft", reason="needs the package peft; make installs it")
 ADAPTED = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
 
 

@@ -13,12 +13,13 @@ from megatron_rl.agents.worlds.mcp_tools import Connection, McpTools
 from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import MultiTurnWorkflow
 from tests.kit.http import program_at_a_port
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S
 from tests.unit.workflows.test_conversations import asked
 
-pytest.importorskip("mcp.server.mcpserver", reason="mcp is not installed: pip install 'megatron-rl[worlds]'")
+later("mcp.server.mcpserver", reason="mcp is not installed: pip install 'megatron-rl[worlds]'")
 pytestmark = pytest.mark.slow
 
 SHOP = str(Path(__file__).with_name("mcp_shop.py"))

@@ -11,11 +11,12 @@ from megatron_rl.agents.worlds.openenv_session import OpenEnvFailed, Session
 from megatron_rl.config import GenerationConfig
 from megatron_rl.workflows import MultiTurnWorkflow
 from tests.kit.http import program_at_a_port
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S
 
-pytest.importorskip("openenv.core", reason="openenv-core is not installed: see requirements/worlds.txt")
+later("openenv.core", reason="openenv-core is not installed: see requirements/worlds.txt")
 pytestmark = pytest.mark.slow
 
 WORLDS = str(Path(__file__).with_name("openenv_worlds.py"))

@@ -9,10 +9,11 @@ import pytest
 
 from megatron_rl.agents.worlds.text_games import GameFailed, TextGames, game_prompts
 from megatron_rl.config import GenerationConfig
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 
-pytest.importorskip("textarena", reason="textarena is not installed: pip install 'megatron-rl[worlds]'")
+later("textarena", reason="textarena is not installed: pip install 'megatron-rl[worlds]'")
 TOKENIZER = make_tokenizer()
 
 

@@ -10,10 +10,11 @@ from megatron_rl.agents.agent_workers import AgentFailed
 from megatron_rl.agents.worlds.verifiers import Rollout, VerifiersWorkflow, verifiers_prompts
 from megatron_rl.config import GenerationConfig
 from megatron_rl.data.prompts import load_prompts
+from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import make_tokenizer
 
-pytest.importorskip("verifiers", reason="verifiers is not installed: see requirements/worlds.txt")
+later("verifiers", reason="verifiers is not installed: see requirements/worlds.txt")
 pytestmark = pytest.mark.slow
 
 HOME = "tests.unit.agents.worlds.verifiers_worlds"
