@@ -209,7 +209,7 @@ async def burst(port: int, requests: int, tokens: int, within_s: float) -> tuple
 @contextlib.asynccontextmanager
 async def sampling_client(port: int):
     from megatron_rl.config import RolloutConfig
-    from megatron_rl.servers.sampling_client import SamplingClient
+    from megatron_rl.servers.generate import SamplingClient
 
     client = SamplingClient(RolloutConfig())
     await client.connect([f"http://127.0.0.1:{port}"])

@@ -55,7 +55,7 @@ class Unchecked(RemoteSGLangEngine):
     """A client that has nothing to compare checksums with."""
 
     def checksum_forms(self):
-        return dict.fromkeys(self._service.checksum_forms())
+        return dict.fromkeys(self.service.checksum_forms())
 
 
 class OneAfterTheOther(GroupPublisher):

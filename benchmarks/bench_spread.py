@@ -5,7 +5,7 @@
 Simulated and seeded: `--ranks` ranks keep `--groups` groups of `--samples` replies under way on `--servers` servers.
 A reply's length is log-normal about its prompt's, which is log-normal too. A server's token takes longer with each
 reply in its batch. A server dies every `--death-s` seconds, what it had begins anew elsewhere, and it comes back when
-the next one dies. All rules have the same groups. "ring" is that of servers/sampling_client.py, called as it is
+the next one dies. All rules have the same groups. "ring" is that of servers/generate.py, called as it is
 there. "fewest" is it without the ring: the first of a list that all ranks have. "two choices" picks two servers at
 random and takes the one with fewer requests of all ranks, as they were up to 5 s ago. "known" has the requests of all
 ranks at every moment.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import frame
 
-from megatron_rl.servers.sampling_client import least_busy
+from megatron_rl.servers.generate import least_busy
 
 NEWS_S = 5.0
 """Age of the load that ranks hear of each other's: a server is asked as often by the patrol."""

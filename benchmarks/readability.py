@@ -1,6 +1,7 @@
-"""Count what a stranger meets: the way from the loop to the HTTP request, comments, docstrings, names, rooms, README.
+"""Count what a stranger meets: comments, docstrings, names, rooms, README, and the path from the loop to a request.
 
 python benchmarks/readability.py --tree ../older-checkout
+python benchmarks/readability.py --path
 """
 
 from __future__ import annotations
@@ -10,48 +11,12 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import request_path
+
 ROOT = Path(__file__).resolve().parents[1]
-
-WALKS = {
-    "a proxy sends the call, and the service of a rollout rank starts it": """
-        train:rl_steps RLRun.next_batch Rollouts.batch RolloutProcess.__getattr__
-        RpcClient.call RpcClient.start RpcSocket.send
-        | rpc:serve serve.listen serve.attend serve_trainer.answer RolloutRank.prepare_batch
-        RolloutExecutor.prepare_batch RolloutExecutor._collect RolloutExecutor._start
-        RolloutExecutor._fly RolloutExecutor._run RolloutExecutor._group
-        RLVRWorkflow.arun_episode samples tried RLVRWorkflow.scored_reply
-        Attempt.agenerate SamplingClient.agenerate SamplingClient._whole_reply
-        SamplingClient._generate_part SamplingClient._generate_on
-        ServerClient.generate ServerClient._pieces ServerClient._call_once
-    """,
-    "a call is handed on by process, caller, wire, head, engine and event loop": """
-        train:train RLRun.next_batch Rollouts.batch RolloutProcess.rollout_batch
-        RpcClient.call RpcClient.start RpcClient._send RpcSocket.send
-        | serve.listen serve.attend serve_trainer.answer RolloutRank.rollout_batch
-        RemoteSGLangEngine.rollout_batch EventLoopThread.run
-        RolloutExecutor.rollout_batch RolloutExecutor._run_together RolloutExecutor._start RolloutExecutor._launch
-        RolloutExecutor._fly RolloutExecutor._run RolloutExecutor._group
-        RLVRWorkflow.arun_episode samples tried RLVRWorkflow.scored_reply
-        Attempt.agenerate RemoteSGLangEngine.agenerate RemoteSGLangEngine._generate RemoteSGLangEngine._whole_reply
-        RemoteSGLangEngine._generate_part RemoteSGLangEngine._generate_on
-        ServerClient.generate ServerClient.call ServerClient._call_once
-    """,
-}
-"""The functions that a prompt passes from the loop to its HTTP request, in their order; the tree has one of these ways.
-
-Each is mentioned by a function before it; `file:` tells those of one name apart. Behind a bar the way goes on in
-another process, at the other end of a socket.
-"""
-OLDER_NAMES = {
-    "RLRun": "Experiment",
-    "RpcClient": "Caller",
-    "RpcSocket": "Wire",
-    "RolloutRank": "RolloutHead",
-}
 
 RIDDLES = ("What", "Where", "Whether", "Those of", "That of", "All that")
 """Openings of a docstring that is half a sentence, the other half of which the reader has to find."""
@@ -59,17 +24,11 @@ RIDDLES = ("What", "Where", "Whether", "Those of", "That of", "All that")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Walk:
-    functions: int
-    files: int
-
-
 class Tree:
     """A checkout's package and README.
 
     >>> tree = Tree(ROOT)
-    >>> tree.walk().functions, tree.lines(), tree.circles()
+    >>> tree.lines(), tree.circles()
     """
 
     def __init__(self, root: Path) -> None:
@@ -77,62 +36,6 @@ class Tree:
         self.texts = {path: path.read_text(encoding="utf-8") for path in sorted(self.package.rglob("*.py"))}
         self.parsed = {path: ast.parse(text) for path, text in self.texts.items()}
         self.nodes = {path: list(ast.walk(tree)) for path, tree in self.parsed.items()}
-
-    # -- the way of a prompt
-
-    @cached_property
-    def functions(self) -> dict[str, list[tuple[Path, Function]]]:
-        """All functions by their qualified names inside a file."""
-        found: dict[str, list[tuple[Path, Function]]] = {}
-
-        def visit(node: ast.AST, prefix: str, path: Path) -> None:
-            for child in ast.iter_child_nodes(node):
-                named = isinstance(child, Function | ast.ClassDef)
-                name = f"{prefix}{child.name}" if named else ""
-                if isinstance(child, Function):
-                    found.setdefault(name, []).append((path, child))
-                visit(child, f"{name}." if named else prefix, path)
-
-        for path, tree in self.parsed.items():
-            visit(tree, "", path)
-        return found
-
-    def walk(self) -> Walk:
-        """Return the length of the way that holds in this tree. LookupError says where each of them breaks off."""
-        faults = []
-        for title, names in WALKS.items():
-            try:
-                return self._follow(names.split())
-            except LookupError as error:
-                faults.append(f"{title}: {error.args[0]}")
-        raise LookupError("WALKS has no way that this code goes: " + "; ".join(faults))
-
-    def _follow(self, names: list[str]) -> Walk:
-        mentioned: set[str] = set()
-        files, is_across = set(), True
-        for name in names:
-            if name == "|":
-                is_across = True
-                continue
-            path, function = self._find(name)
-            # A generated method is not written anywhere: whoever calls it meets __getattr__.
-            if not is_across and function.name not in mentioned | {"__getattr__"}:
-                raise LookupError(f"nothing before {name} mentions it")
-            files.add(path)
-            mentioned |= words_of(function)
-            is_across = False
-        return Walk(functions=len(names) - names.count("|"), files=len(files))
-
-    def _find(self, name: str) -> tuple[Path, Function]:
-        file, _, qualified = name.rpartition(":")
-        owner, _, method = qualified.partition(".")
-        places = self.functions.get(qualified) or self.functions.get(
-            ".".join(filter(None, (OLDER_NAMES.get(owner, owner), method))), []
-        )
-        places = [place for place in places if file in ("", place[0].stem)]
-        if len(places) != 1:
-            raise LookupError(f"there are {len(places)} functions {name}")
-        return places[0]
 
     # -- how it reads
 
@@ -187,14 +90,6 @@ class Tree:
         return len(text.splitlines()), words / max(1, len(sentences)), 1000 * prose.count(";") / max(1, words)
 
 
-def words_of(function: Function) -> set[str]:
-    """Return the names that a function uses: variables, attributes, and strings that may be a method's name."""
-    nodes = list(ast.walk(function))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return names | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-
-
 def strings_in(node: ast.AST) -> Iterator[str]:
     body = getattr(node, "body", [])
     for line in body if isinstance(body, list) else []:
@@ -223,11 +118,10 @@ def reach(start: str, imports: dict[str, set[str]]) -> set[str]:
 
 def table(tree: Tree) -> dict[str, str]:
     """Return what is counted, in words, with the figure."""
-    walk, lines, words = tree.walk(), tree.lines(), sum(len(text.split()) for text in tree.docstrings)
+    lines, words = tree.lines(), sum(len(text.split()) for text in tree.docstrings)
     readme_lines, sentence, semicolons = tree.readme()
     circles = tree.circles()
     rows = {
-        "functions, files from the loop to the HTTP request": f"{walk.functions}, {walk.files}",
         "lines in megatron_rl, outside tools/": f"{lines:,}, {lines - tree.lines('tools'):,}",
         "comments per 100 lines": f"{100 * tree.comments() / lines:.1f}",
         f"docstrings that open with {'/'.join(RIDDLES)}, and per 1,000 words": (
@@ -242,10 +136,23 @@ def table(tree: Tree) -> dict[str, str]:
     return rows | {f"{room}: files, lines": f"{files}, {size:,}" for room, (files, size) in tree.rooms().items()}
 
 
+def print_path() -> None:
+    found = request_path.traced()
+    for process, steps in (("trainer", found.trainer), ("rollout process", found.rollout)):
+        print(f"{process}: {len(steps)} functions in {len({file for file, _ in steps})} files")
+        for file, name in steps:
+            print(f"    {file:<32} {name}")
+    print(f"together: {found.functions} functions in {found.files} files")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("readability", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout; default: this one")
+    parser.add_argument("--path", action="store_true", help="trace a request from the loop to its socket")
     args = parser.parse_args(argv)
+    if args.path:
+        print_path()
+        return
     for what, figure in table(Tree(args.tree.resolve())).items():
         print(f"{what:<100} {figure}")
 

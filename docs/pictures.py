@@ -1,6 +1,6 @@
 """Draws the pictures of README and docs: python docs/pictures.py [RUN], the folder of a finished `make demo`.
 
-data_flow.svg and group_states.svg need no run. demo.svg shows what benchmarks/results/demo.txt lists, a line for each
+All but demo.svg need no run. demo.svg shows what benchmarks/results/demo.txt lists, a line for each
 step. With RUN that list is written first.
 """
 
@@ -112,6 +112,43 @@ def group_states() -> Figure:
     return figure
 
 
+def server_states() -> Figure:
+    """The states of one server in a client: servers/membership.py."""
+    figure, axes = canvas(8.8, 3.0)
+    box(axes, 20, 210, 150, 52, "serving", "", GREEN)
+    box(axes, 20, 30, 150, 52, "lost", "", RED)
+    box(axes, 365, 30, 150, 52, "behind", "", AMBER)
+    box(axes, 700, 30, 150, 52, "catching up", "", BLUE)
+    arrow(axes, (35, 210), (35, 82), "a call or a\npublication\nfailed", (78, 146))
+    arrow(axes, (130, 82), (130, 210), "generates\nas before", (168, 128))
+    arrow(axes, (170, 68), (365, 68), "answers, was started anew\nor dropped", (268, 90))
+    arrow(axes, (365, 44), (170, 44), "no answer", (268, 32))
+    arrow(axes, (515, 68), (700, 68), "somebody has the\ncurrent weights", (608, 90))
+    arrow(axes, (700, 44), (515, 44), "failed, or a\npublication began", (608, 26))
+    arrow(axes, (420, 82), (170, 222), "took part in a publication", (440, 158), bend=0.15)
+    arrow(axes, (775, 82), (170, 246), "has the current weights, and generates", (700, 232), bend=0.2)
+    return figure
+
+
+def retries() -> Figure:
+    """Who tries again after what: workflows/episode_engine.py."""
+    figure, axes = canvas(8.8, 3.5)
+    rows = [
+        ("one HTTP request", "another server, 4 times: SamplingClient", "tokens so far", GREEN),
+        ("one sample", "this sample alone, episode_attempts times: EpisodeEngine", "its replies", GREEN),
+        ("the episode", "the whole workflow, episode_attempts times: RolloutExecutor", "its replies", AMBER),
+        ("the prompt", "nobody: it is given up, counted and written to the dead letters", "", RED),
+    ]
+    for number, (what, who, kept, color) in enumerate(rows):
+        y = 282 - 84 * number
+        box(axes, 20, y, 205, 50, f"{what} failed" if color != RED else f"{what} has failed", "", color)
+        axes.text(245, y + 25, who, ha="left", va="center", fontsize=10, color=INK)
+        if kept:
+            axes.text(860, y + 25, f"kept: {kept}", ha="right", va="center", fontsize=9.5, color=SOFT, style="italic")
+            arrow(axes, (115, y), (115, y - 34), "still fails", (155, y - 17))
+    return figure
+
+
 def write_demo(run: Path) -> None:
     """List what a run of the demo measured: reward, held-out accuracy and length by step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -153,7 +190,7 @@ def main(arguments: list[str]) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "megatron_rl", "svg.fonttype": "none", "font.family": "sans-serif"}
     if arguments:
         write_demo(Path(arguments[0]))
-    for draw in (data_flow, group_states, demo):
+    for draw in (data_flow, group_states, server_states, retries, demo):
         if draw is not demo or DEMO.is_file():
             draw().savefig(HERE / f"{draw.__name__}.svg", metadata={"Date": None})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
     LossFn = Callable[[Tensor, TensorDict], Tensor]
     LossWeightFn = Callable[[TensorDict], Tensor]
 
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -94,15 +95,40 @@ class RolloutWorkflow(abc.ABC):
         """
 
 
-class Sampler(Protocol):
+class KeptSteps(Protocol):
+    """The steps that an unfinished episode's world did, in this process and in the one that was killed before it."""
+
+    def take_step(self, name: str) -> dict[str, Any] | None:
+        """Return what an earlier process kept under that name."""
+
+    def keep_step(self, name: str, step: dict[str, Any]) -> None: ...
+
+
+class Sampler(abc.ABC):
     """The engine as a workflow meets it: replies, and the version of the policy that gives them."""
 
-    async def agenerate(self, req: LLMRequest) -> LLMResponse: ...
+    steps: KeptSteps | None = None
+    """Where the steps of this episode's worlds are kept, if they are."""
 
+    @abc.abstractmethod
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Generate one reply; an interrupted one is continued from its partial output."""
+
+    @abc.abstractmethod
     def get_version(self) -> int: ...
 
+    def samples(
+        self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]
+    ) -> Coroutine[Any, Any, list[T]]:
+        """Await `make(sampler, item)` for each item at the same time, and return what they give, in order.
 
-class InferenceEngine(abc.ABC):
+        Inside an episode each sample that fails is tried again alone, with the replies that it had: so `make` asks the
+        sampler that it is given, and not this one.
+        """
+        return together([make(self, item) for item in items])
+
+
+class InferenceEngine(Sampler):
     """The rollout servers as workflows and the training loop see them.
 
     For example:
@@ -116,10 +142,6 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def destroy(self) -> None: ...
-
-    @abc.abstractmethod
-    async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Generate one reply; an interrupted one is continued from its partial output."""
 
     @abc.abstractmethod
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
@@ -153,9 +175,6 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def resume(self) -> None: ...
-
-    @abc.abstractmethod
-    def get_version(self) -> int: ...
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None: ...
@@ -462,23 +481,22 @@ class TrainEngine(abc.ABC):
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     """Await all at once and return their results in order.
 
-    Where one fails the others are cancelled, and have ended when its error is raised. (asyncio.gather would let them go
+    If one fails the others are cancelled, and have ended when its error is raised. (asyncio.gather would let them go
     on, and asyncio.TaskGroup before Python 3.13 leaves its own task marked as cancelled.)
     """
     failures: list[BaseException] = []
 
-    async def one(awaitable: Awaitable[T]) -> T:
-        try:
-            return await awaitable
-        except BaseException as error:  # a cancelled one has failed too
+    def note(task: asyncio.Future[T]) -> None:
+        if task.cancelled():  # which is a failure, too
+            failures.append(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
             failures.append(error)
-            raise
 
-    tasks = [asyncio.ensure_future(one(awaitable)) for awaitable in awaitables]
-    if not tasks:
-        return []
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    for task in tasks:
+        task.add_done_callback(note)
     try:
-        pending: set[asyncio.Task[T]] = set(tasks)
+        pending = set(tasks)
         while pending and not failures:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if failures:
@@ -490,6 +508,3 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
         if under_way:
             await asyncio.wait(under_way)  # nothing of this call runs on when it has ended
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                task.exception()  # asked for, or asyncio would log it as never retrieved

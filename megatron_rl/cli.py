@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron_rl.launch.last_words import one_line
+from megatron_rl.life.last_words import one_line
 
 PLAN_OPTIONS = ("nodes", "gpus_per_node", "device", "models", "lengths")
 ENDED_BY_SIGPIPE = 141

@@ -135,7 +135,7 @@ def start(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")  # torch remembers the last collectives; see run/hang_watch.py
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")  # torch remembers the last collectives; see life/hang_watch.py
     if platform.has_cuda():
         torch.cuda.set_device(platform.device())
     timeout = timedelta(seconds=timeout_s)

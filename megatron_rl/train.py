@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.launch import process_exit, rank
+from megatron_rl.launch import rank
+from megatron_rl.life import process_exit
 
 if TYPE_CHECKING:
     from megatron_rl.run.preference_run import PreferenceRun

@@ -243,7 +243,7 @@ PART = "part/"
 TURN_REWARDS = "turn_rewards"
 """The column of tokens with the rewards of a dialogue where they arose: each on the last token of the reply that earned
 it, 0 elsewhere. A trajectory's add up to its reward."""
-REPLAYED = "is_replayed"
+REUSED = "is_reused"
 """The column of a batch with groups that an earlier step has trained: 1 for theirs, 0 for fresh ones."""
 
 
@@ -412,13 +412,13 @@ class TrajectoryBatch:
         return numbers
 
     @property
-    def is_replayed(self) -> Tensor:
+    def is_reused(self) -> Tensor:
         """`[B]` bool: the trajectories that an earlier step has trained, and this one trains again."""
-        return self[REPLAYED] != 0 if REPLAYED in self else torch.zeros(len(self), dtype=torch.bool)
+        return self[REUSED] != 0 if REUSED in self else torch.zeros(len(self), dtype=torch.bool)
 
     def fresh(self) -> TrajectoryBatch:
-        """Return the batch without what is replayed."""
-        return self.select((~self.is_replayed).nonzero()[:, 0].tolist()) if REPLAYED in self else self
+        """Return the batch without what is reused."""
+        return self.select((~self.is_reused).nonzero()[:, 0].tolist()) if REUSED in self else self
 
     def means_of_samples(self, values: Tensor) -> Tensor:
         """`[B]` numbers of trajectories -> `[S]`, each sample's mean."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.agents.agent_proxy import AgentProxy, ProxyAddress
 from megatron_rl.agents.agent_session import AgentSession, ProxyOptions
 from megatron_rl.agents.agent_workers import AgentFailed, AgentLost, AgentWorkers
 from megatron_rl.agents.constrained import CHOICES
-from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow
+from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call
 from megatron_rl.types import Trajectory
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
-from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
 from megatron_rl.workflows.tool_formats import tool_format as named_format
 
@@ -94,12 +92,10 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
         async with AgentProxy(self.options.max_tokens, self.address) as proxy:
-            groups = await samples(partial(self._run, n, engine, proxy, data) for n in range(self.n_samples))
+            groups = await engine.samples(lambda sampler, n: self._run(n, sampler, proxy, data), range(self.n_samples))
         return [trajectory for group in groups for trajectory in group] or None
 
-    async def _run(
-        self, sample: int, engine: InferenceEngine, proxy: AgentProxy, data: dict[str, Any]
-    ) -> list[Trajectory]:
+    async def _run(self, sample: int, engine: Sampler, proxy: AgentProxy, data: dict[str, Any]) -> list[Trajectory]:
         session = AgentSession(engine, self.options, sample_key(data, sample))
         # The prompt as its file has it: `sample_key` is the run's own bookkeeping.
         given = {name: value for name, value in data.items() if name != "sample_key"}

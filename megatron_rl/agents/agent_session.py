@@ -27,7 +27,7 @@ from megatron_rl.agents.agent_history import Beginning, History, beginnings
 from megatron_rl.agents.agent_request import OPTIONS, check, messages_of, normal
 from megatron_rl.agents.constrained import grammar_of
 from megatron_rl.agents.streamed_text import HALF, Progress, split_thoughts, sure_parts, up_to
-from megatron_rl.api import ContextOutgrown, InferenceEngine
+from megatron_rl.api import ContextOutgrown, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.conversation import Conversation
@@ -108,7 +108,7 @@ class State:
 class AgentSession:
     """The requests of one run of an agent, and the replies it got."""
 
-    engine: InferenceEngine
+    engine: Sampler
     options: ProxyOptions
     sample_key: str | None
     """The key of its sample; the keys of its requests begin with it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -27,6 +27,12 @@ from megatron_rl.types import StepStats, TrajectoryBatch
 logger = logging.getLogger(__name__)
 
 
+class Reference(Protocol):
+    """A frozen model that gives log-probabilities, as MegatronEngine does."""
+
+    def forward(self, data: TrajectoryBatch, *, temperature: float = 1.0) -> Tensor: ...
+
+
 class PolicyActor:
     """The policy's side of a step: turns a batch of trajectories into updates of `engine`.
 
@@ -45,7 +51,7 @@ class PolicyActor:
         *,
         temperature: float,
         correction: CorrectionConfig | None = None,
-        reference: TrainEngine | None = None,
+        reference: Reference | None = None,
         shaper: RewardShaper | None = None,
         advantage_args: dict[str, Any] | None = None,
         teacher_coefficient: float = 0.0,

@@ -168,7 +168,7 @@ class RewardShaper:
 
 def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
     """Return each sample's mean of `[B]` scores, `[S]`, without the samples that an earlier step has counted."""
-    return batch.fresh().means_of_samples(scores[~batch.is_replayed])
+    return batch.fresh().means_of_samples(scores[~batch.is_reused])
 
 
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:

@@ -62,7 +62,7 @@ _BY_SECTION: dict[str, dict[str, str]] = {
         "request_timeout_s control_timeout_s start_timeout_s publication bucket_bytes episode_attempts "
         "max_infrastructure_failures journal_replies"
     },
-    "replay": {TAKEN: "groups_per_step buffer_groups max_age_steps solved_reward"},
+    "reuse": {TAKEN: "groups_per_step buffer_groups max_age_steps solved_reward"},
     "data": {
         TAKEN: "evaluation evaluation_args template_args sampling least_chance",
         ROWS: "train train_args max_prompt_tokens max_tokens success_rates success_band",

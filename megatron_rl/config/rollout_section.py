@@ -374,15 +374,15 @@ class RolloutConfig(Section, name="rollout"):
 
 
 @dataclass(kw_only=True)
-class ReplayConfig(Section, name="replay"):
+class ReuseConfig(Section, name="reuse"):
     """Solved groups that are trained again, beside each step's fresh ones: the tokens' own log-probabilities and
     versions stay, and `correction` weighs them. The bound on staleness holds for fresh groups."""
 
-    groups_per_step: int = at_least(0, default=0, hint="0 replays none")
-    """Groups on top of batch.prompts_per_step, over all ranks, as far as the buffer has them. 0 replays none."""
+    groups_per_step: int = at_least(0, default=0, hint="0 reuses none")
+    """Groups on top of batch.prompts_per_step, over all ranks, as far as the buffer has them. 0 reuses none."""
     buffer_groups: int = at_least(1, default=256)
     """Groups that are kept, over all ranks: of a prompt the newest that was solved; the oldest go first."""
     max_age_steps: int = at_least(1, default=16)
-    """Steps after which a group is not replayed any more. The journal keeps its files for so much longer."""
+    """Steps after which a group is not reused any more. The journal keeps its files for so much longer."""
     solved_reward: float = 1.0
     """A group is solved where a sample has at least this reward, and not all samples have the same."""

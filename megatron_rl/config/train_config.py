@@ -28,7 +28,7 @@ from megatron_rl.config.model_section import (
     OptimizerConfig,
     ParallelConfig,
 )
-from megatron_rl.config.rollout_section import GenerationConfig, ReplayConfig, RolloutConfig
+from megatron_rl.config.rollout_section import GenerationConfig, ReuseConfig, RolloutConfig
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.teacher_section import POLICY, TeacherConfig
@@ -63,7 +63,7 @@ class TrainConfig:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -158,8 +158,8 @@ class TrainConfig:
                 "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
                 "journal; set that, or leave the key out."
             )
-        if self.replay.groups_per_step > 0:
-            self._refuse_a_replay_that_cannot_be()
+        if self.reuse.groups_per_step > 0:
+            self._refuse_a_reuse_that_cannot_be()
         # A reward model scores the batch, and ReMax leaves its greedy replies out of it unless it is told to keep them.
         hides_greedy = self.rollout.workflow == REMAX and not self.rollout.workflow_args.get("keep_greedy", False)
         if self.algo.advantage == "remax" and self.reward_model.path and hides_greedy:
@@ -210,10 +210,10 @@ class TrainConfig:
                 f"parallel.pipeline, or leave it out."
             )
 
-    def _refuse_a_replay_that_cannot_be(self) -> None:
-        key = f"replay.groups_per_step = {self.replay.groups_per_step}"
+    def _refuse_a_reuse_that_cannot_be(self) -> None:
+        key = f"reuse.groups_per_step = {self.reuse.groups_per_step}"
         if self.learns_from_data:
-            raise ValueError(f"{key}: replays what RL has sampled, and {self.chosen_data} is set; leave it out.")
+            raise ValueError(f"{key}: reuses what RL has sampled, and {self.chosen_data} is set; leave it out.")
         if self.run.checkpoint_every_steps == 0:
             raise ValueError(
                 f"{key}: the buffer's groups are those of the journal, and a run with run.checkpoint_every_steps = 0 "
@@ -221,7 +221,7 @@ class TrainConfig:
             )
         if self.correction.weight == "off":
             raise ValueError(
-                f"{key}: an older policy has sampled what is replayed, and correction.weight = off counts it as if the "
+                f"{key}: an older policy has sampled what is reused, and correction.weight = off counts it as if the "
                 f"policy of now had; set correction.weight=clamp or mask."
             )
 

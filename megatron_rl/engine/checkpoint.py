@@ -37,8 +37,8 @@ from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.host_memory import SharedCopies
 from megatron_rl.engine.optimizer_shards import OptimizerShards
-from megatron_rl.launch import process_exit
-from megatron_rl.launch.stop_signal import SIGNALS
+from megatron_rl.life import process_exit
+from megatron_rl.life.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
 from megatron_rl.weights.adapter_rules import is_adapter

@@ -3,7 +3,7 @@
 On GPUs the servers that the run starts get theirs first and the ranks the others, or all take turns on the same ones
 (rollout.colocated). Training on answers or pairs of replies has no servers, and a rank for each GPU. When a rank dies
 the others are stopped, and one line says which and how. SIGTERM, SIGUSR1 and Ctrl-C are passed on to all ranks, which
-save and stop (launch/stop_signal.py); the exit code is theirs then. A second Ctrl-C ends all at once.
+save and stop (life/stop_signal.py); the exit code is theirs then. A second Ctrl-C ends all at once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import ParallelConfig, TrainConfig, load_config
-from megatron_rl.launch.last_words import one_line
 from megatron_rl.launch.ports import free_port
-from megatron_rl.launch.process_exit import exit_with
 from megatron_rl.launch.rank import PROGRAM, resume_command
-from megatron_rl.launch.signs_of_life import SignsOfLife, StoppedProcesses
-from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED, SAME_CTRL_C_S, SIGNALS
+from megatron_rl.life.last_words import one_line
+from megatron_rl.life.process_exit import exit_with
+from megatron_rl.life.signs_of_life import SignsOfLife, StoppedProcesses
+from megatron_rl.life.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED, SAME_CTRL_C_S, SIGNALS
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,7 +6,8 @@ import random
 import socket
 from pathlib import Path
 
-LOWEST = 15_000
+LOWEST = 24_000
+"""Below are the ports on which ranks, and the nodes of a server, meet (launch/slurm.py)."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CHOICES = 200
 

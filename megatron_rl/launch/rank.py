@@ -11,9 +11,10 @@ from pathlib import Path
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.config.loading import changed_yaml
-from megatron_rl.launch import last_words, lost_readers, open_files, own_gpu, process_exit, start_up
+from megatron_rl.launch import open_files, own_gpu, start_up
 from megatron_rl.launch.placement import ranks_of_step
-from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
+from megatron_rl.life import last_words, lost_readers, process_exit
+from megatron_rl.life.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 
 PROGRAM = "megatron_rl.train"
 """The module that every rank runs, whatever it trains."""

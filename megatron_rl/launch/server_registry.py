@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.launch import process_exit
+from megatron_rl.life import process_exit
 
 logger = logging.getLogger(__name__)
 

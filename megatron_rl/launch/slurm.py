@@ -24,10 +24,10 @@ from pathlib import Path
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch.placement import Nodes, Placement, ServerPlace, nodes_of_job, place
 from megatron_rl.launch.rank import PROGRAM
-from megatron_rl.launch.stop_signal import EXIT_STOPPED
+from megatron_rl.life.stop_signal import EXIT_STOPPED
 
-FIRST_PORT, PORTS = 20_000, 12_000
-"""Below the range from which Linux hands out ports by itself; servers take theirs from there, and register them."""
+FIRST_PORT, PORTS = 20_000, 4_000
+"""Ports on which ranks meet: below those that servers choose for themselves (launch/ports.py)."""
 FIRST_SERVER_PORT, SERVER_PORTS, PORTS_OF_SERVER = 12_000, 500, 16
 """On which the nodes of a server meet. SGLang takes six more behind it."""
 POLL_S = 0.2

@@ -11,7 +11,7 @@ import signal
 import socket
 
 from megatron_rl.launch import start_up
-from megatron_rl.launch.process_exit import die_with
+from megatron_rl.life.process_exit import die_with
 
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

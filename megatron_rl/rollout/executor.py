@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,12 +42,13 @@ from megatron_rl.rollout.groups import (
     sampled_reward,
     trained_runs,
 )
+from megatron_rl.rollout.journal import NO_RECORDS, Records
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.rollout.workflow_form import begun, check_workflow
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import Runs, Trajectory, TrajectoryBatch
-from megatron_rl.workflows.attempts import ENDING_S, Attempt, RunBroken
+from megatron_rl.workflows.episode_engine import ENDING_S, EpisodeEngine, Retries, RunBroken
 from megatron_rl.workflows.scoring import RewardTimeout
 
 logger = logging.getLogger(__name__)
@@ -83,8 +85,10 @@ class RolloutExecutor:
         metrics: RolloutMetrics,
         events: Sequence[RolloutEvents] = (),
         spans: Spans | None = None,
+        records: Records = NO_RECORDS,
     ) -> None:
-        self._spans = spans or Spans()
+        """`events` hear of each training prompt; what is in `records` of one is not generated again."""
+        self._spans, self._records = spans or Spans(), records
         self._engine, self._config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
         # The lines that episodes start from. The gate admits those of the queue; somebody waits for each of the others.
@@ -305,7 +309,8 @@ class RolloutExecutor:
     def _requeue_stale(self) -> None:
         """Drop the groups that the trainer, at its version of now, may not train, and sample their prompts again."""
         oldest_allowed = self._engine.get_version() - self._config.max_staleness
-        kept, dropped = [], []
+        kept: list[Finished] = []
+        dropped: list[Finished] = []
         for finished in self._finished:
             versions = finished.versions
             # A group of which masking would leave nothing is dropped as well.
@@ -482,24 +487,27 @@ class RolloutExecutor:
             self.failures[type(error).__name__] += 1
             await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
 
-        tries = self._config.episode_attempts
+        tries, version = self._config.episode_attempts, self._engine.get_version()
+        if episode.is_training and (restored := self._records.group(episode.data, version)) is not None:
+            return Outcome(group=restored)
+        retries = Retries(most=tries, before=before_retry, after_try=self._count_try)
+        record = self._records.of(episode.data) if episode.is_training else None
         for number in itertools.count(1):
             version = self._engine.get_version()
-            attempt = Attempt(
-                self._engine,
-                episode.replies,
-                tries=tries,
-                before_retry=before_retry,
-                after_try=self._count_try,
-                oldest_allowed=self._oldest_kept,
+            engine = EpisodeEngine(
+                self._engine, episode.replies, retries, record=record, oldest_allowed=self._oldest_kept
             )
-            # A task of its own: a workflow may leave the one that it runs in marked as cancelled.
-            running = asyncio.ensure_future(self._group(attempt, episode))
             try:
-                group = await running
+                # A copy: a workflow may write into its data, and the next attempt begins from the prompt as it was.
+                data = dict(episode.data)
+                try:
+                    result = await engine.start(partial(begun, episode.workflow, engine, data))
+                finally:
+                    await engine.end()
+                group = self._group_of(result, episode)
                 # Replies that were kept, from a journal or an earlier attempt, may rightly be older than this one.
                 refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
-                attempt.note(None)
+                engine.note(None)
                 episode.replies.clear()
                 return Outcome(group=group)
             # Workflows and rewards are the user's code and may raise anything; one episode must not end the run. A
@@ -508,10 +516,10 @@ class RolloutExecutor:
                 if _is_cancelled():
                     raise asyncio.CancelledError from raised
                 error = first_of(raised)
-            attempt.note(error)
+            engine.note(error)
             if isinstance(error, RunBroken):
                 self.fail(f"rollout: {error}")
-            if number == tries or attempt.is_lost or isinstance(error, RequestRefused | RunBroken):
+            if number == tries or engine.is_lost or isinstance(error, RequestRefused | RunBroken):
                 self._metrics.add(rewards_late=isinstance(error, RewardTimeout))
                 episode.replies.clear()
                 return Outcome(error=error)
@@ -528,12 +536,7 @@ class RolloutExecutor:
         if why := self._failure_rate.excess():
             self.fail(f"rollout: {why}")
 
-    async def _group(self, attempt: Attempt, episode: Episode) -> TrajectoryBatch | None:
-        # Leaving the block cancels whatever the workflow left behind.
-        async with attempt as engine:
-            seen: Any = engine  # an InferenceEngine in all that a workflow may ask
-            # A copy: a workflow may write into its data, and the next attempt begins from the prompt as it was.
-            result = await begun(episode.workflow, seen, dict(episode.data))
+    def _group_of(self, result: Any, episode: Episode) -> TrajectoryBatch | None:
         group = as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
         return self._without_cut_off(group, result, episode) if isinstance(result, list) else group
 

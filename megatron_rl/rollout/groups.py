@@ -230,7 +230,7 @@ def reward_of_each(batch: TrajectoryBatch) -> Tensor:
     if "rewards" not in batch.tokens:
         return rewards
     counted = rewards.masked_fill(~batch["loss_mask"], 0.0)
-    return torch.stack([part.sum() for part in counted.split(batch.lengths.tolist())])
+    return torch.stack([part.sum() for part in torch.split(counted, batch.lengths.tolist())])
 
 
 def mean_reward(batch: TrajectoryBatch) -> float:
@@ -266,7 +266,7 @@ def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int
     They would be sampled again and again: no later try is younger. What is only older than `version` may come from a
     journal.
     """
-    versions = trained_runs(group).values if group is not None else ()
+    versions = trained_runs(group).values if group is not None else torch.empty(0)
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:
         raise RuntimeError(
             f"the trajectories hold tokens of policy version {oldest}, and the episode began at version {version}: a "

@@ -18,7 +18,6 @@ import os
 import struct
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,13 +28,11 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.launch import file_lock
 from megatron_rl.launch.file_lock import PATIENCE_S
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import trained_runs
-from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, TrajectoryBatch
-from megatron_rl.workflows.attempts import numbered, request_name, steps_here
+from megatron_rl.types import LLMResponse, Runs, SampledTokens, TrajectoryBatch
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +108,8 @@ class RolloutJournal(RolloutEvents):
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files, self._size = -1, 0, 0
+        self.path: Path
+        """Of the file that is written now."""
         self._records: dict[int, Record] = {}  # by the prompt's number, of groups that wait to be trained
         self._failed: RuntimeError | None = None
         self._replied: dict[str, set[str]] = {}  # by sample key, of episodes that go on
@@ -370,7 +369,7 @@ class Sampled:
     branch: int
 
 
-class Replay:
+class Restored:
     """The groups and replies of earlier processes that a run which resumes at `version` may still train.
 
     A token counts as sampled by the last version that its policy and this run have in common: at a version that was
@@ -384,7 +383,8 @@ class Replay:
         self.max_staleness = max_staleness
         self.faults: list[str] = []
         """The parts that cannot be read or are another run's, file by file."""
-        self.replayed = self.replayed_replies = 0
+        self.groups = self.replies = 0
+        """Taken so far."""
         self._sampled: dict[str, Sampled] = {}
         self._replies: dict[tuple[str, str], Sampled] = {}
         self._steps: dict[tuple[str, str], dict[str, Any]] = {}
@@ -425,7 +425,7 @@ class Replay:
         group = sampled.record.group()
         # A version above the branch is one that this run has, or will have, with other weights.
         group["versions"] = group["versions"].clamp(max=sampled.branch)
-        self.replayed += 1
+        self.groups += 1
         return group
 
     def take_reply(self, key: str, request: str, version: int) -> LLMResponse | None:
@@ -436,7 +436,7 @@ class Replay:
         reply = sampled.record.reply()
         versions = Runs(reply.sampled.versions.values.clamp(max=sampled.branch), reply.sampled.versions.lengths)
         reply.sampled = dataclasses.replace(reply.sampled, versions=versions)
-        self.replayed_replies += 1
+        self.replies += 1
         return reply
 
     def take_step(self, key: str, name: str) -> dict[str, Any] | None:
@@ -448,70 +448,54 @@ class Replay:
             return False
         oldest, newest = sampled.record.event["versions"]
         age = version - min(oldest, sampled.branch)
-        return 0 <= age <= self.max_staleness and newest - sampled.branch <= self.max_staleness
+        return bool(0 <= age <= self.max_staleness and newest - sampled.branch <= self.max_staleness)
 
 
-class ReplayingWorkflow(RolloutWorkflow):
-    """Another workflow, whose episodes end at once where an earlier process has finished them.
+@dataclass(frozen=True)
+class JournaledEpisode:
+    """One episode's part of the journals: an EpisodeRecord.
 
-    replies: keeps those of its unfinished episodes, and gives back those of earlier processes.
+    A reply has the name of its request: prompt tokens, options, sample, and how many like it came before in its
+    episode. So each turn gets its own reply whatever was finished first, and a turn whose prompt came out differently
+    this time, such as by a tool's other answer, gets a new one.
     """
 
-    def __init__(self, workflow: RolloutWorkflow, replay: Replay | None, replies: RolloutJournal | None = None) -> None:
-        self.workflow, self.replay, self.replies = workflow, replay, replies
+    data: dict[str, Any]
+    restored: Restored | None
+    journal: RolloutJournal
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-        group = None if self.replay is None else self.replay.take(data["sample_key"], engine.get_version())
-        if group is not None:
-            return group
-        seen: Any = engine if self.replies is None else RememberingEngine(engine, data, self.replay, self.replies)
-        if self.replies is not None:
-            steps_here.set(JournaledSteps(data, self.replay, self.replies))
-        return await self.workflow.arun_episode(seen, data)
+    def take_reply(self, name: str, version: int) -> LLMResponse | None:
+        return None if self.restored is None else self.restored.take_reply(self.data["sample_key"], name, version)
 
+    def keep_reply(self, name: str, reply: LLMResponse) -> None:
+        self.journal.replied(self.data, name, reply)
 
-class JournaledSteps:
-    """The KeptSteps of one episode."""
-
-    def __init__(self, data: dict[str, Any], replay: Replay | None, journal: RolloutJournal) -> None:
-        self._data, self._replay, self._journal = data, replay, journal
-
-    def take(self, name: str) -> dict[str, Any] | None:
-        step = None if self._replay is None else self._replay.take_step(self._data["sample_key"], name)
+    def take_step(self, name: str) -> dict[str, Any] | None:
+        step = None if self.restored is None else self.restored.take_step(self.data["sample_key"], name)
         if step is not None:
-            self.keep(name, step)  # for the process after this one
+            self.keep_step(name, step)  # for the process after this one
         return step
 
-    def keep(self, name: str, step: dict[str, Any]) -> None:
-        self._journal.stepped(self._data, name, step)
+    def keep_step(self, name: str, step: dict[str, Any]) -> None:
+        self.journal.stepped(self.data, name, step)
 
 
-class RememberingEngine:
-    """The engine as one episode sees it: what an earlier process was answered need not be generated again.
+@dataclass(frozen=True)
+class Records:
+    """What an executor asks of the journals. journal: None where replies are not kept."""
 
-    A request is the same one if it has the same prompt tokens, options and sample, and as many like it came before it
-    in its episode. So each turn gets its own reply whatever was finished first, and a turn whose prompt came out
-    differently this time, such as by a tool's other answer, gets a new one.
-    """
+    restored: Restored | None = None
+    journal: RolloutJournal | None = None
 
-    def __init__(
-        self, engine: InferenceEngine, data: dict[str, Any], replay: Replay | None, journal: RolloutJournal
-    ) -> None:
-        self._engine, self._data, self._replay, self._journal = engine, data, replay, journal
-        self._asked: Counter[str] = Counter()
+    def group(self, data: dict[str, Any], version: int) -> TrajectoryBatch | None:
+        """Return the group of this prompt that an earlier process finished, once, if it is young enough."""
+        return None if self.restored is None else self.restored.take(data["sample_key"], version)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    def of(self, data: dict[str, Any]) -> JournaledEpisode | None:
+        return None if self.journal is None else JournaledEpisode(data, self.restored, self.journal)
 
-    async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        name = numbered(request_name(req), self._asked, "journal")
-        if self._replay is not None:
-            reply = self._replay.take_reply(self._data["sample_key"], name, self._engine.get_version())
-            if reply is not None:  # the episode's other attempts have it from there
-                return await self._engine.agenerate(dataclasses.replace(req, begun=reply))
-        reply = await self._engine.agenerate(req)
-        self._journal.replied(self._data, name, reply)
-        return reply
+
+NO_RECORDS = Records()
 
 
 def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:

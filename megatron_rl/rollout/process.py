@@ -1,12 +1,10 @@
 """The trainer's hold on its rollout process, in which episodes fly without the trainer's interpreter.
 
-The process runs one RolloutRank (rollout_rank.py), whose methods are written and documented there alone. Calls are
-answered in their order; what takes long gives a Future.
+The process runs one RolloutRank (rollout_rank.py). Calls are answered in their order; what takes long gives a Future.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
@@ -15,16 +13,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
-from megatron_rl.launch import file_lock, process_exit
-from megatron_rl.launch.signs_of_life import Silence, where
+from megatron_rl.config import GenerationConfig
+from megatron_rl.data.curriculum import Outcome
+from megatron_rl.launch import file_lock
 from megatron_rl.launch.start_up import python_path
+from megatron_rl.life import process_exit
+from megatron_rl.life.signs_of_life import Silence, where
 from megatron_rl.rollout.rollout_rank import Beginning, RolloutRank
+from megatron_rl.rollout.rollout_stub import P, RolloutStub, T
 from megatron_rl.rollout.rpc import PULSE, RpcClient, RpcSocket
+from megatron_rl.telemetry.rollout_metrics import Counts
+from megatron_rl.telemetry.trace import Recording
+from megatron_rl.types import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +46,8 @@ class RolloutDied(RuntimeError):
     """The rollout process is gone."""
 
 
-class RolloutProcess:
-    """The trainer's proxy of the RolloutRank in a process beside it: every method of that class is a call to it here.
+class RolloutProcess(RolloutStub):
+    """The trainer's stub of the RolloutRank in a process beside it.
 
     process = RolloutProcess(folder / "rollout.log", on_death=stop)
     process.begin(Beginning(config=config, tokenizer=tokenizer, resume_point=point, ...))
@@ -121,12 +126,49 @@ class RolloutProcess:
             self.process.kill()
             self.process.wait()
 
-    def __getattr__(self, name: str) -> Any:
-        """Return RolloutRank's method of this name as a call of it over there, or the value of its property."""
-        member = getattr(RolloutRank, name, None)
-        if member is None or name.startswith("_"):
-            raise AttributeError(f"{name}: a RolloutRank has no such method or property")
-        return self._caller.call(name) if isinstance(member, property) else functools.partial(self._caller.call, name)
+    # -- the methods of its RolloutRank, which are documented there
+
+    def prepare_batch(self, count: int = 0) -> Future[TrajectoryBatch]:
+        return self._caller.start("prepare_batch", count)
+
+    def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
+        return self._caller.start("evaluate", generation)
+
+    def counts(self) -> Counts:
+        return self._call(RolloutRank.counts)
+
+    def record(self) -> None:
+        self._call(RolloutRank.record)
+
+    def take_recording(self) -> Recording:
+        return self._call(RolloutRank.take_recording)
+
+    def ledger_state(self) -> dict[str, Any]:
+        return self._call(RolloutRank.ledger_state)
+
+    def add_outcomes(self, outcomes: list[Outcome]) -> None:
+        self._call(RolloutRank.add_outcomes, outcomes)
+
+    def journal_faults(self) -> list[str]:
+        return self._call(RolloutRank.journal_faults)
+
+    def rotate_journal(self, oldest_checkpoint: int) -> None:
+        self._await(RolloutRank.rotate_journal, oldest_checkpoint)
+
+    def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        answer: T = self._caller.call(method.__name__, *args, **kwargs)
+        return answer
+
+    def _await(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        answer: T = self._caller.call(method.__name__, *args, **kwargs)  # the other process awaits it
+        return answer
+
+    def _value(self, name: str) -> Any:
+        return self._caller.call(name)
+
+    # -- its life
 
     def fail(self, message: str) -> None:
         """Make what waits for replies or servers raise RuntimeError(message), now and later. From any thread."""

@@ -1,4 +1,4 @@
-"""A rollout rank's journal, ledger and replay buffer, and what it takes over from the run's earlier processes."""
+"""A rollout rank's journal, ledger and reuse buffer, and what it takes over from the run's earlier processes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.api import RolloutWorkflow
-from megatron_rl.config import ReplayConfig, RolloutConfig
+from megatron_rl.config import ReuseConfig, RolloutConfig
 from megatron_rl.data.curriculum import SuccessRates
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.events import RolloutEvents
-from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
+from megatron_rl.rollout.journal import Records, Restored, RolloutJournal
 from megatron_rl.rollout.ledger import PromptLedger, Share
-from megatron_rl.rollout.replay_buffer import ReplayBuffer
+from megatron_rl.rollout.reuse_buffer import ReuseBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +42,13 @@ class ResumeState:
         point: ResumePoint,
         options: RolloutConfig,
         folder: Path | None,
-        replays: ReplayConfig | None = None,
+        reuses: ReuseConfig | None = None,
     ) -> None:
         self.point, self.options, self.folder = point, options, folder
-        self.buffer: ReplayBuffer | None = None
+        self.buffer: ReuseBuffer | None = None
         self.ledger = PromptLedger(prompts, share, point.rates)
         self.journal: RolloutJournal | None = None
-        self.replay: Replay | None = None
+        self.restored: Restored | None = None
         if point.resumed:
             # Earlier versions kept no ledgers of a run that takes its prompts in order.
             in_order = [{"open": [], "next": point.resumed["prompts"]["number"], "size": 1}]
@@ -60,12 +59,12 @@ class ResumeState:
         stamp = {"run_attempt": point.run_attempt, "version": state["version"], "fingerprint": point.fingerprint}
         self.journal = RolloutJournal(folder, rank=point.rank, first_step=state["step"], **stamp)
         if point.resumed is not None:
-            self.replay = Replay(folder, max_staleness=options.max_staleness, **stamp)
-        if replays is not None and replays.groups_per_step > 0:
+            self.restored = Restored(folder, max_staleness=options.max_staleness, **stamp)
+        if reuses is not None and reuses.groups_per_step > 0:
             here = {"seed": prompts.seed, "rank": point.rank, "ranks": point.ranks}
-            self.buffer = ReplayBuffer(replays, self.journal, folder, **here)
+            self.buffer = ReuseBuffer(reuses, self.journal, folder, **here)
             saved = point.resumed["ledgers"] if point.resumed else []
-            self.buffer.load_state_dicts([state["replay"] for state in saved if "replay" in state])
+            self.buffer.load_state_dicts([state["reuse"] for state in saved if "reuse" in state])
 
     @property
     def events(self) -> list[RolloutEvents]:
@@ -74,12 +73,12 @@ class ResumeState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank, at this moment."""
-        return self.ledger.state_dict() | ({} if self.buffer is None else {"replay": self.buffer.state_dict()})
+        return self.ledger.state_dict() | ({} if self.buffer is None else {"reuse": self.buffer.state_dict()})
 
     @property
     def faults(self) -> list[str]:
         """The parts of earlier processes' journals that cannot be read."""
-        return self.replay.faults if self.replay is not None else []
+        return self.restored.faults if self.restored is not None else []
 
     def metrics(self) -> dict[str, float]:
         """Return counts since this process began: groups and replies of earlier processes that this one trains, and
@@ -88,18 +87,17 @@ class ResumeState:
         if self.ledger.rates is not None:
             found["rollout/passed_over"] = self.ledger.passed_over
         if self.buffer is not None:
-            found["rollout/replay_buffer_groups"] = len(self.buffer.entries)
-        if self.replay is None:
+            found["rollout/reuse_buffer_groups"] = len(self.buffer.entries)
+        if self.restored is None:
             return found
-        found["rollout/replayed_groups"] = self.replay.replayed
-        replies = {"rollout/replayed_replies": self.replay.replayed_replies}
+        found["rollout/restored_groups"] = self.restored.groups
+        replies = {"rollout/restored_replies": self.restored.replies}
         return found | (replies if self.options.journal_replies else {})
 
-    def replaying(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
-        replies = self.journal if self.options.journal_replies else None
-        if self.replay is None and replies is None:
-            return workflow
-        return ReplayingWorkflow(workflow, self.replay, replies)
+    @property
+    def records(self) -> Records:
+        """What an executor takes from the journals, and adds to this process's own."""
+        return Records(self.restored, self.journal if self.options.journal_replies else None)
 
     def rotate_journal(self, oldest_checkpoint: int) -> None:
         """Begin a new journal file with a checkpoint; rank 0 drops those that none which is left can need."""
@@ -107,7 +105,7 @@ class ResumeState:
             return
         self.journal.begin_file()
         if self.point.rank == 0:
-            # A group is trained at most so many steps after it was sampled, and replayed so many after that.
+            # A group is trained at most so many steps after it was sampled, and reused so many after that.
             kept = self.options.max_staleness + 1 + (self.buffer.options.max_age_steps if self.buffer else 0)
             journal.drop_files_before(self.folder, oldest_checkpoint - kept)
 

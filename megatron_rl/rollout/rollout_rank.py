@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,19 +24,21 @@ from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.data.curriculum import Outcome
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.launch.run_token import servers_of
+from megatron_rl.life.beat import Beat, HoldWatch
+from megatron_rl.life.hang_report import HangReport
 from megatron_rl.rollout import journal, status
 from megatron_rl.rollout.events import DeadLetters
 from megatron_rl.rollout.factory import make_workflow, serve_rewards
-from megatron_rl.rollout.hang_report import HangReport
-from megatron_rl.rollout.ledger import PromptLedger, Share
-from megatron_rl.rollout.replay_buffer import with_replayed
+from megatron_rl.rollout.ledger import Share
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
+from megatron_rl.rollout.reuse_buffer import with_reused
 from megatron_rl.rollout.rollout_service import RolloutService
-from megatron_rl.rollout.rpc import PULSE, RpcSocket, serve
+from megatron_rl.rollout.rpc import PULSE, RpcServer, RpcSocket
 from megatron_rl.rollout.status import StatusFile
 from megatron_rl.routes import RouteForm
-from megatron_rl.servers.client import model_config
-from megatron_rl.servers.event_loop import Beat, HoldWatch, allow_blocking_steps, cancel_others, in_own_thread
+from megatron_rl.servers.event_loop import allow_blocking_steps, cancel_others, in_own_thread
+from megatron_rl.servers.pool import ClientOptions
+from megatron_rl.servers.server_info import model_config
 from megatron_rl.telemetry import stats_tracker
 from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.telemetry.trace import Recording
@@ -47,6 +48,10 @@ from megatron_rl.workflows.taught import TaughtWorkflow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+AT_ONCE = {"fail", "hang_report"}
+"""Calls that end or describe the one under way, and would wait for it for ever."""
+BESIDE = {"prepare_batch", "evaluate"}
+"""Calls that take as long as episodes do."""
 REWARDS_START_S = 20.0
 """For servers of rewards that are started together with the run."""
 
@@ -71,7 +76,7 @@ class RolloutRank(RolloutService):
     """The workflows, rewards and resume state of one rollout rank, with the service that runs them.
 
     Its public methods and those of RolloutService are what a trainer calls through a RolloutProcess. They run on the
-    event loop, one after the other; a Future that one gives becomes one of the trainer's.
+    event loop, one after the other, but those of BESIDE at any time.
     """
 
     def __init__(self, beginning: Beginning, on_drop: Callable[[str, str], None]) -> None:
@@ -86,13 +91,11 @@ class RolloutRank(RolloutService):
         folder = Path(config.run.folder)
         keeps_journal = config.run.checkpoint_every_steps > 0
         self.resume_state = ResumeState(
-            prompts, share, point, config.rollout, folder / journal.FOLDER if keeps_journal else None, config.replay
+            prompts, share, point, config.rollout, folder / journal.FOLDER if keeps_journal else None, config.reuse
         )
         dead_letters = DeadLetters(folder / f"dead_letters{f'-{point.rank}' if point.rank else ''}.jsonl")
-        super().__init__(
-            servers_of(config),
+        options = ClientOptions(
             seed=config.run.seed,
-            events=[*self.resume_state.events, dead_letters],
             on_drop=on_drop,
             # The rank that publishes watches the registry; others learn from it which servers there are.
             run_name=folder.name if config.rollout.registry and point.rank == 0 else "",
@@ -101,12 +104,14 @@ class RolloutRank(RolloutService):
             rank=point.rank,
             ranks=point.ranks,
         )
+        events = [*self.resume_state.events, dead_letters]
+        super().__init__(servers_of(config), options, events=events, records=self.resume_state.records)
         self._hang_report = HangReport(folder / "hang" / f"rollout-{point.rank}.txt", self.client.spans)
         self.tokenizer = beginning.tokenizer
         self.recipe = serve_rewards(config, stacks=self._hang_report.file_number)
         workflow = make_workflow(config, self.tokenizer, config.generation, self.recipe)
         self._taught = workflow if isinstance(workflow, TaughtWorkflow) else None
-        self.workflow = self.resume_state.replaying(workflow)
+        self.workflow = workflow
         self._evaluating: dict[str, RolloutWorkflow] = {}
         self._status = StatusFile(
             folder / status.FOLDER / f"rollout-{point.rank}.json",
@@ -140,30 +145,29 @@ class RolloutRank(RolloutService):
 
     # -- groups
 
-    def prepare_batch(self, count: int = 0) -> Future[TrajectoryBatch]:
+    async def prepare_batch(self, count: int = 0) -> TrajectoryBatch:
         """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups.
 
-        count: 0 for this rank's share of a step. Groups of the replay buffer come behind them.
+        count: 0 for this rank's share of a step. Groups of the reuse buffer come after them.
         """
-        ledger = self.resume_state.ledger
-        return self._start(self._prepare_batch(ledger, count or len(ledger.share)))
-
-    async def _prepare_batch(self, ledger: PromptLedger, count: int) -> TrajectoryBatch:
-        buffer = self.resume_state.buffer
+        self._check_connected()
+        ledger, buffer = self.resume_state.ledger, self.resume_state.buffer
+        count = count or len(ledger.share)
         if buffer is None:
             return await self.executor.prepare_batch(ledger, self.workflow, count)
         drawn = buffer.draw()  # before the step's own groups enter it
         batch = await self.executor.prepare_batch(ledger, self.workflow, count)
-        read = in_own_thread(lambda: [buffer.read(entry) for entry in drawn], name="replay")
-        return with_replayed(batch, await read)
+        read = in_own_thread(lambda: [buffer.read(entry) for entry in drawn], name="reuse")
+        return with_reused(batch, await read)
 
-    def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
+    async def evaluate(self, generation: GenerationConfig) -> TrajectoryBatch:
         """Answer the held-out prompts, sampled as `generation` says, in the slots that training's episodes leave."""
+        self._check_connected()
         workflow = self._evaluating.get(repr(generation))
         if workflow is None:
             workflow = make_workflow(self.run_config, self.tokenizer, generation, self.recipe, evaluates=True)
             self._evaluating[repr(generation)] = workflow
-        return self._start(self.executor.evaluate(self.held_out, workflow))
+        return await self.executor.evaluate(self.held_out, workflow)
 
     def counts(self) -> Counts:
         counts = super().counts()
@@ -195,7 +199,7 @@ class RolloutRank(RolloutService):
 
     def ledger_state(self) -> dict[str, Any]:
         """Return which of this rank's prompts are open, the one that is next, what became of those just closed, and the
-        replay buffer."""
+        reuse buffer."""
         return self.resume_state.state_dict()
 
     def add_outcomes(self, outcomes: list[Outcome]) -> None:
@@ -259,26 +263,28 @@ def serve_trainer(end: socket.socket) -> None:
     beat = Beat(loop)
     rank: RolloutRank | None = None
 
-    def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(beginning: Beginning) -> None:
         nonlocal rank
+        allow_blocking_steps(loop, beginning.config.rollout.max_concurrent_episodes)
+        rank = RolloutRank(beginning, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
+        collect_garbage_seldom()
+        HoldWatch(beat).begin()  # after the constructor of the user's workflow, which may take its time
+
+    def find(name: str) -> Callable[..., Any]:
         if name == PULSE:
-            return {"its event loop": beat.stands_still_s}
+            return lambda: {"its event loop": beat.stands_still_s}
         if name == "begin":
-            (beginning,) = args
-            allow_blocking_steps(loop, beginning.config.rollout.max_concurrent_episodes)
-            rank = RolloutRank(beginning, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
-            collect_garbage_seldom()
-            HoldWatch(beat).begin()  # behind the constructor of the user's workflow, which may take its time
-            return None
+            return begin
         if rank is None:
             assert name in ("close", "fail", "hang_report"), "begin comes first, and failed"
-            return {"hang_report": "the rollout process is about to begin"}.get(name)
-        member = getattr(rank, name)
-        return member(*args, **kwargs) if callable(member) else member
+            return lambda *_: {"hang_report": "the rollout process is about to begin"}.get(name)
+        if isinstance(getattr(RolloutRank, name), property):
+            return lambda: getattr(rank, name)
+        found: Callable[..., Any] = getattr(rank, name)
+        return found
 
     beat.begin()
-    # A call that ends or describes the one under way is answered at once: it would wait behind that one for ever.
-    loop.run_until_complete(serve(wire, answer, at_once={"fail", "hang_report"}))
+    loop.run_until_complete(RpcServer(wire, find, at_once=AT_ONCE, beside=BESIDE).serve())
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)  # a reward may still run in a thread

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,10 +15,10 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.launch import open_files
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.routes import RouteForm
-from megatron_rl.servers.client import ServerError
-from megatron_rl.servers.pool import Fleet
-from megatron_rl.servers.sampling_client import SamplingClient
+from megatron_rl.rollout.journal import NO_RECORDS, Records
+from megatron_rl.servers.generate import SamplingClient
+from megatron_rl.servers.pool import ALONE, ClientOptions, Fleet
+from megatron_rl.servers.server_http import ServerError
 from megatron_rl.servers.weight_receiver import ServerWeights
 from megatron_rl.telemetry.rollout_metrics import Counts
 
@@ -28,7 +28,7 @@ class RolloutService(ServerWeights):
 
     Coroutines are for the event loop that `connect` ran on. All else may be called from any thread.
 
-        service = RolloutService(RolloutConfig(max_staleness=2), seed=1)
+        service = RolloutService(RolloutConfig(max_staleness=2), ClientOptions(seed=1))
         await service.connect(["http://127.0.0.1:30000"])
         batch = await service.executor.prepare_batch(prompts, workflow, count=8)
         await service.close()
@@ -37,29 +37,18 @@ class RolloutService(ServerWeights):
     def __init__(
         self,
         config: RolloutConfig,
+        options: ClientOptions = ALONE,
         *,
-        seed: int | None = None,
         events: Sequence[RolloutEvents] = (),
-        on_drop: Callable[[str, str], None] | None = None,
-        run_name: str = "",
-        vocab_size: int | None = None,
-        routes: RouteForm | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        records: Records = NO_RECORDS,
     ) -> None:
-        """The options are those of SamplingClient; `events` hear of each training prompt."""
-        self.config, self._events = config, events
+        """`events` hear of each training prompt; what is in `records` of one is not generated again."""
+        self.config, self._events, self._records = config, events, records
         self.client = SamplingClient(
             config,
-            seed=seed,
-            on_drop=on_drop,
-            run_name=run_name,
-            vocab_size=vocab_size,
-            routes=routes,
+            options,
             on_failure=lambda message: self.executor.fail(message),
             has_failed=lambda: self.executor.has_failed,
-            rank=rank,
-            ranks=ranks,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.executor = self._new_executor()
@@ -139,10 +128,16 @@ class RolloutService(ServerWeights):
     # --
 
     def _new_executor(self) -> RolloutExecutor:
-        return RolloutExecutor(self.client, self.config, self.client.metrics, self._events, self.client.spans)
+        client = self.client
+        return RolloutExecutor(client, self.config, client.metrics, self._events, client.spans, self._records)
+
+    def _check_connected(self) -> None:
+        if self._loop is None:
+            raise RuntimeError("the rollout: not connected to its servers, or closed; connect first.")
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         if self._loop is None:
             coroutine.close()
-            raise RuntimeError("the rollout: not connected to its servers, or closed; connect first.")
+            self._check_connected()
+        assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -24,12 +24,13 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.launch import process_exit
+from megatron_rl.life import process_exit
 
 CLOSE_S = 10.0
 _COUNT = struct.Struct("<I")
@@ -53,7 +54,12 @@ class RpcSocket:
         self._socket, self._sending = end, threading.Lock()
         # A process forked from this one, such as a checkpoint's writer, would keep the socket open past its end.
         itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (wire := itself()) and wire.close())
+
+        def close_in_child() -> None:
+            if (wire := itself()) is not None:
+                wire.close()
+
+        os.register_at_fork(after_in_child=close_in_child)
 
     def send(self, message: Any, *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
         """`name_of` numbers the futures in the message."""
@@ -137,99 +143,125 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 # -- the side that is called -------------------------------------------------------------------------------------------
 
 
-async def serve(
-    wire: RpcSocket, answer: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], *, at_once: Collection[str] = ()
-) -> None:
-    """Call `answer(name, args, kwargs)` for one message after the other, until the other end is gone.
+Find = Callable[[str], Callable[..., Any]]
+Key = tuple[str, int]
+"""("call", number of the call) or ("future", number that its answer gave to one)."""
 
-    An awaitable that it returns is awaited before the next message. The calls named in `at_once` are answered from the
-    thread that reads, whatever the event loop is at. What a future gives is sent from another thread, as that of an
-    evaluation takes long: the loop has other things to do.
 
-    The call PULSE is answered at once, with what `answer` says and for how many seconds the calls last.
+class RpcServer:
+    """Answers the calls of the other end, on the event loop that `serve` runs on.
+
+    find(name) returns what answers the calls of that name. They are answered one after the other, an awaitable before
+    the next call; but those named in `at_once` by the thread that reads, whatever the event loop does, and coroutine
+    functions named in `beside` while others are answered. PULSE is answered at once, with for how many seconds each
+    call has lasted. Results of futures are sent by another thread: a batch takes long, and the loop has other work.
     """
-    loop = asyncio.get_running_loop()
-    busy: dict[str, float] = {}
-    futures: dict[int, Future[Any]] = {}
-    numbers = iter(range(1 << 62))
-    done: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
 
-    def reply(key: tuple[str, int] | None, result: Any, error: BaseException | None) -> None:
+    def __init__(
+        self, wire: RpcSocket, find: Find, *, at_once: Collection[str] = (), beside: Collection[str] = ()
+    ) -> None:
+        self.wire, self._find, self._at_once, self._beside = wire, find, {*at_once, PULSE}, set(beside)
+        self._busy: dict[str, float] = {}
+        self._futures: dict[Key, Future[Any] | asyncio.Task[Any]] = {}
+        """What has been asked for, or was given as a part of an answer, and is not there yet."""
+        self._numbers = iter(range(1 << 62))
+        self._done: queue.SimpleQueue[tuple[Key, Future[Any] | asyncio.Task[Any]]] = queue.SimpleQueue()
+        self._messages: asyncio.Queue[tuple[Any, ...] | BaseException] = asyncio.Queue()
+
+    async def serve(self) -> None:
+        """Answer until the other end is gone."""
+        # Both threads run until the process ends: `receive` and `get` cannot be told to stop.
+        process_exit.start_thread(self._send_results, name="answers")
+        loop = asyncio.get_running_loop()
+        process_exit.start_thread(lambda: self._listen(loop), name="calls")
+        while isinstance(message := await self._messages.get(), tuple):
+            with noted(self._busy, f"the call {message[1]!r}"):
+                await self._attend(*message)
+        if not isinstance(message, EOFError | OSError):
+            raise message
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                message = self.wire.receive()
+                if message[1] in self._at_once:
+                    self._attend_at_once(*message)
+                elif message[1] in self._beside:
+                    loop.call_soon_threadsafe(self._start, *message)
+                else:
+                    loop.call_soon_threadsafe(self._messages.put_nowait, message)
+            except BaseException as fault:  # the event loop's to handle, whatever it is
+                loop.call_soon_threadsafe(self._messages.put_nowait, fault)
+                return
+
+    def _start(self, key: Key, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            task = asyncio.ensure_future(self._find(name)(*args, **kwargs))
+        except Exception as raised:  # whatever it is, it belongs to the caller
+            self._reply(key, None, raised)
+            return
+        self._futures[key] = task
+        task.add_done_callback(partial(self._note_done, key))
+
+    async def _attend(self, key: Key | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name == CANCEL:
+            if (future := self._futures.get(args[0])) is not None:
+                future.cancel()
+            return
+        error: BaseException | None = None
+        try:
+            result = self._find(name)(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+        except Exception as raised:
+            result, error = None, raised
+        except asyncio.CancelledError:  # something that it waited for; nobody cancels this task
+            result, error = None, CancelledError()
+        self._reply(key, result, error)
+
+    def _attend_at_once(self, key: Key | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now = time.monotonic()
+        lasting = {what: now - since for what, since in list(self._busy.items())}
+        error: BaseException | None = None
+        try:
+            result = self._find(name)(*args, **kwargs)
+            result = lasting | result if name == PULSE else result
+        except Exception as raised:
+            result, error = None, raised
+        self._reply(key, result, error)
+
+    def _reply(self, key: Key | None, result: Any, error: BaseException | None) -> None:
         if key is None:  # it was told, and nobody waits
             return
         handed_out: dict[int, Future[Any]] = {}
 
         def name_of(future: Future[Any]) -> int:
-            number = next(numbers)
+            number = next(self._numbers)
             handed_out[number] = future
             return number
 
         try:
-            wire.send((key, result, None if error is None else _portable(error)), name_of=name_of)
+            self.wire.send((key, result, None if error is None else _portable(error)), name_of=name_of)
         except OSError:
             return  # nobody is left to hear it, and `receive` says so
         except Exception as fault:  # whatever the class of an object in it raises; nothing was sent yet
-            reply(key, None, Unsendable(f"the answer cannot be sent: {type(fault).__name__}: {fault}"))
+            self._reply(key, None, Unsendable(f"the answer cannot be sent: {type(fault).__name__}: {fault}"))
             return
-        futures.update(handed_out)
         for number, future in handed_out.items():  # not before the answer that they are in
-            future.add_done_callback(lambda future, number=number: done.put((number, future)))
+            self._futures["future", number] = future
+            future.add_done_callback(partial(self._note_done, ("future", number)))
 
-    def send_results() -> None:
+    def _note_done(self, key: Key, future: Future[Any] | asyncio.Task[Any]) -> None:
+        self._done.put((key, future))
+
+    def _send_results(self) -> None:
         while True:
-            number, future = done.get()
-            futures.pop(number, None)
+            key, future = self._done.get()
+            self._futures.pop(key, None)
             error = CancelledError() if future.cancelled() else future.exception()
-            with noted(busy, "the sending of an answer"):
-                reply(("future", number), None if error else future.result(), error)
+            with noted(self._busy, "the sending of an answer"):
+                self._reply(key, None if error else future.result(), error)
             del future  # which holds what it gave
-
-    async def attend(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name == CANCEL:
-            if (future := futures.get(args[0])) is not None:
-                future.cancel()
-            return
-        try:
-            result, error = answer(name, args, kwargs), None
-            if inspect.isawaitable(result):
-                result = await result
-        except Exception as raised:  # whatever it is, it belongs to the caller
-            result, error = None, raised
-        except asyncio.CancelledError:  # something that it waited for; nobody cancels this task
-            result, error = None, CancelledError()
-        reply(key, result, error)
-
-    messages: asyncio.Queue[tuple[Any, ...] | BaseException] = asyncio.Queue()
-
-    def attend_at_once(key: tuple[str, int] | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = time.monotonic()
-        at = {what: now - since for what, since in list(busy.items())}
-        try:
-            result, error = answer(name, args, kwargs), None
-        except Exception as raised:
-            result, error = None, raised
-        reply(key, at | result if name == PULSE and error is None else result, error)
-
-    def listen() -> None:
-        while True:
-            try:
-                message = wire.receive()
-                if message[1] == PULSE or message[1] in at_once:
-                    attend_at_once(*message)
-                else:
-                    loop.call_soon_threadsafe(messages.put_nowait, message)
-            except BaseException as fault:  # the event loop's to handle, whatever it is
-                loop.call_soon_threadsafe(messages.put_nowait, fault)
-                return
-
-    # Both threads run until the process ends: `receive` and `get` cannot be told to stop.
-    process_exit.start_thread(send_results, name="answers")
-    process_exit.start_thread(listen, name="calls")
-    while isinstance(message := await messages.get(), tuple):
-        with noted(busy, f"the call {message[1]!r}"):
-            await attend(*message)
-    if not isinstance(message, EOFError | OSError):
-        raise message
 
 
 @contextlib.contextmanager
@@ -314,8 +346,9 @@ class RpcClient:
         return self.start(name, *args, **kwargs).result()
 
     def start(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The same without waiting."""
-        key, future = ("call", next(self._numbers)), ServedFuture()
+        """The same without waiting. To cancel the future cancels what the other process answers beside others."""
+        key = "call", next(self._numbers)
+        future = ServedFuture(lambda: self.tell(CANCEL, key))
         with self._lock:
             if self._fault is not None:
                 raise self._fault
@@ -336,9 +369,10 @@ class RpcClient:
         self.wire.close()
 
     def _future_of(self, number: int) -> Future[Any]:
-        future = ServedFuture(lambda: self.tell(CANCEL, number))
+        key = "future", number
+        future = ServedFuture(lambda: self.tell(CANCEL, key))
         with self._lock:
-            self._awaited["future", number] = future
+            self._awaited[key] = future
         return future
 
     def _hear(self) -> None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 from megatron_rl.api import InferenceEngine, RequestRefused, RolloutWorkflow
 from megatron_rl.config import RolloutConfig, TrainConfig
 from megatron_rl.rollout.events import RolloutEvents
 from megatron_rl.rollout.rollout_service import RolloutService
+from megatron_rl.rollout.rollout_stub import P, RolloutStub, T
 from megatron_rl.routes import RouteForm
-from megatron_rl.servers.client import ServerError
 from megatron_rl.servers.event_loop import EventLoopThread
+from megatron_rl.servers.pool import ClientOptions
+from megatron_rl.servers.server_http import ServerError
 from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryBatch
 
 
-class RemoteSGLangEngine(InferenceEngine):
+class RemoteSGLangEngine(RolloutStub, InferenceEngine):
     """An InferenceEngine and WeightReceiver over SGLang or embedded servers, for the thread that trains.
 
     rollout = RemoteSGLangEngine(RolloutConfig(), seed=1)
@@ -41,23 +42,19 @@ class RemoteSGLangEngine(InferenceEngine):
         vocab_size: int | None = None,
         routes: RouteForm | None = None,
     ) -> None:
-        """The options are those of RolloutService. Callbacks come on the event loop's thread.
+        """seed, on_drop, run_name, vocab_size, routes: as in ClientOptions. Callbacks come on the event loop's thread.
 
         config: of a TrainConfig its section rollout, and batch.prompts_per_step for `prepare_batch`.
         """
-        self._prompts_per_step = None
+        self._prompts_per_step: int | None = None
         if isinstance(config, TrainConfig):
-            config, self._prompts_per_step = config.rollout, config.batch.prompts_per_step
+            self._prompts_per_step, config = config.batch.prompts_per_step, config.rollout
         self._source: Any = None
         self._rows: Iterator[dict[str, Any]] = iter(())
-        self._service = RolloutService(
+        self.service = RolloutService(
             config,
-            seed=seed,
+            ClientOptions(seed=seed, on_drop=on_drop, run_name=run_name, vocab_size=vocab_size, routes=routes),
             events=events,
-            on_drop=on_drop,
-            run_name=run_name,
-            vocab_size=vocab_size,
-            routes=routes,
         )
         self.config = config
         self._thread: EventLoopThread | None = None
@@ -73,7 +70,7 @@ class RemoteSGLangEngine(InferenceEngine):
             raise RuntimeError("RemoteSGLangEngine.initialize: is initialized already; call destroy() first.")
         self._thread = EventLoopThread("rollout", blocking_steps=self.config.max_concurrent_episodes)
         try:
-            self._thread.run(self._service.connect(urls))
+            self._thread.run(self.service.connect(urls))
         except (ServerError, RequestRefused):
             self.destroy()
             raise
@@ -88,24 +85,24 @@ class RemoteSGLangEngine(InferenceEngine):
                 asyncio.run(last)
             return
         thread, self._thread = self._thread, None
-        thread.run(self._service.close())
+        thread.run(self.service.close())
         thread.stop(last)
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         self._running_thread()
-        return await self._service.client.agenerate(req)
+        return await self.service.client.agenerate(req)
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        self._run(self._service.executor.submit(data, workflow))
+        self._run(self.service.executor.submit(data, workflow))
 
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        return self._run(self._service.executor.wait(count, timeout_s))
+        return self._run(self.service.executor.wait(count, timeout_s))
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
-        return self._run(self._service.executor.rollout_batch(data, workflow))
+        return self._run(self.service.executor.rollout_batch(data, workflow))
 
     def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
-        return self._running_thread().submit(self._service.executor.evaluate(data, workflow))
+        return self._running_thread().submit(self.service.executor.evaluate(data, workflow))
 
     def prepare_batch(
         self, prompts: Iterable[Any], workflow: RolloutWorkflow, count: int | None = None
@@ -120,38 +117,31 @@ class RemoteSGLangEngine(InferenceEngine):
             )
         if self._source is not prompts:  # the same one goes on where the last call has left it
             self._source, self._rows = prompts, rows_of(prompts)
-        return self._run(self._service.executor.prepare_batch(self._rows, workflow, count))
-
-    def pause(self) -> None:
-        self._run(self._service.pause())
-
-    def resume(self) -> None:
-        self._run(self._service.resume())
+        return self._run(self.service.executor.prepare_batch(self._rows, workflow, count))
 
     def get_version(self) -> int:
-        return self._service.client.version
-
-    def set_version(self, version: int) -> None:
-        self._service.set_version(version)
+        return self.service.client.version
 
     def update_weights(self, path: str | Path, version: int) -> None:
         """Load a HF folder, which the servers must be able to read, into all servers; pauses them for it."""
-        self._run(self._service.update_from_disk(path, version))
+        self._run(self.service.update_from_disk(path, version))
 
     def metrics(self) -> dict[str, float]:
         """Return what happened since the last call of this or `counts`, under `rollout/`."""
-        return metrics_of([self._service.counts()])
+        return metrics_of([self.service.counts()])
 
-    def __getattr__(self, name: str) -> Any:
-        """Return any other method of RolloutService; its coroutines are run on the event loop's thread."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        member = getattr(self._service, name)
-        if not inspect.iscoroutinefunction(member):
-            return member
-        return lambda *args, **kwargs: self._run(member(*args, **kwargs))
+    def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self.service, *args, **kwargs)
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _await(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return self._run(method(self.service, *args, **kwargs))
+
+    def _value(self, name: str) -> Any:
+        return getattr(self.service, name)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             thread = self._running_thread()
         except RuntimeError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, cast
 
-from megatron_rl.api import RolloutWorkflow
+from megatron_rl.api import InferenceEngine, RolloutWorkflow, Sampler
 from megatron_rl.config.import_path import described
 
 FORM = "must be a coroutine function: async def arun_episode(self, engine, data)"
@@ -32,9 +32,10 @@ def check_workflow(workflow: Any, *, key: str = "workflow") -> None:
         raise ValueError(f"{key}: {described(method)} does not take engine and data ({error}); {FORM}.") from error
 
 
-def begun(workflow: RolloutWorkflow, engine: Any, data: dict[str, Any]) -> Awaitable[Any]:
+def begun(workflow: RolloutWorkflow, engine: Sampler, data: dict[str, Any]) -> Awaitable[Any]:
     """Return the episode, to be awaited. TypeError where the workflow's method gives nothing to await."""
-    episode = workflow.arun_episode(engine, data)
+    # AReaL's name for it; an episode asks its engine for replies, and commands no servers.
+    episode: Any = workflow.arun_episode(cast(InferenceEngine, engine), data)
     if not inspect.isawaitable(episode):
         raise TypeError(f"{described(workflow.arun_episode)} returned {type(episode).__name__}; {FORM}.")
     return episode

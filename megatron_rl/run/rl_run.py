@@ -10,22 +10,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl import parallel
 from megatron_rl.algo import mismatch
-from megatron_rl.algo.actor import Critic, PolicyActor
-from megatron_rl.algo.reward_shaping import RewardShaper, add_scores, take_out_greedy
+from megatron_rl.algo.reward_shaping import add_scores, take_out_greedy
 from megatron_rl.batch import exchange
 from megatron_rl.batch.step_batch import StepBatch
-from megatron_rl.config import ParallelConfig, TrainConfig
+from megatron_rl.config import TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.launch import own_gpu, process_exit
-from megatron_rl.launch.signs_of_life import Look
+from megatron_rl.life import process_exit
+from megatron_rl.life.signs_of_life import Look
 from megatron_rl.ops import TeacherTargets
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.checks import check, check_greedy
-from megatron_rl.run.demonstrated_rows import Demonstrations
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples, draw
+from megatron_rl.run.rl_models import build_models, policy_updates
 from megatron_rl.run.rollouts import RolloutProcesses, Rollouts
 from megatron_rl.run.run import Run
 from megatron_rl.run.run_checkpoints import PromptResumeState
@@ -39,11 +38,10 @@ from megatron_rl.run.step_metrics import (
     user_metrics,
 )
 from megatron_rl.run.step_traces import StepTraces
-from megatron_rl.run.teachers import Teachers
 from megatron_rl.run.warm_start import WarmStart
 from megatron_rl.telemetry import stats_tracker
 from megatron_rl.telemetry.rollout_metrics import metrics_of
-from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
+from megatron_rl.types import StepStats, TrajectoryBatch
 
 DIES_BEFORE_STOP_SIGNAL_S = 1.0
 """Some schedulers send a stop signal to every process of a job, also to the servers."""
@@ -60,6 +58,9 @@ class RLRun(Run):
     `megatron_rl.train` has the whole loop.
     """
 
+    engine: MegatronEngine
+    rollouts: Rollouts
+
     def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
         """The arguments are Run's."""
         super().__init__(config, resume=resume, ends_process=ends_process)
@@ -67,10 +68,8 @@ class RLRun(Run):
         """The rollout under way has lasted too long and is left."""
         self.trained_version = 0
         """The policy's when the step's trajectories were complete."""
-        self.engine: MegatronEngine | None = None
-        self.rollouts: Rollouts | None = None
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.train_prompts: list[dict[str, Any]] = []
+        self.is_built = False
+        """Models and rollouts are there."""
 
     @property
     def is_ending(self) -> bool:
@@ -93,7 +92,7 @@ class RLRun(Run):
         self.at_end.push(self._stop_rollouts)  # before `_open`, so that the stop signal is heard until they are down
         self._open(
             on_half_time=self._leave_on_stop_signal,
-            waits_for=lambda phase: "" if self.rollouts is None else self.rollouts.waits_for(phase),
+            waits_for=lambda phase: self.rollouts.waits_for(phase) if self.is_built else "",
             can_leave="rollout" if config.run.checkpoint_every_steps > 0 else "",
             on_leave=self._leave_hung_rollout,
         )
@@ -105,12 +104,21 @@ class RLRun(Run):
         together = [prompt for prompts in held_out.values() for prompt in prompts]
         self.processes.start(self.tokenizer, self.prompts, together, self.resume_state)
         processes, process = self.processes, self.processes.process
-        of_servers = processes.supervisor, process, processes.nodes, processes.dropped
-        self.devices = DeviceSharing(config, self.groups, self.timers, *of_servers)
+        self.devices = DeviceSharing(
+            config,
+            self.groups,
+            self.timers,
+            processes.supervisor,
+            process,
+            nodes=processes.nodes,
+            dropped=processes.dropped,
+        )
         self.devices.give_to_trainer()  # no engine may find the memory taken
-        self._start_engines()
-        parts = config, self.groups, self.processes, self.devices, self.engine
-        self.rollouts = Rollouts(*parts, is_ending=lambda: self.is_ending)
+        self._build_models(self.train_prompts, self.tokenizer)
+        self.rollouts = Rollouts(
+            config, self.groups, self.processes, self.devices, self.engine, is_ending=lambda: self.is_ending
+        )
+        self.is_built = True
         self.traces = StepTraces(config, self.groups, self.timers, self.engine, process, say=self.say)
         self.warm_start = WarmStart(
             config,
@@ -127,7 +135,7 @@ class RLRun(Run):
         return [*super()._looks(), self.processes.silent]
 
     def _stop_rollouts(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if self.engine is not None and self.engine.publisher is not None and error_type is None:
+        if self.is_built and self.engine.publisher is not None and error_type is None:
             self.engine.publisher.close()  # servers that go on after this run forget its group
         self.processes.stop()
 
@@ -143,60 +151,18 @@ class RLRun(Run):
     def _leave_on_stop_signal(self) -> None:
         self.processes.leave_step(f"{self.stop_signal.signal_name or 'a stop signal'}: the run is about to be ended.")
 
-    def _start_engines(self) -> None:
-        config = self.config
-        own_gpu.stay_near()  # behind the start of the servers, which have other GPUs
-        options: dict[str, Any] = {"megatron": config.megatron, "shared_device": self.devices.engines}
-        self.engine = MegatronEngine(config.actor, groups=self.groups, **options)
-        self.engine.initialize(None, FinetuneSpec(total_updates=self.policy_updates))
-        reference = None
-        if config.algo.kl_coefficient > 0 and config.lora.rank > 0:
-            reference = self.engine.base
-        elif config.algo.kl_coefficient > 0:
-            reference = MegatronEngine(config.unrouted, groups=self.groups, trainable=False, **options)
-            reference.initialize()
-        self.reference = reference
-        self.teachers = Teachers(config, self.groups, self.engine, self.train_prompts, self.tokenizer, **options)
-        context = self.engine.arch.max_positions
-        self.demonstrations = Demonstrations(config, self.groups, self.tokenizer, context=context)
-        self.actor = PolicyActor(
-            self.engine,
-            config.algo,
-            temperature=config.generation.temperature,
-            correction=config.correction,
-            reference=reference,
-            shaper=RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens),
-            advantage_args=config.advantage_args,
-            teacher_coefficient=config.teacher.coefficient if config.teacher.shapes_advantages else 0.0,
+    def _build_models(self, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+        models = build_models(
+            self.config, self.groups, shared_device=self.devices.engines, prompts=prompts, tokenizer=tokenizer
         )
-        self.critic: Critic | None = None
-        if config.has_critic:
-            groups = self._layout(config.critic.parallel)
-            engine = MegatronEngine(config.critic_engine, groups=groups, head="value", **options)
-            engine.initialize(None, FinetuneSpec(total_updates=config.run.steps * config.batch.updates_per_step))
-            self.critic = Critic(engine, config.critic)
-        self.reward_model: MegatronEngine | None = None
-        if config.reward_model.path:
-            groups = self._layout(config.reward_model.parallel)
-            self.reward_model = MegatronEngine(
-                config.reward_engine, groups=groups, trainable=False, head="value", **options
-            )
-            self.reward_model.initialize()
-        parameters = sum(p.numel() for p in self.engine.parameters())
-        self.say(
-            f"policy: {parameters:,} parameters on this rank, {self.groups.world_size} rank(s), {config.model.dtype}"
-        )
+        self.engine, self.actor, self.reference = models.policy, models.actor, models.reference
+        self.critic, self.critic_engine, self.reward_model = models.critic, models.critic_engine, models.reward_model
+        self.teachers, self.demonstrations = models.teachers, models.demonstrations
 
-    def _layout(self, layout: ParallelConfig) -> parallel.ParallelGroups:
-        """Return the policy's groups where another model has its layout too, else groups of its own."""
-        if layout == self.config.parallel:
-            return self.groups
-        seed, timeout_s = self.config.run.seed, self.config.collective_timeout_s
-        return parallel.start(layout, seed=seed, timeout_s=timeout_s, control=self.groups.control)
-
-    @property
-    def policy_updates(self) -> int:
-        return (self.config.run.steps - self.config.critic.warmup_steps) * self.config.batch.updates_per_step
+    @staticmethod
+    def _groups_of(engine: MegatronEngine | None) -> ParallelGroups:
+        assert engine is not None and engine.groups is not None
+        return engine.groups
 
     # -- the loop's parts ---------------------------------------------------------------------------------------------
 
@@ -206,7 +172,7 @@ class RLRun(Run):
             self._continue(self.resumed)
         else:
             self._begin_from_warm_start()
-        for fault in self.processes.process.journal_faults() if self.groups.is_main else []:
+        for fault in self.processes.on_main.journal_faults() if self.groups.is_main else []:
             self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
         with self.timers("publish"):  # before the first request: servers of the run's own have no weights yet
             self.rollouts.publish()
@@ -223,16 +189,16 @@ class RLRun(Run):
         """Warm-start the policy where the config asks for it, and give reference and critic its weights."""
         if not self.warm_start.run():
             return
-        self.engine.reset_optimizer(self.policy_updates)
+        self.engine.reset_optimizer(policy_updates(self.config))
         self.engine.set_version(0)
-        if self.reference is not None:
+        if isinstance(self.reference, MegatronEngine):  # below adapters it is the policy's own model
             self.reference.copy_weights(self.engine)
-        starts_critic = self.critic is not None and not self.config.critic.model
+        critic = None if self.config.critic.model else self.critic
         is_needed_later = self.reference is not None and self.config.run.checkpoint_every_steps > 0
-        if starts_critic or is_needed_later:
+        if critic is not None or is_needed_later:
             self.warm_start.save()
-        if starts_critic:
-            self.critic.engine.load(self.warm_start.folder)  # through files: the layouts may differ
+        if critic is not None:
+            critic.engine.load(self.warm_start.folder)  # through files: the layouts may differ
 
     def _sampled_reward(self) -> float:
         return self.rollouts.mean_reward(self.config.generation.new(n_samples=2))
@@ -242,12 +208,12 @@ class RLRun(Run):
         self.actor.load_state_dict(state["algorithm"])
         self.demonstrations.load_state_dict(state)
         self.evaluations.scores = state["held_out_scores"]
-        if self.reference is not None and self.config.warm_start.updates > 0:
+        if isinstance(self.reference, MegatronEngine) and self.config.warm_start.updates > 0:
             self.warm_start.load(self.reference)
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:
-        return {"policy": self.engine} | ({"critic": self.critic.engine} if self.critic is not None else {})
+        return {"policy": self.engine} | ({"critic": self.critic_engine} if self.critic_engine is not None else {})
 
     def checkpoint(self, *, step: int) -> bool:
         # Before the checkpoint that may be written: its place in the prompts is the one between these two steps.
@@ -304,15 +270,17 @@ class RLRun(Run):
         check_greedy(self.config, batch)  # here, as the greedy replies are taken out below
         if self.reward_model is not None:
             with self.timers("score"):
-                scores = batch.in_layout(self.reward_model.groups).by_sequence(self.reward_model.score)
+                scores = batch.in_layout(self._groups_of(self.reward_model)).by_sequence(self.reward_model.score)
             add_scores(batch, scores, coefficient=self.config.reward_model.coefficient)
-        return take_out_greedy(batch)
+        trained = take_out_greedy(batch)
+        assert isinstance(trained, StepBatch)
+        return trained
 
     def compute_advantages(self, batch: StepBatch) -> None:
         """Set `advantages`, and with a critic its `values` and `returns`."""
         if self.critic is not None:
             with self.timers("values"):
-                there = batch.in_layout(self.critic.engine.groups)
+                there = batch.in_layout(self._groups_of(self.critic_engine))
                 there.tokens["values"] = self.critic.values(there.own())
                 batch.tokens["values"] = batch.taken_from(there, there["values"])
         for name in self.actor.columns_needed:
@@ -323,9 +291,8 @@ class RLRun(Run):
             engine = self.reference if name == "ref_logprobs" else self.engine
             assert engine is not None
             temperature = self.config.generation.temperature / (2 if name == "cold_logprobs" else 1)
-            options = {"temperature": temperature, "entropy": name == "entropies"}
             with self.timers("first_pass"):
-                batch.tokens[name] = engine.forward(batch.own(), **options)
+                batch.tokens[name] = engine.forward(batch.own(), temperature=temperature, entropy=name == "entropies")
         self.actor.compute_advantages(batch)
 
     def split_into_updates(self, batch: StepBatch, step: int) -> list[TrajectoryBatch]:
@@ -353,7 +320,7 @@ class RLRun(Run):
         if step < self.config.critic.warmup_steps:  # admission counts versions, so one passes though the policy stays
             self.engine.set_version(self.engine.get_version() + 1)
         with self.timers("critic"):
-            there = batch.in_layout(self.critic.engine.groups)
+            there = batch.in_layout(self._groups_of(self.critic_engine))
             there.tokens["returns"] = there.taken_from(batch, batch["returns"])
             return self.critic.update(there.shares())
 

@@ -32,7 +32,7 @@ from megatron_rl.launch.local import gpus_of_host
 from megatron_rl.launch.ports import address_towards
 from megatron_rl.launch.run_token import servers_of
 from megatron_rl.launch.server_registry import wait_for_servers
-from megatron_rl.launch.signs_of_life import Silence
+from megatron_rl.life.signs_of_life import Silence
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.rollout.groups import mean_reward
 from megatron_rl.rollout.process import Beginning, RolloutProcess
@@ -193,6 +193,12 @@ class RolloutProcesses:
         if any(url in urls for urls in self.urls[1:]):
             self.dropped[url] = reason
 
+    @property
+    def on_main(self) -> RolloutProcess:
+        """The main rank's own."""
+        assert self.process is not None
+        return self.process
+
     def leave_step(self, why: str) -> None:
         """Let the rollout of the step that is under way fail. From any thread."""
         if self.process is not None:
@@ -227,7 +233,7 @@ class Rollouts:
         """is_ending(): True once the run is about to be ended; servers and replies may fail then."""
         self.config, self.groups, self.devices = config, groups, devices
         self.engine, self.is_ending = engine, is_ending
-        self.supervisor, self.process = processes.supervisor, processes.process
+        self.processes, self.supervisor, self.process = processes, processes.supervisor, processes.process
         if processes.nodes is not None and processes.nodes.size > 1 and config.rollout.publication == "ipc":
             nodes = NodesOfServers(processes.nodes, processes.urls, engine.device)
             receiver = self.process if groups.is_main else None
@@ -269,7 +275,7 @@ class Rollouts:
                     is_published = [False]
                 dist.broadcast_object_list(is_published, src=0, group=groups.control)
         if groups.is_main:
-            served_by = [self.process.serving]
+            served_by = [self.processes.on_main.serving]
         # No rank may ask for a reply before the servers have the version.
         dist.broadcast_object_list(served_by, src=0, group=groups.control)
         if self.process is not None and not groups.is_main:  # the main rank's process has published, and knows
@@ -283,10 +289,10 @@ class Rollouts:
         """
         is_over = False
         if self.groups.is_main:
-            is_over = self.is_ending() and not self.process.serving
+            is_over = self.is_ending() and not self.processes.on_main.serving
         if self.groups.is_main and not is_over:
             try:
-                self.process.select_servers()
+                self.processes.on_main.select_servers()
             except RuntimeError:
                 if not self.is_ending():
                     raise
@@ -325,7 +331,7 @@ class Rollouts:
         while stalled:  # a round ends once each rank is done or has stalled: a publication needs all of them
             stalled.zero_()
             while pending and not stalled and wait(pending, SERVER_LOOK_S).not_done:
-                stalled.fill_(self.process.needs_weights)
+                stalled.fill_(self.process is not None and self.process.needs_weights)
             dist.all_reduce(stalled, group=self.groups.control)
             if stalled:
                 self.publish()

@@ -1,6 +1,6 @@
 """A run on one rank from its start to its end, whatever it trains: process group, folder, log, checkpoints, early ends.
 
-A stop signal (launch/stop_signal.py) ends a run with checkpoints between two steps, behind a checkpoint of that place,
+A stop signal (life/stop_signal.py) ends a run with checkpoints between two steps, behind a checkpoint of that place,
 and Ctrl-C any run. A hang (hang_watch.py) ends it too. Leaving the `with` block stops all that was started.
 """
 
@@ -28,12 +28,13 @@ from megatron_rl.config.import_path import refuse_while_importing
 from megatron_rl.config.resume_rules import changes_at_resume, saved_form
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.launch import file_lock, process_exit
+from megatron_rl.launch import file_lock
 from megatron_rl.launch.cores import free_cores
-from megatron_rl.launch.signs_of_life import Look, SignsOfLife, StoppedProcesses
 from megatron_rl.launch.start_up import python_path
-from megatron_rl.launch.stop_signal import StopSignal
-from megatron_rl.run.hang_watch import HangWatch
+from megatron_rl.life import process_exit
+from megatron_rl.life.hang_watch import HangWatch
+from megatron_rl.life.signs_of_life import Look, SignsOfLife, StoppedProcesses
+from megatron_rl.life.stop_signal import StopSignal
 from megatron_rl.run.run_checkpoints import RunCheckpoints, read_state, wait_for_earlier_processes
 from megatron_rl.telemetry.run_log import RunLog
 from megatron_rl.telemetry.sinks import Sinks

@@ -30,8 +30,8 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.process import RolloutProcess
-from megatron_rl.rollout.replay_buffer import is_buffer
 from megatron_rl.rollout.resume_state import ResumePoint
+from megatron_rl.rollout.reuse_buffer import is_buffer
 from megatron_rl.weights.hf_files import recover_folder, replace_folder
 
 FOLDER, RUN_STATE = "checkpoints", "run.json"
@@ -262,7 +262,7 @@ def is_ledger(state: Any) -> bool:
     share = [state["size"]] if "size" in state else [state.get(name) for name in ("period", "first", "end")]
     if not (isinstance(undecided, list) and all(map(is_count, (*state["open"], *undecided, *share)))):
         return False
-    if "replay" in state and not is_buffer(state["replay"]):
+    if "reuse" in state and not is_buffer(state["reuse"]):
         return False
     return share[0] > 0 and (len(share) == 1 or share[1] < share[2] <= share[0])
 

@@ -17,7 +17,7 @@ from megatron_rl.algo.reward_shaping import written_tokens
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.groups import trained_versions
 from megatron_rl.telemetry import stats_tracker
-from megatron_rl.types import PART, REPLAYED, StepStats, TrajectoryBatch
+from megatron_rl.types import PART, REUSED, StepStats, TrajectoryBatch
 from megatron_rl.weights.publish import Publication
 
 
@@ -88,7 +88,7 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
     return {f"critic/{key}": value for key, value in metrics.items()}
 
 
-OWN_COLUMNS = {"group", "sample", "agent", "pair", "prompt", "prompt_index", REPLAYED}
+OWN_COLUMNS = {"group", "sample", "agent", "pair", "prompt", "prompt_index", REUSED}
 OWN_COLUMNS |= {"rewards", "scores", "model_rewards", "is_greedy", "greedy_reward", "greedy_score", "greedy_tokens"}
 """The columns of trajectories that are no numbers of a workflow's own, or have other metrics."""
 
@@ -96,9 +96,9 @@ OWN_COLUMNS |= {"rewards", "scores", "model_rewards", "is_greedy", "greedy_rewar
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
     """Return the metrics of the step's trajectories, whatever is trained on them. All ranks call it.
 
-    version: the policy's before the updates. What is replayed has metrics of its own, and is in no other.
+    version: the policy's before the updates. What is reused has metrics of its own, and is in no other.
     """
-    replayed = replay_metrics(batch, version) if REPLAYED in batch else {}
+    reused = reuse_metrics(batch, version) if REUSED in batch else {}
     batch = batch.fresh()
     own = batch.own()
     rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
@@ -125,20 +125,20 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
         for name, column in batch.sequences.items()
         if name not in OWN_COLUMNS and not name.startswith(PART)
     }
-    return metrics | means | replayed
+    return metrics | means | reused
 
 
-def replay_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """Return how much of the step is replayed, and of what age in versions its tokens are. All ranks call it."""
-    again = batch.select(batch.is_replayed.nonzero()[:, 0].tolist())
-    count = {"replay/trajectories": len(again)}
+def reuse_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
+    """Return how much of the step is reused, and of what age in versions its tokens are. All ranks call it."""
+    again = batch.select(batch.is_reused.nonzero()[:, 0].tolist())
+    count = {"reuse/trajectories": len(again)}
     if not len(again):
         return count
     ages = version - trained_versions(again.own())
     sums = batch.total(torch.tensor([int(ages.sum()), len(ages)]))
     rewards = again["scores" if "rewards" in again.tokens else "rewards"]
-    mean = {"replay/reward": float(again.means_of_samples(rewards).mean())}
-    return count | mean | {"replay/staleness": int(sums[0]) / max(int(sums[1]), 1)}
+    mean = {"reuse/reward": float(again.means_of_samples(rewards).mean())}
+    return count | mean | {"reuse/staleness": int(sums[0]) / max(int(sums[1]), 1)}
 
 
 def publication_metrics(publication: Publication) -> dict[str, Any]:
@@ -178,12 +178,12 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks.
 
-    version: the policy's before the updates. All ranks call it. What is replayed does not take part.
+    version: the policy's before the updates. All ranks call it. What is reused does not take part.
     """
     if not stats or stats[0].logprobs is None:  # on all ranks or on none
         return {}
     share = shares[0]
-    sampled = share["loss_mask"] & ~share.spread(share.is_replayed)
+    sampled = share["loss_mask"] & ~share.spread(share.is_reused)
     if DEMONSTRATED in share:
         sampled = sampled & (share[DEMONSTRATED] == 0)  # no server has said anything of the others
     columns = share["logprobs"], sampled, share["versions"]

@@ -18,7 +18,8 @@ from typing import Any
 
 from megatron_rl.api import ChecksumForm
 from megatron_rl.config import RolloutConfig
-from megatron_rl.servers.client import CommandRefused, ServerClient, ServerError
+from megatron_rl.servers.client import ServerClient
+from megatron_rl.servers.server_http import CommandRefused, ServerError
 
 UNCONFIRMED = "unconfirmed"
 """The name of weights until they are proved. No policy version has this name."""

@@ -1,32 +1,20 @@
-"""Event loops that know what holds them up, and one on a thread, for who calls it from plain functions."""
+"""An event loop on a thread, for who calls it from plain functions, and what is awaited on such loops."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import uvloop
 
-from megatron_rl.config.users_code import place_on
-from megatron_rl.launch import process_exit
+from megatron_rl.life import process_exit
+from megatron_rl.life.beat import Beat, HoldWatch
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
-BEAT_S = 0.25
-LOOK_S = 0.25
-"""How often a HoldWatch looks."""
-LATE_S = 0.1
-"""Lateness of a beat from which on something holds the loop."""
-HELD_S, BUSY_S, WINDOW_S = 2.0, 10.0, 60.0
-"""Seconds, within a window of so many, for which a user's function may hold a loop: with late beats, and in all."""
 LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
 """Threads of a loop's pool; one is started when all others are busy."""
 
@@ -74,107 +62,6 @@ class EventLoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
-
-
-class Beat:
-    """A mark that an event loop makes every BEAT_S, by which it is seen to stand still: it alone, or its process."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._due_s, self._lost_s = loop, time.monotonic() + BEAT_S, 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self) -> None:
-        """Make the first mark. In the loop's thread; whether it runs already does not matter."""
-        self._due_s = time.monotonic() + BEAT_S
-        self._timer = self._loop.call_later(BEAT_S, self._mark)
-
-    def _mark(self) -> None:
-        self._lost_s = self.lag_s
-        self.begin()
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    @property
-    def stands_still_s(self) -> float:
-        """For how long something that runs on the loop has kept it from all else. From any thread."""
-        return max(0.0, time.monotonic() - self._due_s)
-
-    @property
-    def lag_s(self) -> float:
-        """For how long it has stood still in all, a standstill that lasts until now included."""
-        return self._lost_s + self.stands_still_s
-
-
-class HoldWatch:
-    """Warns of a user's code that holds an event loop, by file and line, once for each function of it.
-
-    It looks at the loop's thread from a thread of its own. Code of this package is not told of, nor is a process that
-    was stopped as a whole.
-
-        beat.begin()
-        watch = HoldWatch(beat)  # in the loop's thread
-        watch.begin()
-    """
-
-    def __init__(self, beat: Beat) -> None:
-        self._beat, self._thread = beat, threading.get_ident()
-        self._clock = time.pthread_getcpuclockid(self._thread)
-        self._held: Counter[tuple[str, str]] = Counter()
-        self._late: Counter[tuple[str, str]] = Counter()
-        self._told: set[tuple[str, str]] = set()
-        self._window_end = self._looked = time.monotonic()
-        self._used_s = 0.0
-        self._is_over = threading.Event()
-
-    def begin(self) -> None:
-        process_exit.start_thread(self._keep_looking, name="hold-watch")
-
-    def end(self) -> None:
-        """In the loop's thread."""
-        self._is_over.set()
-
-    def look(self, now: float) -> None:
-        """Look at what the loop's thread does. `now`: of time.monotonic()."""
-        passed, self._looked = now - self._looked, now
-        used, self._used_s = self._used_s, self._cpu_s()
-        if now >= self._window_end:
-            self._held.clear()
-            self._late.clear()
-            self._window_end = now + WINDOW_S
-        place = place_on(sys._current_frames().get(self._thread))
-        if place is None:
-            return
-        file, line, function = place
-        # More than a look's time: the process was stopped; or the thread has computed without letting this one run.
-        counted_s = max(min(passed, 2 * LOOK_S), min(passed, self._used_s - used))
-        key = file, function
-        self._held[key] += counted_s
-        self._late[key] += counted_s if self._beat.stands_still_s >= LATE_S else 0.0
-        held_s, is_long = self._held[key], self._late[key] >= HELD_S
-        if key in self._told or not (is_long or held_s >= BUSY_S):
-            return
-        self._told.add(key)
-        logger.warning(
-            "%s:%d, in %s, has held the event loop for %.1f s: no other episode, reply or time limit goes on then. "
-            "Await what takes time (asyncio.sleep, a client for asyncio), or run it in a thread: await "
-            "asyncio.to_thread(function, ...). Said once for each function.",
-            file,
-            line,
-            function,
-            held_s,
-        )
-
-    def _cpu_s(self) -> float:
-        try:
-            return time.clock_gettime(self._clock)
-        except OSError:  # the thread has just ended
-            return self._used_s
-
-    def _keep_looking(self) -> None:
-        while not self._is_over.wait(LOOK_S):
-            self.look(time.monotonic())
 
 
 def allow_blocking_steps(loop: asyncio.AbstractEventLoop, count: int) -> None:

@@ -1,10 +1,19 @@
 """Which servers get requests, and which take part in the next publication of weights.
 
-A server serves until a call to it fails. Then it is lost, and looked at until it generates as before, with the weights
-it had. One that answers with other weights was started anew, and one that failed in a publication is dropped whatever
-it answers: these two serve again once they were caught up, or took part in a publication, whichever comes first. One
-whose replies cannot be believed is dropped too, and is caught up only once it was started anew.
-Everything here runs on one event loop, which may itself stand still: no server is lost for that.
+    from         to            when
+    SERVING      LOST          a call failed, it gave no sign of life or generates nothing, or a reply was bad
+    SERVING      LOST          it failed a publication, or its replies are not to be believed: it is dropped
+    LOST         SERVING       it generates as before, with the weights that it had
+    LOST         BEHIND        it answers, and is not as before: it was started anew, or was dropped
+    BEHIND       LOST          it answers no more
+    BEHIND       CATCHING_UP   another server, or the disk, has the current weights for it
+    CATCHING_UP  SERVING       it has them and generates
+    CATCHING_UP  BEHIND        that failed, or a publication begins
+    any          SERVING       a publication ended in which it took part
+    SERVING      LOST          a publication ended without it
+
+A server whose replies are not to be believed is caught up only once it was started anew. Everything here runs on one
+event loop, which may itself stand still: no server is lost for that.
 """
 
 from __future__ import annotations
@@ -17,12 +26,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeVar
 
 from megatron_rl.api import RequestRefused
-from megatron_rl.servers.client import ServerClient, ServerError
-from megatron_rl.servers.event_loop import Beat
+from megatron_rl.life.beat import Beat
+from megatron_rl.servers.client import ServerClient
 from megatron_rl.servers.reply_check import VERSION
+from megatron_rl.servers.server_http import ServerError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,11 +57,25 @@ VISITS = 10
 """Most times that it is asked so: a loop that always stands still would never find a server dead."""
 
 
+class ServerState(Enum):
+    """What a server is asked for; the table above has who goes where, and when."""
+
+    SERVING = "serving"
+    """It gets requests, and takes part in publications."""
+    LOST = "lost"
+    """It gets nothing, and is looked at."""
+    BEHIND = "behind"
+    """It answers, and takes part in the next publication, by which it serves."""
+    CATCHING_UP = "catching up"
+    """It is being brought to the current weights between two publications."""
+
+
 @dataclass(eq=False)
 class Member:
     """One server and what is known about it."""
 
     server: ServerClient
+    state: ServerState = ServerState.SERVING
     weights: str | None = None
     """Name of the weights it must have to serve again; None where its own word for them is not enough."""
     failures: int = 0
@@ -67,12 +92,9 @@ class Member:
     """It has weights that were published to it, and not those of its start."""
     silent_since: float | None = None
     """On the monotonic clock: since when it was found to generate nothing."""
-    is_responding: bool = True
-    """It has answered since it was lost, but with other weights."""
     dropped_in: int = -1
     """The publication that it failed."""
     trouble: str = ""
-    is_catching_up: bool = False
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -139,9 +161,17 @@ class Membership:
 
     def add(self, server: ServerClient) -> None:
         """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
-        member = Member(server, is_responding=False, trouble="is new")
+        member = Member(server, ServerState.LOST, trouble="is new")
         self._members[server] = member
         self._watch(member)
+
+    def _move(self, member: Member, state: ServerState) -> None:
+        was_serving, member.state = member.state is ServerState.SERVING, state
+        if was_serving == (state is ServerState.SERVING):
+            return
+        self.serving = [server for server, other in self._members.items() if other.state is ServerState.SERVING]
+        self.changed.set()
+        (self._some_serve.set if self.serving else self._some_serve.clear)()
 
     def forget(self, server: ServerClient) -> None:
         """A server that is gone for good. What it was generating moves to others."""
@@ -157,26 +187,23 @@ class Membership:
     def needs_weights(self) -> bool:
         """True where no server serves and one that could lacks the weights. From any thread."""
         # Copied in one go here and below: the loop's thread may add a server meanwhile.
-        return not self.serving and any(member.is_responding for member in list(self._members.values()))
+        answering = (ServerState.BEHIND, ServerState.CATCHING_UP)
+        return not self.serving and any(member.state in answering for member in list(self._members.values()))
 
     def troubles(self) -> str:
         """Say what is the matter with the servers that do not serve."""
-        return "; ".join(m.trouble for s, m in self._members.items() if s not in self.serving)
+        return "; ".join(m.trouble for m in self._members.values() if m.state is not ServerState.SERVING)
 
     def states(self) -> list[dict[str, Any]]:
         """Describe each server for whoever looks at the run: its state, its calls, its weights and what ails it."""
         return [
             {
                 "url": member.server.url,
-                "state": "serving"
-                if member.server in self.serving
-                else "catching up"
-                if member.is_catching_up
-                else "out",
+                "state": member.state.value,
                 "calls": len(member.server.calls),
                 "weights": member.weights,
                 "failures": member.failures,
-                "trouble": "" if member.server in self.serving else member.trouble,
+                "trouble": "" if member.state is ServerState.SERVING else member.trouble,
             }
             for member in list(self._members.values())[:MOST_STATES]
         ]
@@ -210,7 +237,7 @@ class Membership:
         The last server that serves is not: then the policy is the likely cause, and the run ends with that reason.
         """
         member = self._members.get(server)
-        if member is None or server not in self.serving:
+        if member is None or member.state is not ServerState.SERVING:
             return
         newest = member.unknown_logprobs
         newest.append(True)
@@ -231,7 +258,7 @@ class Membership:
     def distrust(self, server: ServerClient, trouble: str) -> None:
         """A reply of it was bad: it is lost, and after BAD_REPLIES dropped."""
         member = self._members.get(server)
-        if member is None or server not in self.serving:
+        if member is None or member.state is not ServerState.SERVING:
             return
         member.bad_replies += 1
         if member.bad_replies < BAD_REPLIES:
@@ -248,15 +275,11 @@ class Membership:
         if member is None:  # it is gone for good
             return
         member.trouble = trouble
-        if server not in self.serving:  # every call under way fails with it: the first began the watch, and counts
+        if member.state is not ServerState.SERVING:  # all its calls fail: the first has begun the watch, and counts
             return
-        self.serving.remove(server)
-        self.changed.set()
         member.failures += 1
-        member.is_responding = False
+        self._move(member, ServerState.LOST)
         self._watch(member)
-        if not self.serving:
-            self._some_serve.clear()
 
     def drop(self, server: ServerClient, trouble: str) -> None:
         """Leave it out, and what it was generating to others, until it takes part in a later publication."""
@@ -265,8 +288,9 @@ class Membership:
             return
         logger.warning("%s is left out: %s", server.url, trouble)
         self.lose(server, trouble)
-        member.weights, member.trouble, member.is_responding = None, trouble, False
+        member.weights, member.trouble = None, trouble
         member.dropped_in = self._publications
+        self._move(member, ServerState.LOST)
         self._watch(member)  # anew: the one before may just be taking it back with the weights that it had
         if server in self.publishing:
             self.publishing.remove(server)
@@ -296,11 +320,11 @@ class Membership:
     async def stop_catching_up(self) -> None:
         """Let no server catch up until `mark_published` or `allow_catching_up`; those at it have stopped by then."""
         self._may_catch_up = False  # first: while one is waited for, no other may begin
-        for member in [member for member in self._members.values() if member.is_catching_up]:
+        for member in [member for member in self._members.values() if member.state is ServerState.CATCHING_UP]:
             if member.watcher is not None:
                 member.watcher.cancel()
                 await asyncio.wait([member.watcher])
-            if member.server not in self.serving:  # else it was done before the cancellation came
+            if member.state is not ServerState.SERVING:  # else it was done before the cancellation came
                 self._watch(member)
 
     def allow_catching_up(self) -> None:
@@ -312,7 +336,7 @@ class Membership:
         return not self._may_catch_up
 
     def _present(self) -> list[ServerClient]:
-        present = [server for server, member in self._members.items() if server in self.serving or member.is_responding]
+        present = [server for server, member in self._members.items() if member.state is not ServerState.LOST]
         # What failed this publication once may fail it again; but where nobody else is left, it must do.
         return [s for s in present if self._members[s].dropped_in < self._publications] or present
 
@@ -321,20 +345,17 @@ class Membership:
         for server, member in self._members.items():
             if server in servers:
                 self._stop_watching(member)
-                member.weights, member.is_responding, member.is_published = weights, True, True
+                member.weights, member.is_published = weights, True
                 member.bad_replies, member.distrusted, member.silent_since = 0, None, None
                 member.unknown_logprobs.clear()
                 member.is_restarted = False
+                self._move(member, ServerState.SERVING)
             else:
                 member.weights = None  # those that it has are old now: it must not come back by their name
-                if server in self.serving:
+                if member.state is ServerState.SERVING:
                     self.lose(server, "left out of a publication")
         self._publications += 1
         self._may_catch_up = True
-        self.serving = [server for server in servers if server in self._members]
-        self.changed.set()
-        if self.serving:
-            self._some_serve.set()
 
     def close(self) -> None:
         self._beat.end()
@@ -455,17 +476,16 @@ class Membership:
                 if member.weights is not None and not member.is_restarted:
                     # Another process than the one that is in the weight group.
                     member.is_restarted, self.number = True, self.number + 1
-                member.is_responding = True  # by which it takes part in the next publication, caught up or not
+                self._move(member, ServerState.BEHIND)
                 if self._may_catch_up and member.distrusted is None and await self._has_caught_up(member):
                     break
             except (ServerError, RequestRefused) as error:
-                member.trouble, member.is_responding = str(error), False
+                member.trouble = str(error)
+                self._move(member, ServerState.LOST)
             await asyncio.sleep(LOOK_EVERY_S)
         # No await from the last check to here: a publication could begin and end in between.
         member.watcher, member.silent_since = None, None
-        self.serving.append(server)
-        self.changed.set()
-        self._some_serve.set()
+        self._move(member, ServerState.SERVING)
 
     async def _check_generation(self, member: Member) -> None:
         """Raise where it generates nothing; after long, move its requests to others."""
@@ -479,7 +499,7 @@ class Membership:
 
     async def _has_caught_up(self, member: Member) -> bool:
         """Bring it to the current weights where there is a way; one that fails is tried ever more rarely."""
-        member.is_catching_up = True
+        self._move(member, ServerState.CATCHING_UP)
         try:
             weights = await self._catch_up(member.server)
         except ServerError as error:
@@ -488,7 +508,8 @@ class Membership:
             await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2 ** min(16, member.failures)))
             return False
         finally:
-            member.is_catching_up = False
+            if member.state is ServerState.CATCHING_UP:  # it was not dropped meanwhile
+                self._move(member, ServerState.BEHIND)
         if weights is None:
             return False
         member.weights, member.is_published, member.is_restarted = weights, True, False

@@ -15,6 +15,7 @@ import resource
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -25,18 +26,18 @@ from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.routes import RouteForm
 from megatron_rl.servers.catch_up import Current, catch_up, source_for
-from megatron_rl.servers.client import (
+from megatron_rl.servers.client import ServerClient
+from megatron_rl.servers.membership import Membership
+from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
+from megatron_rl.servers.router import Router
+from megatron_rl.servers.server_http import (
     BadReply,
     Busy,
     CommandRefused,
-    ServerClient,
     ServerError,
     UnknownLogprob,
     noting_connections,
 )
-from megatron_rl.servers.membership import Membership
-from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
-from megatron_rl.servers.router import Router
 from megatron_rl.servers.server_memory import ServerMemory
 from megatron_rl.telemetry.spans import Spans
 
@@ -58,6 +59,30 @@ FILES_FOR_OTHERS = 256
 """Of the files that this process may have open: what is not for requests, such as control calls, rewards and logs."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """What a client of rollout servers is told beside its config."""
+
+    seed: int | None = None
+    """The run's: sampling seeds are derived from it and a sample's name. None: the servers choose."""
+    on_drop: Callable[[str, str], None] | None = None
+    """on_drop(url, reason) is called, on the event loop, for a server that failed a publication, or whose replies are
+    not to be believed."""
+    run_name: str = ""
+    """Servers that register for this run in rollout.registry come and go. The client that publishes needs it; others
+    follow that one, by `mark_published`."""
+    vocab_size: int | None = None
+    """The model's, if it is known."""
+    routes: RouteForm | None = None
+    """The form in which servers tell the experts of tokens, if the trainer replays them."""
+    rank: int = 0
+    """This client's number among the `ranks` that send requests to the same servers."""
+    ranks: int = 1
+
+
+ALONE = ClientOptions()
+
+
 class Fleet:
     """Made on the loop it runs on. `connect` before anything else, `close` at the end.
 
@@ -73,16 +98,13 @@ class Fleet:
         self,
         config: RolloutConfig,
         urls: list[str],
-        on_drop: Callable[[str, str], None] | None,
+        options: ClientOptions,
         *,
-        run_name: str,
         spans: Spans,
         version: Callable[[], int],
-        vocab_size: int | None,
-        routes: RouteForm | None,
         on_failure: Callable[[str], None] | None,
     ) -> None:
-        """SamplingClient says what the options are; version() is the policy's now."""
+        """version() is the policy's now. on_failure(message) is told of what has ended that the run depends on."""
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
         # Without a limit of its own, behind which control calls would wait for replies: `slots` are for these.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
@@ -91,16 +113,15 @@ class Fleet:
         )
         self.slots = asyncio.Semaphore(most_requests())
         """Requests that may be under way at once, each of which has a connection."""
-        self.config, self.run_name = config, run_name
-        self._spans, self._version, self._vocab_size, self._routes = spans, version, vocab_size, routes
-        self._reply_readers = ThreadPoolExecutor(REPLY_READERS, thread_name_prefix="reply-reader")
+        self.config, self.options, self._spans, self._version = config, options, spans, version
+        self.reply_readers = ThreadPoolExecutor(REPLY_READERS, thread_name_prefix="reply-reader")
         self.servers = [self._client(url) for url in urls]
         self.router = Router(self._client(config.router)) if config.router else None
         self.members = Membership(
             self.servers,
             catch_up=self._catch_up,
             publication=config.publication,
-            on_drop=on_drop,
+            on_drop=options.on_drop,
             on_failure=on_failure,
         )
         self.open = asyncio.Event()
@@ -120,18 +141,21 @@ class Fleet:
         self._memory = ServerMemory()
 
     def _client(self, url: str) -> ServerClient:
-        freezes_steps = self.config.interruption == "in_place"
-        options: dict[str, Any] = {"vocab_size": self._vocab_size, "spans": self._spans}
-        options["readers"] = self._reply_readers
-        options["uses_adapters"] = self.config.publication == "adapters"
-        return ServerClient(url, self._session, freezes_steps=freezes_steps, **options)
+        return ServerClient(
+            url,
+            self._session,
+            freezes_steps=self.config.interruption == "in_place",
+            uses_adapters=self.config.publication == "adapters",
+            vocab_size=self.options.vocab_size,
+            spans=self._spans,
+        )
 
     async def connect(self) -> None:
         """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
 
         async def greet(server: ServerClient) -> None:
             info = await server.probe(timeout_s=PROBE_TIMEOUT_S)
-            if self._routes is not None and not info.gives_routes:
+            if self.options.routes is not None and not info.gives_routes:
                 raise RequestRefused(
                     f"{server.url}: algo.routing_replay needs servers that tell the experts of tokens; start it with "
                     f"--enable-return-routed-experts."
@@ -144,7 +168,7 @@ class Fleet:
 
         await asyncio.gather(*(greet(server) for server in self.servers))
         self.members.begin(self.config.health_timeout_s)
-        if self.run_name:
+        if self.options.run_name:
             self._watchers.append(self.members.lasting(self._watch_registry(), "the watch over rollout.registry"))
         if self.router is not None:
             self.router.client.info = self.servers[0].info  # all serve one model
@@ -154,7 +178,7 @@ class Fleet:
     async def close(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
-        self._reply_readers.shutdown(wait=False)
+        self.reply_readers.shutdown(wait=False)
         self._registry_reader.shutdown(wait=False)  # a network file system may keep it for minutes
         self.members.close()
         await self._session.close()
@@ -169,7 +193,7 @@ class Fleet:
         routed: rows from the first on whose routes are not asked for.
         """
         asked = server.asked(rid, tokens, params, version=self._version())
-        asked = dataclasses.replace(asked, routes=self._routes, routes_from=routed)
+        asked = dataclasses.replace(asked, routes=self.options.routes, routes_from=routed)
         weights = None if self.router is not None else self.members.weights_of(server)
         return dataclasses.replace(asked, weights=weights, is_routed=self.router is not None)
 
@@ -240,7 +264,7 @@ class Fleet:
             await asyncio.sleep(REGISTRY_EVERY_S)
             try:
                 urls = await asyncio.get_running_loop().run_in_executor(
-                    self._registry_reader, registered_urls, self.config.registry, self.run_name
+                    self._registry_reader, registered_urls, self.config.registry, self.options.run_name
                 )
             except OSError as error:
                 logger.warning("rollout.registry = %r cannot be read: %s", self.config.registry, error)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 
 from megatron_rl.api import RequestRefused
-from megatron_rl.servers.client import ServerClient, ServerError
+from megatron_rl.servers.client import ServerClient
 from megatron_rl.servers.reply_check import as_object, member
+from megatron_rl.servers.server_http import ServerError
 
 POLL_S = 0.05
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl import life
 from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER
 from megatron_rl.config import LoraConfig, RolloutConfig
 from megatron_rl.launch.ports import free_port
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # it needs torch, and the commands that start servers do not
 SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
 SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
 """The folder into which scripts/install_sglang_cpu.sh puts SGLang, apart from the packages of the trainer."""
-WATCHDOG = Path(__file__).parent / "watchdog.py"
+WATCHDOG = Path(life.__file__).parent / "watchdog.py"
 LOG_TAIL_LINES = 30
 NO_WEIGHTS = "none"
 """Version of weights that were never loaded. No policy version has this name."""

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.launch import process_exit
 from megatron_rl.launch.run_token import token_in
-from megatron_rl.launch.signs_of_life import Silence
+from megatron_rl.life import process_exit
+from megatron_rl.life.signs_of_life import Silence
 from megatron_rl.servers.server_process import Server, ServerLauncher
 
 logger = logging.getLogger(__name__)
@@ -338,6 +338,6 @@ def is_healthy(url: str, endpoint: str, *, timeout_s: float) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}{endpoint}", timeout=timeout_s) as answer:  # no server asks for its token here
-            return answer.status == 200
+            return bool(answer.status == 200)
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException):
         return False

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER, ChecksumForm, HeldWeights
 from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.ports import address_towards
-from megatron_rl.servers.client import ADAPTERS, CommandRefused, ServerClient
+from megatron_rl.servers.client import ADAPTERS, ServerClient
 from megatron_rl.servers.event_loop import in_own_thread
 from megatron_rl.servers.pool import Fleet
+from megatron_rl.servers.server_http import CommandRefused
 
 SIGN_OF_LIFE_S = 5.0
 

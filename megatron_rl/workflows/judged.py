@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.api import InferenceEngine
+from megatron_rl.api import InferenceEngine, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards.grading import QUESTION, Grading
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import RLVRWorkflow
-from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardFn
 
 if TYPE_CHECKING:
@@ -50,15 +48,15 @@ class JudgedWorkflow(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         requests = self.sample_requests(data)
 
-        async def one(request: LLMRequest) -> Trajectory:
-            reply = await engine.agenerate(request)
+        async def one(sampler: Sampler, request: LLMRequest) -> Trajectory:
+            reply = await sampler.agenerate(request)
             reward = await self.reward(reply, data)
-            grade = await self._grade(engine, reply, request.metadata["sample_key"], data)
+            grade = await self._grade(sampler, reply, request.metadata["sample_key"], data)
             return Trajectory.from_reply(reply, reward + self.weight * grade, judge_grade=grade)
 
-        return await samples(partial(one, request) for request in requests)
+        return await engine.samples(one, requests)
 
-    async def _grade(self, engine: InferenceEngine, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
+    async def _grade(self, engine: Sampler, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
         """Return the grade in [0, 1]. NoVerdict fails the episode."""
         # Without special tokens: the marks of the policy's dialogue would be marks of the judge's own.
         asked = self.tokenizer.decode(reply.input_tokens, skip_special_tokens=True)

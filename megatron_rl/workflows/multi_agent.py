@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, together
+from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, Sampler, together
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.multi_turn import within
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
-from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
 
 if TYPE_CHECKING:
@@ -52,10 +50,10 @@ class DebateWorkflow(RolloutWorkflow):
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        debates = await samples(partial(self._debate, engine, data, n) for n in range(self.gconfig.n_samples))
+        debates = await engine.samples(lambda sampler, n: self._debate(sampler, data, n), range(self.gconfig.n_samples))
         return [trajectory for debate in debates for trajectory in debate]
 
-    async def _debate(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[Trajectory]:
+    async def _debate(self, engine: Sampler, data: dict[str, Any], sample: int) -> list[Trajectory]:
         key, messages = sample_key(data, sample), messages_of(data)
         talks = [
             Conversation(self.form.opening({"messages": [{"role": "system", "content": system}, *messages]}))

@@ -10,20 +10,24 @@ import math
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, RolloutWorkflow
+from megatron_rl.api import (
+    ContextOutgrown,
+    InferenceEngine,
+    InfrastructureFailure,
+    KeptSteps,
+    RolloutWorkflow,
+    Sampler,
+)
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call, described
 from megatron_rl.rewards.faults import shortened
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
-from megatron_rl.workflows.attempts import steps_here
 from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import Environment, Score, ToolUse, Turn
 from megatron_rl.workflows.rendering import form_of
 from megatron_rl.workflows.rlvr import sample_key
-from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
 from megatron_rl.workflows.tool_formats import FORMATS
 from megatron_rl.workflows.tools import THINK, THOUGHT, Tool
@@ -86,18 +90,19 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         rid = uuid.uuid4().hex
-        return await samples(
-            partial(self._play, engine, data, f"{rid}-{n}", sample_key(data, n)) for n in range(self.gconfig.n_samples)
+        return await engine.samples(
+            lambda sampler, n: self._play(sampler, data, f"{rid}-{n}", sample_key(data, n)),
+            range(self.gconfig.n_samples),
         )
 
-    async def _play(self, engine: InferenceEngine, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:
+    async def _play(self, engine: Sampler, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:
         environment = self.environment(data, **self.environment_args)
         if not all(hasattr(environment, name) for name in ("opening", "step", "ended", "close")):
             raise TypeError(
                 f"rollout.workflow_args.environment: {described(self.environment)} returned "
                 f"{type(environment).__name__}; must return an Environment."
             )
-        world = World(environment, key)
+        world = World(environment, key, engine.steps)
         try:
             opening = await self._in_time(environment, "opening", world.opening())
             form = form_of(opening, self.tokenizer, enable_thinking=self.enable_thinking)
@@ -150,9 +155,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 f"{self.step_timeout_s:g} s; raise rollout.workflow_args.step_timeout_s, or have it give up earlier."
             ) from error
 
-    async def _reply(
-        self, engine: InferenceEngine, conversation: Conversation, rid: str, key: str | None
-    ) -> LLMResponse:
+    async def _reply(self, engine: Sampler, conversation: Conversation, rid: str, key: str | None) -> LLMResponse:
         metadata = {"sample_key": f"{key}/{conversation.replies}"} if key is not None else {}
         options = within(self.gconfig, self.max_tokens - len(conversation))
         # A copy of the ids: the conversation's own list grows, and the reply is compared with what was asked.
@@ -173,9 +176,9 @@ class World:
     last such step is restored before the first new one.
     """
 
-    def __init__(self, environment: Environment, key: str | None) -> None:
+    def __init__(self, environment: Environment, key: str | None, steps: KeptSteps | None) -> None:
         self._environment, self._key = environment, key
-        self._steps = steps_here.get() if environment.SAVES and key is not None else None
+        self._steps = steps if environment.SAVES and key is not None else None
         self._state: Any = None
         self._is_behind = False
 
@@ -232,12 +235,12 @@ class World:
     async def _kept(self, name: str, do: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         if self._steps is None:
             return await do()
-        if (kept := self._steps.take(f"{self._key} {name}")) is not None:
+        if (kept := self._steps.take_step(f"{self._key} {name}")) is not None:
             self._state, self._is_behind = kept["state"], True
             return dict(kept["did"])
         await self._catch_up()
         did = await do()
-        self._steps.keep(f"{self._key} {name}", {"did": did, "state": await self._do("save")})
+        self._steps.keep_step(f"{self._key} {name}", {"did": did, "state": await self._do("save")})
         return did
 
     async def _catch_up(self) -> None:

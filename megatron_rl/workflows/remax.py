@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,6 @@ from megatron_rl.api import InferenceEngine
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, Trajectory
 from megatron_rl.workflows.rlvr import RLVRWorkflow
-from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardFn
 
 if TYPE_CHECKING:
@@ -43,7 +41,9 @@ class ReMaxWorkflow(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         requests = self.sample_requests(data)
         greedy = LLMRequest(rid=requests[0].rid, input_ids=requests[0].input_ids, gconfig=self.gconfig.new(greedy=True))
-        pairs = await samples(partial(self.scored_reply, engine, request, data) for request in [*requests, greedy])
+        pairs = await engine.samples(
+            lambda sampler, request: self.scored_reply(sampler, request, data), [*requests, greedy]
+        )
         greedy_reply, greedy_reward = pairs[-1]
         baseline = {"greedy_reward": greedy_reward, "greedy_tokens": greedy_reply.output_len}
         trajectories = [Trajectory.from_reply(reply, reward, **baseline) for reply, reward in pairs]

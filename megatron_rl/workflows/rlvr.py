@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.api import InferenceEngine, RolloutWorkflow
+from megatron_rl.api import InferenceEngine, RolloutWorkflow, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.rendering import prompt_ids
-from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
 
 if TYPE_CHECKING:
@@ -40,11 +38,13 @@ class RLVRWorkflow(RolloutWorkflow):
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        pairs = await samples(partial(self.scored_reply, engine, r, data) for r in self.sample_requests(data))
+        pairs = await engine.samples(
+            lambda sampler, request: self.scored_reply(sampler, request, data), self.sample_requests(data)
+        )
         return [Trajectory.from_reply(reply, reward) for reply, reward in pairs]
 
     async def scored_reply(
-        self, engine: InferenceEngine, request: LLMRequest, data: dict[str, Any]
+        self, engine: Sampler, request: LLMRequest, data: dict[str, Any]
     ) -> tuple[LLMResponse, float]:
         reply = await engine.agenerate(request)
         return reply, await self.reward(reply, data)

@@ -16,7 +16,7 @@ from megatron_rl.rewards.recipe import Recipe
 from megatron_rl.rewards.reward_service import RewardFailed, RewardTimeout
 from megatron_rl.telemetry.spans import span_here
 from megatron_rl.types import LLMResponse, Reward
-from megatron_rl.workflows.attempts import call_here
+from megatron_rl.workflows.episode_engine import call_here
 from megatron_rl.workflows.messages import content_text
 
 if TYPE_CHECKING:
@@ -96,13 +96,12 @@ class RewardCall:
         # The data's own `prompt` would collide with the argument of that name, which holds the same text.
         others = {name: value for name, value in data.items() if name not in OWN_ARGUMENTS}
         ids = reply.output_tokens
-        if self.tokenizer is None:
-            prompt, completion = "", reply.text
-        else:
-            prompt = self.tokenizer.decode(reply.input_tokens)
+        prompt, completion = "", reply.text
+        if self.tokenizer is not None:
+            prompt = str(self.tokenizer.decode(reply.input_tokens))
             # A tensor of them: a list is looked through entry by entry. A long one takes milliseconds, and no GIL.
             decode = partial(self.tokenizer.decode, reply.sampled.ids, skip_special_tokens=True)
-            completion = await asyncio.to_thread(decode) if reply.output_len > DECODED_HERE else decode()
+            completion = str(await asyncio.to_thread(decode) if reply.output_len > DECODED_HERE else decode())
         arguments = {"prompt": prompt, "completions": completion, **others}
         arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": ids}
         # It ends with the attempt at its episode: afterwards nobody reads the value.

@@ -209,8 +209,8 @@ def tokens_of_wrong_versions(folder: Path) -> tuple[int, int]:
     """Return how many sampled tokens of the run's journals could be checked, and how many of them failed.
 
     A token of version n is checked against the weights of step n, unless a later life has repeated that step. Of what
-    a life takes over from an earlier one, those tokens are checked which a version sampled that both have in common: a
-    token of a version that was lost with its life counts as of the last such version (rollout/journal.py: Replay), and
+    a life takes over from an earlier one, tokens are checked if a version sampled them that both have in common. A
+    token of a version that was lost with its life counts as of the last such version (journal.py: Restored), and
     the weights that sampled it are gone.
     """
     models: dict[int, torch.nn.Module | None] = {}

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_rl.launch import file_lock
-from megatron_rl.launch.stop_signal import EXIT_STOPPED
+from megatron_rl.life.stop_signal import EXIT_STOPPED
 from megatron_rl.run.preference_run import PreferenceRun
 from megatron_rl.run.supervised_run import SupervisedRun
 from megatron_rl.train import main

@@ -10,7 +10,7 @@ import signal
 import psutil
 import pytest
 
-from megatron_rl.launch.process_exit import is_alive
+from megatron_rl.life.process_exit import is_alive
 from tests.kit.programs import STARTED, started_programs
 from tests.kit.runs import COUNT, family, launched, logged, steps_of, wait_for_steps
 from tests.kit.waiting import wait_until

@@ -8,9 +8,10 @@ import time
 import pytest
 from test_data_stops import SMALL, STEPS, answers, before_each_update
 
-from megatron_rl.launch import local, stop_signal
+from megatron_rl.launch import local
 from megatron_rl.launch.rank import resume_command
-from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED
+from megatron_rl.life import stop_signal
+from megatron_rl.life.stop_signal import EXIT_INTERRUPTED
 from megatron_rl.train import main
 from tests.kit.forks import check_end, start_ranks
 from tests.kit.runs import ROOT, launched, logged, newest_checkpoint, steps_of, wait_for_steps

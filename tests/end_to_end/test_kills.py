@@ -54,7 +54,7 @@ def test_an_asynchronous_run_of_two_replicas_is_killed_and_goes_on_with_one(serv
     run_to_the_end(folder, (*overrides, f"run.steps={done + 6}"))
     assert f"resumed after step {done}" in (folder / "output.txt").read_text()
     assert len(steps_of(folder)) == done + 6 and do_the_books(folder, steps=done + 6) == (0, 0)
-    assert steps_of(folder)[-1]["rollout/replayed_groups"] > 0, "what both had sampled was not sampled again"
+    assert steps_of(folder)[-1]["rollout/restored_groups"] > 0, "what both had sampled was not sampled again"
 
 
 def writes_slowly_on_the_second_rank(overrides):
@@ -103,7 +103,7 @@ def test_replies_whose_rewards_never_came_are_not_generated_again(server, tmp_pa
     run_to_the_end(folder, (*overrides, "run.checkpoint_every_steps=6"))
     last = steps_of(folder)[-1]
     assert len(steps_of(folder)) == 12 and do_the_books(folder) == (0, 0)
-    assert last["rollout/replayed_replies"] >= 4 * 8, "those of the third step at least"
+    assert last["rollout/restored_replies"] >= 4 * 8, "those of the third step at least"
 
 
 def events(folder):

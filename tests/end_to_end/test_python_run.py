@@ -130,7 +130,7 @@ def test_a_run_of_python_is_stepped_stopped_and_resumed_with_functions_of_its_ow
 
 
 def with_a_dead_server(model, folder):
-    from megatron_rl.launch.process_exit import is_alive
+    from megatron_rl.life.process_exit import is_alive
 
     with rl.Run(ROWS, model, "megatron_rl.rewards:exact_match", **options(folder, 3)) as run:
         run.step()

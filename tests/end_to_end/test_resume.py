@@ -103,20 +103,20 @@ def test_prompts_sampled_by_their_rates_are_resumed_too(server, tmp_path, resume
     assert len(state["rates"]["rates"]) == expected[3]["data/rated_prompts"]
 
 
-@pytest.mark.thorough  # test_replay_buffer.py resumes one by itself
-def test_the_replay_buffer_is_resumed_too_and_fresh_groups_are_as_young_as_without(server, tmp_path):
+@pytest.mark.thorough  # test_reuse_buffer.py resumes one by itself
+def test_the_reuse_buffer_is_resumed_too_and_fresh_groups_are_as_young_as_without(server, tmp_path):
     overrides = ("warm_start.updates=15", f"warm_start.folder={tmp_path}/warm", *SAME_RUN, "correction.weight=clamp")
-    overrides += ("replay.groups_per_step=3", "replay.max_age_steps=4", "reward_shaping.running=mean_std")
+    overrides += ("reuse.groups_per_step=3", "reuse.max_age_steps=4", "reward_shaping.running=mean_std")
     run(tmp_path / "whole", server, *overrides, ranks=2)
     folder = cut_after(4, tmp_path / "whole", tmp_path / "run")
     run(folder, server, *overrides, resume="auto", ranks=2)
     for ours, expected in zip(steps_of(folder), steps_of(tmp_path / "whole"), strict=True):
-        for key in ("reward/mean", "replay/trajectories", "replay/reward", "replay/staleness", "batch/trained_tokens"):
+        for key in ("reward/mean", "reuse/trajectories", "reuse/reward", "reuse/staleness", "batch/trained_tokens"):
             assert ours.get(key) == expected.get(key), key
         for key in ("policy/loss", "policy/grad_norm"):  # the servers' log-probs, and so their last bits, are in it
             assert ours[key] == pytest.approx(expected[key], abs=1e-5, rel=1e-5)
     first, *_, last = steps_of(tmp_path / "whole")
-    assert first["replay/trajectories"] == 0 and last["replay/trajectories"] == 12 and last["replay/staleness"] >= 1
+    assert first["reuse/trajectories"] == 0 and last["reuse/trajectories"] == 12 and last["reuse/staleness"] >= 1
     assert last["batch/trajectories"] == first["batch/trajectories"] == 32
     assert {step["rollout/staleness_max"] for step in steps_of(tmp_path / "whole")} == {0}
     assert last["mismatch/max"] < 1e-3, "the older policies' tokens have no part in it"

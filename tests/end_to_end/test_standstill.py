@@ -7,9 +7,8 @@ import signal
 
 import pytest
 
-from megatron_rl.launch import process_exit
-from megatron_rl.launch.stop_signal import EXIT_STOPPED
-from megatron_rl.run import hang_watch
+from megatron_rl.life import hang_watch, process_exit
+from megatron_rl.life.stop_signal import EXIT_STOPPED
 from megatron_rl.run.rl_run import RLRun
 from tests.kit.fault_proxy import FaultProxy
 from tests.kit.forks import check_end, has_ended, killed, start_ranks

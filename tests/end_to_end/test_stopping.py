@@ -8,8 +8,8 @@ import psutil
 import pytest
 from kills import SMALL
 
-from megatron_rl.launch import stop_signal
-from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
+from megatron_rl.life import stop_signal
+from megatron_rl.life.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.train import main
 from tests.kit.forks import check_end, start_ranks

@@ -86,7 +86,7 @@ def wait_until_serving(engine: RemoteSGLangEngine, count: int, *, limit_s: float
 
 def lose(engine: RemoteSGLangEngine, url: str) -> None:
     """Let the client lose a server, as where a call to it failed."""
-    members = engine._service.client.fleet.members
+    members = engine.service.client.fleet.members
     (server,) = [server for server in members.serving if server.url == url]
 
     async def lose_it() -> None:

@@ -7,10 +7,11 @@ import random
 
 import torch
 
+from megatron_rl.api import Sampler
 from megatron_rl.types import LLMResponse, SampledTokens
 
 
-class RecordingEngine:
+class RecordingEngine(Sampler):
     """Replies of random ids, each token with a log-prob and a version of its own; `script` gives texts instead."""
 
     version = 5
@@ -53,7 +54,7 @@ class RecordingEngine:
         return reply
 
 
-class TimedEngine:
+class TimedEngine(Sampler):
     """Generates one token a second, `length(request)` of them, and knows which requests are under way.
 
     As the real one it goes on with what was begun, and leaves there what it had when it is cancelled.

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config import RolloutConfig, load_config
-from megatron_rl.launch.stop_signal import EXIT_STOPPED
+from megatron_rl.life.stop_signal import EXIT_STOPPED
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.train import main
 from megatron_rl.train import train as train_config

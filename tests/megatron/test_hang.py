@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_rl import parallel
 from megatron_rl.config import ParallelConfig
-from megatron_rl.launch.signs_of_life import SignsOfLife
-from megatron_rl.run import hang_watch
-from megatron_rl.run.hang_watch import HangWatch, RankReport, describe
+from megatron_rl.life import hang_watch
+from megatron_rl.life.hang_watch import HangWatch, RankReport, describe
+from megatron_rl.life.signs_of_life import SignsOfLife
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.weights.publish import Publication

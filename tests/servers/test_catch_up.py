@@ -112,7 +112,7 @@ def test_server_with_other_weights_than_its_peers_stays_out(late):
     wait_until(lambda: late_server.controls().count("/weights_checker") >= 2, "it is not tried again")
     assert late_server.url not in engine.serving
     assert "/update_weight_version" not in late_server.controls()
-    assert "holds other weights than its peers: w" in engine._service.client.fleet.members.troubles()
+    assert "holds other weights than its peers: w" in engine.service.client.fleet.members.troubles()
 
 
 def test_publication_does_not_wait_for_a_transfer_and_is_not_disturbed_by_it(late):
@@ -138,7 +138,7 @@ def test_publication_waits_for_a_server_that_is_just_let_go_on(late):
 
     async def slowly(_):
         # The publication has begun, and waits for this.
-        await until(lambda: clients and not clients[0]._service.client.fleet.members._may_catch_up)
+        await until(lambda: clients and not clients[0].service.client.fleet.members._may_catch_up)
         return {"success": True}
 
     engine, _, late_server = late(update_weight_version=slowly)
@@ -197,7 +197,7 @@ def test_late_server_waits_for_the_next_publication_and_keeps_no_rank_from_its_w
     config = load_config(COUNT, [f"run.folder={tmp_path}"])
     rank, engine = SimpleNamespace(is_main=True, control=None, any=bool), CountingEngine()
     processes, devices = (
-        SimpleNamespace(supervisor=None, process=client, nodes=None),
+        SimpleNamespace(supervisor=None, process=client, on_main=client, nodes=None),
         DeviceSharing(config, rank, None, None, None),
     )
     rollouts = Rollouts(config, rank, processes, devices, engine, is_ending=lambda: False)

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig
-from megatron_rl.servers import client
-from megatron_rl.servers import sampling_client as client_module
+from megatron_rl.rollout.rollout_service import RolloutService
+from megatron_rl.servers import generate
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
 from tests.kit import client_calls
@@ -97,7 +97,7 @@ def test_reply_that_an_update_interrupts_goes_on_with_the_new_weights(
 
 def test_reply_that_a_stranger_aborts_is_continued(embedded_servers, connect, tiny_model):
     engine = connect(embedded_servers[:1])
-    abort = lambda: engine._command_all("/abort_request", {"abort_all": True})  # noqa: E731
+    abort = lambda: engine._await(RolloutService._command_all, "/abort_request", {"abort_all": True})  # noqa: E731
     reply = interrupt(engine, embedded_servers[0], PROMPT, 400, abort)
     assert (reply.output_len, reply.stop_reason, reply.interruptions) == (400, "length", 1)
     expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
@@ -218,7 +218,7 @@ def test_faults_without_end_name_the_server_and_its_message(scripted, connect):
     server.script.extend([overloaded] * 10)
     with pytest.raises(RuntimeError, match=f"{server.url}/generate: HTTP 503: out of memory"):
         ask(connect(server.url))
-    assert len(server.generations()) == client_module.REQUEST_ATTEMPTS
+    assert len(server.generations()) == generate.REQUEST_ATTEMPTS
 
 
 def test_another_server_takes_over(scripted, connect):
@@ -327,7 +327,7 @@ def test_tokens_of_a_cancelled_reply_are_asked_for_and_kept(scripted, connect):
 
 
 def test_a_reply_in_parts_loses_no_more_than_a_part_with_a_server(scripted, connect, monkeypatch):
-    monkeypatch.setattr(client_module, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(generate, "FIRST_RETRY_S", 0.001)
     dying, other = scripted(), scripted()
     dying.script.extend([counting, lambda body: web.Response(status=500, text="dying")])
     engine = connect([dying.url, other.url], seed=3, part_tokens=3)
@@ -359,12 +359,12 @@ def test_a_greedy_reply_in_parts_is_the_whole_one(embedded_servers, connect):
 
 
 def test_reply_that_is_always_aborted_is_given_up(scripted, connect, monkeypatch):
-    monkeypatch.setattr(client_module, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(generate, "FIRST_RETRY_S", 0.001)
     server = scripted()
     server.script.extend([lambda body: counting(body, tokens=0, finish={"type": "abort", "message": "no"})] * 100)
     reply = ask(connect(server.url))
     assert (reply.stop_reason, reply.output_tokens) == ("abort", [])
-    assert len(server.generations()) == client_module.FRUITLESS_RESUMES + 1
+    assert len(server.generations()) == generate.FRUITLESS_RESUMES + 1
 
 
 def test_requests_of_one_rid_share_a_server_and_have_ids_of_their_own(scripted, connect):
@@ -409,7 +409,7 @@ def test_token_is_sent_and_another_one_is_refused_by_name(scripted, connect, tmp
 
 
 def test_answer_without_an_end_costs_no_memory(scripted, connect, monkeypatch):
-    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr(generate, "MAX_ANSWER_BYTES", 100_000)
     endless, sent = scripted(), []
 
     async def body():

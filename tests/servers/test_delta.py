@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.api import ChecksumForm, NoServerLeft
-from megatron_rl.servers.client import CommandRefused
+from megatron_rl.servers.server_http import CommandRefused
 from megatron_rl.weights import delta
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.delta_code import NOTHING, Change, Run, bits_of, encode, pack

@@ -17,9 +17,9 @@ from aiohttp import web
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.launch import open_files
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
-from megatron_rl.servers import client, membership
-from megatron_rl.servers.client import ServerError, seconds_of
+from megatron_rl.servers import client, membership, server_http
 from megatron_rl.servers.membership import BAD_REPLIES
+from megatron_rl.servers.server_http import ServerError, seconds_of
 from megatron_rl.workflows import RLVRWorkflow
 from tests.kit.client_calls import ask, request_of, start, update, wait_until_serving
 from tests.kit.run_tokens import TOKEN_FILE
@@ -316,14 +316,14 @@ def test_requests_of_a_server_that_generates_nothing_move_before_their_deadline(
 def test_server_that_is_only_slow_keeps_its_requests(scripted, connect, quick_patrol):
     async def slow(body):
         # It seems to have been asked for longer than the client is patient, and is looked at for it.
-        engine._service.client.fleet.members.serving[0].busy_since -= 2 * LATE_S
+        engine.service.client.fleet.members.serving[0].busy_since -= 2 * LATE_S
         await until(lambda: server.answered["/health_generate"] >= 3, "nobody asks whether it generates")
         return counting(body)
 
     server = scripted()
     server.script.append(slow)
     engine = connect(server.url, health_timeout_s=LATE_S)
-    engine._service.client.fleet.members.serving[0].last_reply_s -= 2 * LATE_S
+    engine.service.client.fleet.members.serving[0].last_reply_s -= 2 * LATE_S
     assert ask(engine).output_tokens == [2, 3] and len(server.generations()) == 1
     assert engine.metrics()["rollout/server_failures"] == 0
 
@@ -341,7 +341,7 @@ def test_long_reply_has_time_in_proportion_to_its_length():
     engine = RemoteSGLangEngine(RolloutConfig())
 
     def deadline_s(tokens):
-        return engine._service.client._deadline_s(request_of(max_new_tokens=tokens))
+        return engine.service.client._deadline_s(request_of(max_new_tokens=tokens))
 
     assert deadline_s(128) == 600.0 and 32_768 / deadline_s(32_768) == 10.0
 
@@ -352,7 +352,7 @@ def test_long_reply_has_time_in_proportion_to_its_length():
 def test_patrol_outlives_a_server_that_is_forgotten_while_it_is_visited(scripted, connect):
     forgotten, hanging, steady = (scripted() for _ in range(3))
     engine = connect([server.url for server in (forgotten, hanging, steady)], health_timeout_s=0.5 * SLOWNESS)
-    members = engine._service.client.fleet.members
+    members = engine.service.client.fleet.members
     forgotten.hangs = True
     visits = forgotten.asked["/model_info"]
     wait_until(lambda: forgotten.asked["/model_info"] > visits, "it is not visited")
@@ -384,10 +384,10 @@ def test_patrol_that_ended_fails_the_run_instead_of_leaving_it_without_one(scrip
         raise KeyError("a bug of ours")
 
     async def begin():
-        engine._service.client.fleet.members.lasting(fault(), "the patrol of rollout servers")
+        engine.service.client.fleet.members.lasting(fault(), "the patrol of rollout servers")
 
     engine._thread.run(begin())
-    wait_until(lambda: "the patrol of rollout servers has ended: KeyError" in str(engine._service.executor._fatal))
+    wait_until(lambda: "the patrol of rollout servers has ended: KeyError" in str(engine.service.executor._fatal))
 
 
 def test_watch_over_a_lost_server_begins_again_where_it_fails_by_a_bug_of_ours(scripted, connect, monkeypatch):
@@ -437,8 +437,8 @@ def test_server_that_is_busy_is_asked_again_and_neither_blamed_nor_refused(scrip
     server.script.extend([lambda _: web.Response(status=status, headers={"Retry-After": "0"})] * 8)
     engine = connect(server.url)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(client, "LONGEST_BUSY_S", 0.05)
-    monkey.setattr(client, "FIRST_BUSY_S", 0.01)
+    monkey.setattr(server_http, "LONGEST_BUSY_S", 0.05)
+    monkey.setattr(server_http, "FIRST_BUSY_S", 0.01)
     try:
         assert ask(engine).output_tokens == [2, 3]
     finally:

@@ -40,7 +40,7 @@ def test_real_sglang_obeys_schemas_and_forms_of_calls_and_the_tokens_are_counted
     assert json.loads(texts[0]) in SCHEMA["enum"]
     assert texts[1].startswith(CALL["begin"]) and texts[1].endswith(CALL["end"])
     assert json.loads(texts[2]) in SCHEMA["enum"], "one that was begun before begins anew, with its grammar"
-    assert metrics_of([engine.client.metrics.take()])["rollout/constrained_tokens"] == tokens
+    assert metrics_of([engine.service.client.metrics.take()])["rollout/constrained_tokens"] == tokens
 
 
 def test_the_embedded_server_says_that_it_has_no_grammar(embedded_servers, connect):

@@ -14,7 +14,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.parallel import first_ranks_of_nodes
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.servers import weight_receiver
-from megatron_rl.servers.client import CommandRefused
+from megatron_rl.servers.server_http import CommandRefused
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.servers.weight_receiver import is_on_this_host
 from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers

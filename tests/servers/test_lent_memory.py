@@ -13,7 +13,7 @@ import requests
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers import supervisor as supervisor_module
-from megatron_rl.servers.client import CommandRefused
+from megatron_rl.servers.server_http import CommandRefused
 from megatron_rl.servers.server_memory import ALL_MEMORY
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.weights.ipc import IPCPublisher

@@ -5,7 +5,7 @@ from concurrent.futures import wait
 import pytest
 
 from megatron_rl.api import NoServerLeft
-from megatron_rl.servers.client import ServerError
+from megatron_rl.servers.server_http import ServerError
 from tests.kit.client_calls import ask, finish, load, start, update, wait_until_selected, wait_until_serving
 from tests.kit.scripted_server import counting, never, overloaded
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
@@ -72,7 +72,7 @@ def test_time_without_a_server_does_not_count_towards_the_deadline_of_a_reply(sc
     clock = loop.time
     loop.time = lambda: clock() + passed[0]
     waiting = start(engine)
-    wait_until(lambda: engine._service.client.fleet.members._some_serve._waiters, "it waits for no server")
+    wait_until(lambda: engine.service.client.fleet.members._some_serve._waiters, "it waits for no server")
     passed[0] = 2 * LATE_S
     server.wait_for_looks()
     assert not waiting.done()

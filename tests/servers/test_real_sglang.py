@@ -11,6 +11,7 @@ import pytest
 import requests
 
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.servers import pool
 from megatron_rl.telemetry.trace import RankTrace, Recording, chrome_trace
 from megatron_rl.types import LLMRequest
@@ -59,13 +60,13 @@ async def versions_said(url):
 
 
 def test_a_trace_shows_its_requests_within_the_clients_calls(engine, real_sglang):
-    engine.client.spans.record()
+    engine.service.client.spans.record()
     begun = time.monotonic()
     ask(engine, PROMPT, max_new_tokens=64)
     engine.pause()
     engine.resume()
     recording = Recording(
-        pid=1, wall_minus_monotonic_s=time.time() - time.monotonic(), spans=engine.client.spans.take()
+        pid=1, wall_minus_monotonic_s=time.time() - time.monotonic(), spans=engine.service.client.spans.take()
     )
     rank = RankTrace(rank=0, host="n", boot="b", pid=1, clock_s=begun, phases=[], rollout=recording)
     trace = parse_trace(chrome_trace(0, [rank]))
@@ -127,7 +128,7 @@ def test_vocabulary_is_known_so_that_no_bad_id_can_kill_the_server(engine):
 @pytest.mark.thorough  # one that the server itself aborts, as its weights are half new, is below
 def test_aborted_reply_is_continued(engine, real_sglang, tiny_model):
     engine.update_weights(tiny_model, 1)
-    abort = lambda: engine._command_all("/abort_request", {"abort_all": True})  # noqa: E731
+    abort = lambda: engine._await(RolloutService._command_all, "/abort_request", {"abort_all": True})  # noqa: E731
     reply = interrupt(engine, real_sglang, PROMPT, LONG, abort)
     assert (reply.output_len, reply.stop_reason, reply.interruptions) == (LONG, "length", 1)
     expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)

@@ -25,6 +25,7 @@ from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
 from megatron_rl.rollout.resume_state import ResumePoint
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.telemetry.rollout_metrics import metrics_of
+from tests.kit.examples import IS_THOROUGH
 from tests.kit.forks import killed
 from tests.kit.ranks import fork
 from tests.kit.run_tokens import TOKEN_FILE
@@ -116,8 +117,8 @@ def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scrip
     rewards = pending.result()["rewards"]
     workers = {child.pid for child in psutil.Process(process.process.pid).children(recursive=True)}
     assert set(rewards.int().tolist()) <= workers, "they were computed over there"
-    # In a thread of this process the rewards would have had the interpreter for as long as this loop, or longer.
-    assert turns > 1000 and all_s < 1.2 * own_s
+    if IS_THOROUGH:  # in a thread of this process they would have had the interpreter for as long as this loop
+        assert turns > 1000 and all_s < 1.2 * own_s
 
 
 def test_errors_and_warnings_reach_the_trainer(run, scripted, caplog):

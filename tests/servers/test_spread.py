@@ -4,7 +4,8 @@ import asyncio
 from collections import Counter
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.servers.sampling_client import SamplingClient
+from megatron_rl.servers.generate import SamplingClient
+from megatron_rl.servers.pool import ClientOptions
 from megatron_rl.types import LLMRequest
 from tests.kit.scripted_server import counting
 from tests.kit.waiting import LATE_S, until
@@ -18,7 +19,10 @@ def groups_by_server(servers):
 
 
 async def spread(servers):
-    clients = [SamplingClient(RolloutConfig(request_timeout_s=LATE_S), rank=rank, ranks=RANKS) for rank in range(RANKS)]
+    clients = [
+        SamplingClient(RolloutConfig(request_timeout_s=LATE_S), ClientOptions(rank=rank, ranks=RANKS))
+        for rank in range(RANKS)
+    ]
     # Each knows them in an order of its own, as they come and go.
     for rank, client in enumerate(clients):
         await client.connect([server.url for server in servers[rank:] + servers[:rank]])

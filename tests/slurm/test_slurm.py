@@ -18,7 +18,7 @@ from cluster import POLL_S, ROOT, Cluster
 
 from megatron_rl.cli import main
 from megatron_rl.launch.slurm import port_of
-from megatron_rl.launch.stop_signal import EXIT_STOPPED
+from megatron_rl.life.stop_signal import EXIT_STOPPED
 from tests.kit.waiting import LATE_S
 from tests.kit.waiting import wait_until as wait_for
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, RolloutWorkflow
+from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, RolloutWorkflow, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import game_worker
 from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
@@ -21,7 +20,6 @@ from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.multi_turn import within
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
-from megatron_rl.workflows.samples import samples
 from megatron_rl.workflows.scoring import RewardFn
 
 if TYPE_CHECKING:
@@ -76,10 +74,10 @@ class TextGames(RolloutWorkflow):
         self._pool: WorkerPool | None = None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        games = await samples(partial(self._play, engine, data, n) for n in range(self.gconfig.n_samples))
+        games = await engine.samples(lambda sampler, n: self._play(sampler, data, n), range(self.gconfig.n_samples))
         return [trajectory for game in games for trajectory in game]
 
-    async def _play(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[Trajectory]:
+    async def _play(self, engine: Sampler, data: dict[str, Any], sample: int) -> list[Trajectory]:
         if self._pool is None:
             self._pool = WorkerPool("game", f"{game_worker.__name__}:playing", self._given, workers=self._most)
         talks: dict[int, Conversation] = {}
@@ -128,7 +126,7 @@ class TextGames(RolloutWorkflow):
             self._pool.close()
 
     async def _reply(
-        self, engine: InferenceEngine, talk: Conversation, added: list[int], rid: str, key: str | None
+        self, engine: Sampler, talk: Conversation, added: list[int], rid: str, key: str | None
     ) -> LLMResponse | None:
         """Return a seat's reply to what it is told, None where it has no turns or tokens left."""
         length = len(talk)

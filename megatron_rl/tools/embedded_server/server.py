@@ -24,9 +24,9 @@ import orjson
 import torch
 from aiohttp import web
 
-from megatron_rl.launch import process_exit
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import Lease, Registration
+from megatron_rl.life import process_exit
 from megatron_rl.tools.embedded_server import protocol
 from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
 from megatron_rl.tools.embedded_server.bodies import BODIES, Bodies, RequestFailed

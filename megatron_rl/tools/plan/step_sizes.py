@@ -88,7 +88,7 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
             f"needs one prompt at least; raise it, or plan with fewer GPUs."
         )
     fresh, requests = prompts * samples, prompts * (samples + (config.algo.advantage == "remax"))
-    groups_trained = prompts + config.replay.groups_per_step  # as soon as the buffer has them
+    groups_trained = prompts + config.reuse.groups_per_step  # as soon as the buffer has them
     trajectories = groups_trained * samples
     evaluations = evaluation_count(config) if config.data.evaluation or config.eval.sets else 0
     # As the AdmissionGate counts: those of this step, and of as many steps ahead as their tokens may be versions old.

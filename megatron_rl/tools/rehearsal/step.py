@@ -40,7 +40,7 @@ class RehearsedRun(RLRun):
     def _start(self) -> None:
         self._join()
         self.devices = DeviceSharing(self.config, self.groups, self.timers, None, None)
-        self._start_engines()
+        self._build_models([], None)
         for engine in self.trained.values():
             start_adam(engine.optimizer)  # the step is one of many: the first would meet an optimizer without moments
 

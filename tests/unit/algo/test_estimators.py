@@ -734,13 +734,13 @@ def test_running_normalisation_knows_all_rewards_so_far_also_after_a_checkpoint(
         shaper.load_state_dict(state)
 
 
-def test_replayed_trajectories_do_not_move_the_running_moments_as_an_earlier_step_has_counted_them():
+def test_reused_trajectories_do_not_move_the_running_moments_as_an_earlier_step_has_counted_them():
     batch, options = ragged_batch(), RewardShapingConfig(running="mean_std")
     alone = RewardShaper(options, AlgorithmConfig(), longest_reply=8)
     found = [shaped(batch, shaper=alone), alone.last["reward/shaped"]]
     again = TrajectoryBatch.cat([batch, batch.select([0, 1])])
     again.sequences["rewards"][-2:] = 7.0
-    again.sequences["is_replayed"] = (torch.arange(len(again)) >= len(batch)).long()
+    again.sequences["is_reused"] = (torch.arange(len(again)) >= len(batch)).long()
     shaper = RewardShaper(options, AlgorithmConfig(), longest_reply=8)
     torch.testing.assert_close(shaped(again, shaper=shaper)[: len(batch)], found[0])
     assert shaper.state_dict() == alone.state_dict() and shaper.last["reward/shaped"] == found[1]

@@ -152,7 +152,7 @@ OUR_KEYS = {
         "max_infrastructure_failures",
         "journal_replies",
     ],
-    "replay": ["groups_per_step", "buffer_groups", "max_age_steps", "solved_reward"],
+    "reuse": ["groups_per_step", "buffer_groups", "max_age_steps", "solved_reward"],
     "data": [
         "train",
         "train_args",
@@ -277,7 +277,7 @@ def test_a_resumed_run_says_which_options_were_changed(before, now, lines, load)
 
 def test_a_checkpoint_that_lacks_a_newer_option_can_be_resumed(load):
     saved = saved_form(load())
-    del saved["optimizer"]["eps"], saved["replay"]
+    del saved["optimizer"]["eps"], saved["reuse"]
     saved["optimizer"]["an_option_that_was_removed"] = 3
     assert changes_at_resume(saved, load("optimizer.eps=1e-6"), "step-3") == []
 
@@ -568,12 +568,12 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             )
         ),
         (
-            ["replay.groups_per_step=2"],
-            "replay.groups_per_step = 2: the buffer's groups are those of the journal.*set that, or leave the key out",
+            ["reuse.groups_per_step=2"],
+            "reuse.groups_per_step = 2: the buffer's groups are those of the journal.*set that, or leave the key out",
         ),
         (
-            ["replay.groups_per_step=2", "run.checkpoint_every_steps=5"],
-            "replay.groups_per_step = 2: .*correction.weight = off counts it .*set correction.weight=clamp or mask",
+            ["reuse.groups_per_step=2", "run.checkpoint_every_steps=5"],
+            "reuse.groups_per_step = 2: .*correction.weight = off counts it .*set correction.weight=clamp or mask",
         ),
         (
             ["rollout.journal_replies=true"],

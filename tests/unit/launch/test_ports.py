@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from megatron_rl.launch import ports
+from megatron_rl.launch import ports, slurm
 
 
 def test_no_connection_is_given_a_port_that_waits_for_its_listener():
@@ -33,3 +33,9 @@ def test_hosts_that_give_connections_all_ports_have_some_too(monkeypatch, tmp_pa
     (tmp_path / "range").write_text("1024\t65535\n")
     monkeypatch.setattr(ports, "RANGE", tmp_path / "range")
     assert ports.LOWEST <= ports.free_port("127.0.0.1") < 65_536
+
+
+def test_ports_of_ranks_of_servers_and_of_their_nodes_are_different_ones():
+    of_nodes = range(slurm.FIRST_SERVER_PORT, slurm.FIRST_SERVER_PORT + slurm.SERVER_PORTS * slurm.PORTS_OF_SERVER)
+    of_ranks = range(slurm.FIRST_PORT, slurm.FIRST_PORT + slurm.PORTS)
+    assert of_nodes.stop <= of_ranks.start and of_ranks.stop <= ports.LOWEST

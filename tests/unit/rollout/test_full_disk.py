@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_journal import Engine, episode, group, replay, start
+from test_journal import Engine, episode, group, restore, start
 
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config import RolloutConfig
@@ -67,7 +67,7 @@ def test_a_run_stops_where_its_journal_cannot_be_written_and_the_next_one_has_th
     with pytest.raises(RuntimeError, match="rollout journal"):  # nor is anything written behind what is torn
         journal.accepted(episode(9), group(9))
     journal.close()
-    left, found = journal.path.read_bytes(), replay(tmp_path)
+    left, found = journal.path.read_bytes(), restore(tmp_path)
     assert found.faults == [f"{journal.path.name} ends in the middle of a record, 200 bytes of it are left"]
     assert [found.take(data["sample_key"], 0) is not None for data in prompts] == [True, True, False, False]
     assert journal.path.read_bytes() == left

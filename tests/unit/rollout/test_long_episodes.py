@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout import journal
 from megatron_rl.rollout.executor import RolloutExecutor
-from megatron_rl.rollout.journal import Replay, ReplayingWorkflow, RolloutJournal
+from megatron_rl.rollout.journal import Records, Restored, RolloutJournal
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.workflows import MultiTurnWorkflow
 from megatron_rl.workflows.environments import Environment, Turn
@@ -67,17 +67,19 @@ def play(folder, run_attempt, **options):
     """One episode as a rollout process has it with journal_replies; returns its trajectories and how many replies."""
     written = {"run_attempt": run_attempt, "rank": 0, "first_step": 0, "version": 0, "fingerprint": "f"}
     record = RolloutJournal(folder / journal.FOLDER, **written)
-    replay = Replay(folder / journal.FOLDER, run_attempt=run_attempt, version=0, max_staleness=4, fingerprint="f")
+    restored = Restored(folder / journal.FOLDER, run_attempt=run_attempt, version=0, max_staleness=4, fingerprint="f")
     tokenizer = make_tokenizer()
     engine = RecordingEngine(tokenizer, seed=run_attempt, ends=("stop",))
     engine.version = 0
     arguments = {"max_tokens": 400, "environment_args": {"folder": str(folder)} | options}
     gconfig = GenerationConfig(n_samples=1, max_new_tokens=8)
     workflow = MultiTurnWorkflow(lambda **_: 0.0, gconfig, tokenizer, Counter, **arguments)
-    executor = RolloutExecutor(engine, RolloutConfig(journal_replies=True), RolloutMetrics(), [record])
+    executor = RolloutExecutor(
+        engine, RolloutConfig(journal_replies=True), RolloutMetrics(), [record], records=Records(restored, record)
+    )
     prompts = iter([{"prompt_number": 0, "prompt_index": 0, "epoch": 0, "prompt": "count"}])
 
-    batch = asyncio.run(executor.prepare_batch(prompts, ReplayingWorkflow(workflow, replay, record), 1))
+    batch = asyncio.run(executor.prepare_batch(prompts, workflow, 1))
     record.close()
     return batch, len(engine.served)
 

@@ -7,15 +7,16 @@ import socket
 import threading
 import time
 from concurrent.futures import CancelledError, Future
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_rl.api import RequestRefused
 from megatron_rl.rollout.rollout_rank import ToTrainer
-from megatron_rl.rollout.rpc import RpcClient, RpcSocket, serve
+from megatron_rl.rollout.rpc import RpcClient, RpcServer, RpcSocket
 from tests.kit.tokenizers import make_tokenizer
-from tests.kit.waiting import LATE_S, LIMIT_S
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 
 class Servant:
@@ -24,6 +25,22 @@ class Servant:
     def __init__(self):
         self.futures: dict[str, Future] = {}
         self.heard = []
+        self.going = {}
+
+    async def goes_on(self, name, fails=False):
+        """Last until `let_go(name)`."""
+        self.going[name] = asyncio.Event()
+        try:
+            await self.going[name].wait()
+        except asyncio.CancelledError:
+            self.heard.append(f"{name} was cancelled")
+            raise
+        if fails:
+            raise KeyError(name)
+        return name
+
+    def let_go(self, name):
+        self.going[name].set()
 
     def echo(self, *args, **kwargs):
         return args, kwargs
@@ -68,10 +85,8 @@ def caller(ends, servant, told):
     ours, theirs = ends
     wire = RpcSocket(theirs)
 
-    def answer(name, args, kwargs):
-        return getattr(servant, name)(*args, **kwargs)
-
-    serving = threading.Thread(target=lambda: asyncio.run(serve(wire, answer)))
+    server = RpcServer(wire, partial(getattr, servant), beside={"goes_on"})
+    serving = threading.Thread(target=lambda: asyncio.run(server.serve()))
     serving.start()
     on_end = lambda fault: fault or RuntimeError("it is gone")  # noqa: E731
     caller = RpcClient(RpcSocket(ours), on_told=lambda *call: told.append(call), on_end=on_end)
@@ -174,6 +189,24 @@ def test_calls_are_served_in_their_order_whether_they_wait_or_not(caller):
     for number in range(20):
         caller.tell("note", number)
     assert caller.call("note", "last") == [*range(20), "last"]
+
+
+def test_what_is_answered_beside_others_holds_none_of_them_up(caller):
+    first, second = caller.start("goes_on", "first"), caller.start("goes_on", "second", fails=True)
+    assert caller.call("echo", 1) == ((1,), {}) and not first.done()
+    caller.call("let_go", "second")
+    with pytest.raises(KeyError, match="second"):
+        second.result(LIMIT_S)
+    caller.call("let_go", "first")
+    assert first.result(LIMIT_S) == "first"
+
+
+def test_to_cancel_what_is_answered_beside_others_cancels_it(caller, servant):
+    asked = caller.start("goes_on", "it")
+    wait_until(lambda: "it" in servant.going)
+    assert asked.cancel() and asked.cancelled()
+    wait_until(lambda: servant.heard == ["it was cancelled"])
+    assert caller.call("echo", 1) == ((1,), {})
 
 
 def test_what_is_told_unasked_comes_before_the_answer_that_follows_it(caller, servant, told):

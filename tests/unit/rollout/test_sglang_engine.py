@@ -29,7 +29,7 @@ def engine(config, monkeypatch):
 
     made = RemoteSGLangEngine(config)
     monkeypatch.setattr(made, "_run", asyncio.run)
-    monkeypatch.setattr(made._service.executor, "prepare_batch", prepare_batch)
+    monkeypatch.setattr(made.service.executor, "prepare_batch", prepare_batch)
     return made
 
 

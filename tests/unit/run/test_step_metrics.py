@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.rollout.groups import is_uniform, mask_older
-from megatron_rl.rollout.replay_buffer import with_replayed
+from megatron_rl.rollout.reuse_buffer import with_reused
 from megatron_rl.run.step_metrics import (
     batch_metrics,
     counts_by_doubling,
@@ -65,7 +65,7 @@ def test_numbers_of_trajectories_are_means_over_samples():
     assert own == {"trajectory/turns": (2.0 + 5.0) / 2}
 
 
-def test_what_is_replayed_is_reported_apart_and_in_nothing_else():
+def test_what_is_reused_is_reported_apart_and_in_nothing_else():
     def trajectory(version: int, reward: float) -> Trajectory:
         ones = torch.ones(3, dtype=torch.int64)
         return Trajectory(
@@ -75,11 +75,11 @@ def test_what_is_replayed_is_reported_apart_and_in_nothing_else():
     fresh = TrajectoryBatch.from_trajectories([[trajectory(8, 0.0), trajectory(9, 0.5)]])
     again = TrajectoryBatch.from_trajectories([[trajectory(2, 1.0), trajectory(3, 0.0), trajectory(4, 0.2)]])
     expected = batch_metrics(fresh, version=9)
-    found = batch_metrics(with_replayed(fresh, [again]), version=9)
-    apart = {key: found.pop(key) for key in list(found) if key.startswith("replay/")}
+    found = batch_metrics(with_reused(fresh, [again]), version=9)
+    apart = {key: found.pop(key) for key in list(found) if key.startswith("reuse/")}
     assert found == expected
-    assert apart == {"replay/trajectories": 3, "replay/reward": pytest.approx(0.4), "replay/staleness": 6.0}
-    assert batch_metrics(with_replayed(fresh, []), version=9) == expected | {"replay/trajectories": 0}
+    assert apart == {"reuse/trajectories": 3, "reuse/reward": pytest.approx(0.4), "reuse/staleness": 6.0}
+    assert batch_metrics(with_reused(fresh, []), version=9) == expected | {"reuse/trajectories": 0}
 
 
 def test_groups_of_equal_rewards_have_no_variance_whatever_the_rewards():

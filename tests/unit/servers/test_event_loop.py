@@ -12,8 +12,9 @@ import time
 import pytest
 
 from megatron_rl.config import users_code
-from megatron_rl.servers import event_loop
-from megatron_rl.servers.event_loop import Beat, EventLoopThread, HoldWatch
+from megatron_rl.life import beat as life_beat
+from megatron_rl.life.beat import BUSY_S, LATE_S, LOOK_S, Beat, HoldWatch
+from megatron_rl.servers.event_loop import EventLoopThread
 from tests.kit.waiting import LIMIT_S, wait_until
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -54,9 +55,9 @@ def told():
             blocking.goes_on.set()
 
     handler = Handler(level=logging.WARNING)
-    event_loop.logger.addHandler(handler)
+    life_beat.logger.addHandler(handler)
     yield blocking, words
-    event_loop.logger.removeHandler(handler)
+    life_beat.logger.removeHandler(handler)
 
 
 def test_an_episode_that_blocks_the_event_loop_is_told_once_with_the_users_file_and_line(told):
@@ -73,7 +74,7 @@ def held_by(thread, episode, times):
     """Let a watch look at these times, by a clock of its own, while an episode holds the loop."""
     beat, watch = thread.run(watched(thread))
     thread.submit(episode)
-    wait_until(lambda: beat.stands_still_s > event_loop.LATE_S)
+    wait_until(lambda: beat.stands_still_s > LATE_S)
     for now in times:
         watch.look(time.monotonic() + now)
 
@@ -84,7 +85,7 @@ async def watched(thread):
     return beat, HoldWatch(beat)
 
 
-LOOKS = [event_loop.LOOK_S * number for number in range(1, 100)]
+LOOKS = [LOOK_S * number for number in range(1, 100)]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +114,9 @@ def test_many_short_blocks_add_up_to_a_warning(told, monkeypatch):
     count = 0
     while not words:
         count += 1
-        watch.look(time.monotonic() + event_loop.LOOK_S * count)
+        watch.look(time.monotonic() + LOOK_S * count)
     thread.stop()
-    assert count * event_loop.LOOK_S >= event_loop.BUSY_S / 2 and len(words) == 1
+    assert count * LOOK_S >= BUSY_S / 2 and len(words) == 1
 
 
 def test_a_computation_that_lets_no_other_thread_run_is_told_of(told, monkeypatch):
@@ -141,7 +142,7 @@ DIES = {
 def test_a_thread_that_dies_is_named_and_ends_its_process(how):
     script = """
         import sys, time
-        from megatron_rl.launch.process_exit import start_thread
+        from megatron_rl.life.process_exit import start_thread
         from megatron_rl.servers.event_loop import EventLoopThread
         {dies}
         time.sleep(10_000)

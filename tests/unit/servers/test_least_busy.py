@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.servers.sampling_client import least_busy
+from megatron_rl.servers.generate import least_busy
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -1,7 +1,8 @@
 import pytest
 
-from megatron_rl.servers.client import ServerError, message_of, parse_version
 from megatron_rl.servers.reply_check import named_spans, spread
+from megatron_rl.servers.server_http import ServerError, message_of
+from megatron_rl.servers.server_info import parse_version
 
 
 def test_versions_are_compared_as_numbers():

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_rl.rollout.hang_report import in_words
+from megatron_rl.life.hang_report import in_words
 from megatron_rl.telemetry.spans import SPANS_REMEMBERED, Spans, copied, span_here
 from tests.kit.waiting import wait_until
 

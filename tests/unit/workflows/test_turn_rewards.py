@@ -12,7 +12,7 @@ from megatron_rl.agents import AgentWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.events import Episode
 from megatron_rl.rollout.groups import as_group
-from megatron_rl.rollout.journal import Replay, RolloutJournal
+from megatron_rl.rollout.journal import Restored, RolloutJournal
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import MultiTurnWorkflow, ToolUseWorkflow
 from megatron_rl.workflows.conversation import Conversation
@@ -238,7 +238,7 @@ def test_a_run_that_was_killed_takes_the_rewards_of_turns_from_its_journal(token
     data = {"prompt_number": 3, "prompt_index": 3, "epoch": 0, "sample_key": "prompt 0/3"}
     journal.accepted(Episode(number=3, data=data, workflow=None), group)
     journal.close()
-    replay = Replay(tmp_path, run_attempt=2, version=4, max_staleness=4, fingerprint="f")
-    found = as_group(replay.take("prompt 0/3", version=4))
+    restored = Restored(tmp_path, run_attempt=2, version=4, max_staleness=4, fingerprint="f")
+    found = as_group(restored.take("prompt 0/3", version=4))
     assert torch.equal(found["turn_rewards"], group["turn_rewards"])
     assert torch.equal(found["rewards"], group["rewards"])

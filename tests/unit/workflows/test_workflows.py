@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 
+from megatron_rl.api import Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import ReMaxWorkflow, RLVRWorkflow
@@ -11,12 +12,15 @@ from megatron_rl.workflows.rendering import prompt_ids
 from tests.kit.waiting import LATE_S
 
 
-class OneReplyEngine:
+class OneReplyEngine(Sampler):
     """Answers each request with the text given for it; greedy requests with another."""
 
     def __init__(self, tokenizer, sampled="42<eos>", greedy="41<eos>", stop_reason="stop"):
         self.tokenizer, self.sampled, self.greedy, self.stop_reason = tokenizer, sampled, greedy, stop_reason
         self.requests = []
+
+    def get_version(self):
+        return 3
 
     async def agenerate(self, req):
         self.requests.append(req)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import TextIO
 
 
 class _Output(io.FileIO):
@@ -22,10 +23,10 @@ class _Output(io.FileIO):
 
 def outlive_readers() -> None:
     """Let this process print to standard output and error without an end to it when their readers go."""
-    sys.stdout, sys.stderr = (_outliving(stream) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
 
 
-def _outliving(stream: io.TextIOBase) -> io.TextIOBase:
+def _outliving(stream: TextIO) -> TextIO:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):  # it is no file: a notebook's, or that of a test

@@ -1,10 +1,11 @@
-"""The sampling client: the engine that a workflow is given, which gets replies from one or more rollout servers.
+"""Generation: the engine under every workflow, which gets replies from one or more rollout servers.
 
-A reply is complete whatever happens on the way: a failed call is sent again (to another server where there is one), an
-interrupted one continues from its partial output, with the log-probability and policy version of every token kept.
+A reply is complete whatever happens on the way: a failed call is sent again, to another server if there is one. An
+interrupted reply continues from its partial output, with the log-probability and policy version of every token kept.
 
-    agenerate -> one reply: parts, until one ends by itself -> one part: tries, until a server answers sensibly
-              -> one call of servers/client.py, which checks what comes back
+    agenerate -> one reply: parts, until one ends by itself
+    _part     -> one part: tries, until a server answers sensibly
+    _try      -> one HTTP call, whose answer is checked token by token (reply_check.py): a status of 200 proves nothing
 """
 
 from __future__ import annotations
@@ -14,29 +15,34 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import re
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+import orjson
 import torch
 
-from megatron_rl.api import ContextOutgrown, RequestRefused
-from megatron_rl.config import RolloutConfig
-from megatron_rl.routes import RouteForm
-from megatron_rl.servers.client import (
+from megatron_rl.api import ContextOutgrown, RequestRefused, Sampler
+from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.servers.client import ADAPTERS, ServerClient
+from megatron_rl.servers.pool import ALONE, ClientOptions, Fleet
+from megatron_rl.servers.reply_check import Asked, NoLogprob, ReplyPart, read_reply
+from megatron_rl.servers.server_http import (
+    BUSY,
+    MAX_ANSWER_BYTES,
     BadReply,
     Busy,
-    ServerClient,
+    OutOfFiles,
     ServerError,
     UnknownLogprob,
     backoff,
-    sampling_params,
+    message_of,
 )
-from megatron_rl.servers.pool import Fleet
-from megatron_rl.servers.reply_check import Asked, ReplyPart
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.telemetry.spans import Span, Spans
 from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
@@ -53,9 +59,16 @@ EARLY_END_S = 5.0
 """Longest that a cancelled reply waits for the tokens that its server has of it."""
 TOKENS_IN_TIME = 6_000
 """Tokens of a reply for which rollout.request_timeout_s is meant."""
+READ_HERE_BYTES = 32 * 1024
+"""Replies from this size on are read by another thread: to hand a smaller one over takes longer than to read it."""
+OF_THE_REQUEST = (400, 413, 422)
+"""Statuses with which a server refuses what it was asked to generate; others say that it, or its door, is not right."""
+MOST_EVENTS = 512
+"""Maximum SSE events per reply. Each repeats all tokens so far, so the total grows quadratically."""
+OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compile(rb'"finish_reason":\s*null')
 
 
-class SamplingClient:
+class SamplingClient(Sampler):
     """The replies of one client's servers. It lives on one event loop, that of `connect`; `version` is the policy's.
 
     client = SamplingClient(RolloutConfig(), seed=1)
@@ -70,34 +83,16 @@ class SamplingClient:
     def __init__(
         self,
         config: RolloutConfig,
+        options: ClientOptions = ALONE,
         *,
-        seed: int | None = None,
-        on_drop: Callable[[str, str], None] | None = None,
-        run_name: str = "",
-        vocab_size: int | None = None,
-        routes: RouteForm | None = None,
         on_failure: Callable[[str], None] | None = None,
         has_failed: Callable[[], bool] = lambda: False,
-        rank: int = 0,
-        ranks: int = 1,
     ) -> None:
-        """`on_drop(url, reason)` is called, on the event loop, for a server that fails a publication, or whose replies
-        are not to be believed. `vocab_size`: the model's, where it is known. `routes`: the form in which servers tell
-        the experts of tokens, where the trainer replays them.
-
-        With `run_name`, servers that register for it in rollout.registry come and go. The client that publishes needs
-        it; others follow that one, by `mark_published`.
-
-        `on_failure(message)` is told of what has ended that the run depends on; has_failed() is True once the run ends.
-
-        It is client number `rank` of the `ranks` that send requests to these servers.
-        """
-        self.config, self.seed, self.version = config, seed, 0
+        """`on_failure(message)` is told of what has ended that the run depends on; has_failed() is True once the run
+        ends."""
+        self.config, self.options, self.version = config, options, 0
         self.is_connected = False
-        self._has_failed, self._rank, self._ranks = has_failed, rank, ranks
-        self._options: dict[str, Any] = {"run_name": run_name, "vocab_size": vocab_size, "on_failure": on_failure}
-        self._options["routes"] = routes
-        self._on_drop = on_drop
+        self._on_failure, self._has_failed = on_failure, has_failed
         self._id = uuid.uuid4().hex[:8]
         self._rid_numbers = itertools.count()
         self._homes: OrderedDict[str, ServerClient] = OrderedDict()
@@ -107,8 +102,15 @@ class SamplingClient:
 
     async def connect(self, urls: list[str]) -> None:
         """Connect to the servers at `urls`; ServerError or RequestRefused names one that is not there."""
-        self._loop, options = asyncio.get_running_loop(), self._options
-        self.fleet = Fleet(self.config, urls, self._on_drop, spans=self.spans, version=self.get_version, **options)
+        self._loop = asyncio.get_running_loop()
+        self.fleet = Fleet(
+            self.config,
+            urls,
+            self.options,
+            spans=self.spans,
+            version=self.get_version,
+            on_failure=self._on_failure,
+        )
         self.is_connected = True  # before it is: `close` has a session to close where connecting fails
         await self.fleet.connect()
 
@@ -133,11 +135,8 @@ class SamplingClient:
         """
         if not self.is_connected:
             raise RuntimeError("rollout client: not connected, or closed; connect it to its servers first.")
-        if asyncio.get_running_loop() is self._loop:
-            return await self._whole_reply(req)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._whole_reply(req), self._loop))
-
-    async def _whole_reply(self, req: LLMRequest) -> LLMResponse:
+        if asyncio.get_running_loop() is not self._loop:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.agenerate(req), self._loop))
         with self.spans("replies", str(req.metadata.get("sample_key", req.rid))) as span:
             # Each round asks for the rest: the prompt and all tokens so far go to a server, perhaps another one.
             reply = begun_by(req) or LLMResponse.nothing(req.input_ids)
@@ -150,7 +149,7 @@ class SamplingClient:
                         # A grammar cannot be continued, and a text that ends a reply could lie across two parts.
                         is_whole = req.grammar is not None or req.gconfig.stop
                         most = left if is_whole else min(left, self.config.part_tokens or left)
-                        part = await self._generate_part(req, reply, most, deadline)
+                        part = await self._part(req, reply, most, deadline)
                         add_part(reply, part)
                         if part.stop_reason == "length" and len(part.sampled) == most < left:
                             fruitless = 0
@@ -190,9 +189,7 @@ class SamplingClient:
             span.args |= {"interruptions": reply.interruptions}
         return reply
 
-    async def _generate_part(
-        self, req: LLMRequest, reply: LLMResponse, most: int, deadline: asyncio.Timeout
-    ) -> ReplyPart:
+    async def _part(self, req: LLMRequest, reply: LLMResponse, most: int, deadline: asyncio.Timeout) -> ReplyPart:
         """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times.
 
         most: new tokens to ask for.
@@ -214,7 +211,10 @@ class SamplingClient:
                 # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
-                    part = await self._generate_on(server, rid, tokens, params, deadline, begun_by(req), routed, tell)
+                    part = await self._try(server, rid, tokens, params, deadline, begun_by(req), routed, tell)
+                except OutOfFiles as error:
+                    with not_counted(deadline):
+                        await asyncio.sleep(error.wait_s)
                 except Busy as error:
                     failed = server
                     logger.info("%s", error)
@@ -236,8 +236,8 @@ class SamplingClient:
                     await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
                     attempt += 1
                 else:  # another one could: those that refused are to blame, and not the request
-                    for one, refusal in refused.items():
-                        self.fleet.record_failure(one, BadReply(f"{refusal} (which another server did not)"))
+                    for one, said in refused.items():
+                        self.fleet.record_failure(one, BadReply(f"{said} (which another server did not)"))
                     self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
                     return part
 
@@ -255,7 +255,7 @@ class SamplingClient:
         finally:
             self.fleet.slots.release()
 
-    async def _generate_on(
+    async def _try(
         self,
         server: ServerClient,
         rid: str,
@@ -275,7 +275,7 @@ class SamplingClient:
         fleet, since = self.fleet, time.monotonic()
         asked = fleet.asked(server, rid, tokens, params, routed)  # before it is sent: a publication may end meanwhile
         # A task of its own: a server that is dropped cancels its calls, and not the episodes that wait for them.
-        call = asyncio.create_task(server.generate(asked, tokens, params, on_tokens))
+        call = asyncio.create_task(generate(server, asked, tokens, params, fleet.reply_readers, on_tokens))
         server.open_call(call)
         try:
             with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
@@ -334,7 +334,7 @@ class SamplingClient:
             return self.fleet.router.client
         home = self._homes.pop(rid, None)
         if home is None or home is avoid or home not in members.serving:
-            home = least_busy(members.serving, rank=self._rank, ranks=self._ranks, avoid=avoid)
+            home = least_busy(members.serving, rank=self.options.rank, ranks=self.options.ranks, avoid=avoid)
         self._homes[rid] = home  # it has the keys of this part, should another one follow
         if len(self._homes) > REMEMBERED_RIDS:
             self._homes.popitem(last=False)
@@ -348,11 +348,123 @@ class SamplingClient:
         key = req.metadata.get("sample_key")
         if req.gconfig.seed is not None:
             root = f"request {req.gconfig.seed}"
-        elif self.seed is not None and key is not None:
-            root = f"run {self.seed} {key}"
+        elif self.options.seed is not None and key is not None:
+            root = f"run {self.options.seed} {key}"
         else:
             return None
         return int.from_bytes(hashlib.sha256(f"{root} {generated}".encode()).digest()[:8]) >> 1
+
+
+async def generate(
+    server: ServerClient,
+    asked: Asked,
+    input_ids: list[int],
+    params: dict[str, Any],
+    readers: Executor,
+    on_tokens: Callable[[list[int]], None] | None = None,
+) -> ReplyPart:
+    """Generate once, however long it takes: the deadline of a reply is the caller's. BadReply for a wrong one.
+
+    params: SGLang's sampling parameters. readers: threads in which long replies are read. on_tokens: is told the ids so
+    far, as they come. What it was told is kept, as an abort's, if the server dies.
+    """
+    body = {"rid": asked.rid, "input_ids": input_ids, "sampling_params": params, "return_logprob": True}
+    if server.uses_adapters:
+        body["lora_path"] = ADAPTERS
+    if asked.routes is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": asked.routes_from}
+    at_most = min(asked.bytes_at_most, MAX_ANSWER_BYTES)
+    events = EventStream(on_tokens) if on_tokens and (server.info is None or server.info.streams_whole) else None
+    if events is not None:
+        every = -(-asked.max_new_tokens // MOST_EVENTS)
+        body |= {
+            "stream": True,
+            "sampling_params": params | ({"stream_interval": every} if every > 1 else {}),
+        }
+    try:
+        pieces = await server.call_once("POST", "/generate", body, at_most=at_most, stream=events)
+    except RequestRefused as refusal:
+        if refusal.status in OF_THE_REQUEST:
+            raise
+        raise ServerError(str(refusal)) from refusal  # its token or its door: another server may take the prompt
+    except ServerError as error:
+        if events is None or not events.is_begun:
+            raise
+        logger.info("%s; the reply goes on from the %d tokens that had come", error, events.count)
+    if events is not None:
+        pieces = [events.reply(f"{server.url}/generate")]
+    try:
+        if sum(map(len, pieces)) < READ_HERE_BYTES:
+            part = read_reply(pieces, asked)
+        else:  # an abort brings all that were under way at once, and the loop has more to do than to read them
+            part = await asyncio.get_running_loop().run_in_executor(readers, read_reply, pieces, asked)
+    except ValueError as error:
+        kind = UnknownLogprob if isinstance(error, NoLogprob) else BadReply
+        raise kind(f"{server.url}/generate: the reply cannot be used: {error}") from error
+    server.last_reply_s = time.monotonic()  # of good replies alone: bad ones are no sign that it works
+    return part
+
+
+class EventStream:
+    """The events of a streamed reply, each of which has all of it so far: the last one is the reply."""
+
+    def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
+        self._on_tokens = on_tokens
+        self.rest, self._last = bytearray(), b""
+        self.count = 0
+        """Tokens that have come."""
+
+    @property
+    def is_begun(self) -> bool:
+        return self.count > 0
+
+    def take(self, piece: bytes) -> None:
+        """Take what has come of the body. RequestRefused or ServerError where an event is one."""
+        self.rest += piece
+        *events, rest = self.rest.split(b"\n\n")
+        self.rest = rest
+        for event in events:
+            content = bytes(event).removeprefix(b"data: ")
+            if content.startswith(b'{"error"'):
+                raise self._error(content)
+            if (found := OUTPUT_IDS.search(content)) is not None:
+                ids = orjson.loads(found[1])
+                self._last, self.count = content, len(ids)
+                self._on_tokens(ids)
+
+    def _error(self, content: bytes) -> Exception:
+        error = orjson.loads(content)["error"]
+        code, words = (error.get("code"), message_of(content)) if isinstance(error, dict) else (None, str(error))
+        if isinstance(code, int) and 400 <= code < 500 and code not in BUSY:
+            return RequestRefused(words, code)
+        return ServerError(f"the stream ended: {words}")
+
+    def reply(self, what: str) -> bytes:
+        """Return the body of the whole reply; of one that was cut off, as an abort."""
+        if not self._last:
+            raise ServerError(f"{what}: the stream had no reply.")
+        return UNFINISHED.sub(b'"finish_reason":{"type":"abort","message":"the stream was cut off"}', self._last)
+
+
+def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
+    """Translate into SGLang's fields for a reply that already has `generated` tokens."""
+    params: dict[str, Any] = {
+        # Temperature 0 is SGLang's greedy; it reports log-probabilities at temperature 1 then.
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
+        "top_k": 1 if gconfig.greedy else gconfig.top_k,
+        "max_new_tokens": gconfig.max_new_tokens - generated,
+        "min_new_tokens": max(0, gconfig.min_new_tokens - generated),
+        "ignore_eos": gconfig.ignore_eos,
+        "skip_special_tokens": False,
+    }
+    if gconfig.stop:
+        params["stop"] = list(gconfig.stop)
+    if gconfig.stop_token_ids:
+        params["stop_token_ids"] = list(gconfig.stop_token_ids)
+    if seed is not None and not gconfig.greedy:
+        params["sampling_seed"] = seed
+    return params
 
 
 def least_busy(

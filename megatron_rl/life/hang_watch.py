@@ -37,8 +37,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl import parallel
-from megatron_rl.launch import process_exit
-from megatron_rl.launch.signs_of_life import Silence, where
+from megatron_rl.life import process_exit
+from megatron_rl.life.signs_of_life import Silence, where
 
 LOOK_S = 0.5
 """Seconds between two looks of a rank at its own phase and at the others' alarm."""
@@ -281,7 +281,7 @@ def collectives_not_entered(reports: list[RankReport]) -> list[str]:
     found = []
     groups = dict.fromkeys(group for report in reports for group in report.collectives)
     for group in groups:
-        last = {r.rank: tuple(r.collectives[group]) for r in reports if group in r.collectives}
+        last = {report.rank: report.collectives[group] for report in reports if group in report.collectives}
         number, what = max(last.values())
         late = sorted(rank for rank, (reached, _) in last.items() if reached < number)
         if late:
@@ -298,7 +298,7 @@ def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
     The number is 0 where there was none yet. Empty where this torch has no recorder for all backends.
     """
     try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
     except ImportError:
         return {}
     # The recorder names groups by torch's numbers, which say nothing of who is in them.
@@ -311,7 +311,7 @@ def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
     for entry in entries:
         group, number = label.get(entry["process_group"][0]), entry["collective_seq_id"]
         is_counted = group is not None and not entry["is_p2p"] and entry["time_created_ns"] >= since_ns
-        if is_counted and number >= newest[group][0]:
+        if is_counted and group is not None and number >= newest[group][0]:
             newest[group] = number, f"{entry['profiling_name']} of {entry['input_sizes']}"
     return newest
 

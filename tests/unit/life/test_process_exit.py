@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from megatron_rl.launch.process_exit import is_alive
+from megatron_rl.life.process_exit import is_alive
 from tests.kit.interpreters import run_python
 
 LETS_GO_OF_A_GROUP = """
@@ -12,7 +12,7 @@ LETS_GO_OF_A_GROUP = """
     import torch
     import torch.distributed as dist
     from megatron_rl.launch.ports import free_port
-    from megatron_rl.launch.process_exit import run_and_end
+    from megatron_rl.life.process_exit import run_and_end
     from megatron_rl.weights.update_group import join_update_group, leave_update_group
 
     def main():
@@ -42,7 +42,7 @@ def test_a_peer_that_takes_nothing_does_not_change_the_exit_code():
 ENDS = """
     import atexit, sys, threading, time
     from concurrent.futures import ThreadPoolExecutor
-    from megatron_rl.launch.process_exit import run_and_end
+    from megatron_rl.life.process_exit import run_and_end
 
     def main():
         atexit.register(print, "registered")

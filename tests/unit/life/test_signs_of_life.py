@@ -9,9 +9,10 @@ import threading
 import psutil
 import pytest
 
-from megatron_rl.launch import signs_of_life
-from megatron_rl.launch.signs_of_life import LOOK_S, SILENT_S, SignsOfLife, StoppedProcesses
-from megatron_rl.servers.event_loop import Beat, EventLoopThread
+from megatron_rl.life import signs_of_life
+from megatron_rl.life.beat import Beat
+from megatron_rl.life.signs_of_life import LOOK_S, SILENT_S, SignsOfLife, StoppedProcesses
+from megatron_rl.servers.event_loop import EventLoopThread
 from tests.kit.waiting import LIMIT_S, wait_until
 
 

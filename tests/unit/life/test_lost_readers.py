@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
-from megatron_rl.launch import lost_readers
+from megatron_rl.life import lost_readers
 from megatron_rl.telemetry.run_log import RunLog
 
 PROGRAM = """
 import os, sys, time
-from megatron_rl.launch.lost_readers import outlive_readers
+from megatron_rl.life.lost_readers import outlive_readers
 outlive_readers()
 print("the first line ä")
 sys.stdout.flush()

@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from megatron_rl.launch import rank
-from megatron_rl.launch.stop_signal import EXIT_INTERRUPTED, SIGNALS, StopSignal
+from megatron_rl.life.stop_signal import EXIT_INTERRUPTED, SIGNALS, StopSignal
 from tests.kit.interpreters import start_python
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 WAITS_IN_C = """
 import ctypes
-from megatron_rl.launch.stop_signal import StopSignal
+from megatron_rl.life.stop_signal import StopSignal
 notice = StopSignal({grace_s}, on_half_time=lambda: print("half time", flush=True))
 notice.listen()
 print("ready", flush=True)
@@ -42,7 +42,7 @@ def test_a_process_that_does_not_stop_within_its_grace_is_ended(number):
 
 
 def test_sigterm_leaves_most_of_half_a_minute_to_save(monkeypatch):
-    monkeypatch.setattr("megatron_rl.launch.stop_signal.FINISH_ON_TERM_S", 0.1)
+    monkeypatch.setattr("megatron_rl.life.stop_signal.FINISH_ON_TERM_S", 0.1)
     for number, is_early in ((signal.SIGTERM, True), (signal.SIGUSR1, False)):
         half_time = threading.Event()
         notice = StopSignal(2 * LATE_S, on_half_time=half_time.set)

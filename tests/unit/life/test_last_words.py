@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.launch import rank
-from megatron_rl.launch.last_words import KEPT, one_line
+from megatron_rl.life.last_words import KEPT, one_line
 
 
 def said(capsys, act, folder=None):

@@ -120,7 +120,7 @@ def run_and_end(main: Callable[[], object]) -> NoReturn:
     except SystemExit as stop:
         code = stop.code
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)

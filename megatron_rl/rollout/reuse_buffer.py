@@ -1,7 +1,7 @@
 """Solved groups that a rollout rank has trained, kept to be trained again beside fresh ones.
 
 Their tokens stay in the journal, whose files last as long as the buffer may name them; here are the places. Fresh
-groups are admitted, aged and counted as if there were no buffer: what is replayed comes on top, and says so.
+groups are admitted, aged and counted as if there were no buffer: what is reused comes on top, and says so.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import ReplayConfig
+from megatron_rl.config import ReuseConfig
 from megatron_rl.rollout.events import Episode, RolloutEvents
 from megatron_rl.rollout.groups import is_uniform, reward_of_each
 from megatron_rl.rollout.journal import Record, RolloutJournal, is_numbered
-from megatron_rl.types import REPLAYED, TrajectoryBatch
+from megatron_rl.types import REUSED, TrajectoryBatch
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class Entry:
     size: int
 
 
-class ReplayBuffer(RolloutEvents):
+class ReuseBuffer(RolloutEvents):
     """One rollout rank's part of the run's buffer. It hears of events before its journal does.
 
     A group is solved where a sample has the reward `solved_reward` and not all samples have the same. Of a prompt the
     newest solved group is kept. The oldest go where there are too many, and all that are older than `max_age_steps`.
 
-        buffer = ReplayBuffer(config.replay, journal, folder, seed=1, rank=0, ranks=1)
+        buffer = ReuseBuffer(config.reuse, journal, folder, seed=1, rank=0, ranks=1)
         drawn = buffer.draw()  # before the step's own groups are consumed
-        batch = with_replayed(batch, [buffer.read(entry) for entry in drawn])
+        batch = with_reused(batch, [buffer.read(entry) for entry in drawn])
     """
 
     def __init__(
-        self, options: ReplayConfig, journal: RolloutJournal, folder: Path, *, seed: int, rank: int, ranks: int
+        self, options: ReuseConfig, journal: RolloutJournal, folder: Path, *, seed: int, rank: int, ranks: int
     ) -> None:
         self.options, self.journal, self.folder = options, journal, folder
         self.seed, self.rank, self.ranks = seed, rank, ranks
@@ -56,19 +56,19 @@ class ReplayBuffer(RolloutEvents):
         self._solved: set[int] = set()  # numbers of prompts whose groups wait to be trained
 
     def draw(self) -> list[Entry]:
-        """Begin a step: return what it replays, without repetition, as the seed, the step and the buffer say."""
+        """Begin a step: return what it reuses, without repetition, as the seed, the step and the buffer say."""
         self.step += 1
         self.entries = [entry for entry in self.entries if self.step - entry.step <= self.options.max_age_steps]
         count = min(self._share(self.options.groups_per_step), len(self.entries))
-        return random.Random(f"{self.seed} replay {self.step} {self.rank}").sample(self.entries, count)
+        return random.Random(f"{self.seed} reuse {self.step} {self.rank}").sample(self.entries, count)
 
     def read(self, entry: Entry) -> TrajectoryBatch:
         """Return the group as it was first trained. RuntimeError where the journal does not have it any more."""
         record = Record(event={}, path=self.folder / entry.file, start=entry.start, size=entry.size)
         if fault := record.fault():
             raise RuntimeError(
-                f"replay: {fault}, and the buffer has a group there; restore the file, or resume with "
-                f"replay.groups_per_step=0."
+                f"reuse: {fault}, and the buffer has a group there; restore the file, or resume with "
+                f"reuse.groups_per_step=0."
             )
         group = record.group()
         group.sequences["prompt_index"] = torch.full((len(group),), entry.place)
@@ -122,24 +122,24 @@ def is_solved(group: TrajectoryBatch, solved_reward: float) -> bool:
     return best >= solved_reward and not is_uniform(group)
 
 
-def with_replayed(batch: TrajectoryBatch, groups: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-    """Return the batch and, behind it, groups that were trained before, told apart by `is_replayed` (int64, 0 or 1)."""
+def with_reused(batch: TrajectoryBatch, groups: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
+    """Return the batch and, behind it, groups that were trained before, told apart by `is_reused` (int64, 0 or 1)."""
     parts, fresh = [batch, *groups], int(batch["group"].max()) + 1
-    batch.sequences[REPLAYED] = torch.zeros(len(batch), dtype=torch.int64)
+    batch.sequences[REUSED] = torch.zeros(len(batch), dtype=torch.int64)
     for number, group in enumerate(groups):
         group.sequences["group"] = torch.full((len(group),), fresh + number)
-        group.sequences[REPLAYED] = torch.ones(len(group), dtype=torch.int64)
+        group.sequences[REUSED] = torch.ones(len(group), dtype=torch.int64)
         if group.tokens.keys() != batch.tokens.keys() or group.sequences.keys() != batch.sequences.keys():
             raise RuntimeError(
-                f"replay: a group of the buffer has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, and "
+                f"reuse: a group of the buffer has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, and "
                 f"those of now {sorted(batch.tokens)} and {sorted(batch.sequences)}; resume with "
-                f"replay.groups_per_step=0, or with the workflow as it was."
+                f"reuse.groups_per_step=0, or with the workflow as it was."
             )
     return TrajectoryBatch.cat(parts)
 
 
 def is_buffer(state: Any) -> bool:
-    """Return whether this is what ReplayBuffer.state_dict gives."""
+    """Return whether this is what ReuseBuffer.state_dict gives."""
     if not (isinstance(state, dict) and isinstance(state.get("entries"), list)):
         return False
     keys = {"place": int, "step": int, "file": str, "start": int, "size": int}

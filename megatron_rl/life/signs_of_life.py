@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import psutil
 
-from megatron_rl.launch import process_exit
+from megatron_rl.life import process_exit
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The replay buffer beside a plain list of what was trained: bounded, resumed exactly, and read back bit by bit."""
+"""The reuse buffer beside a plain list of what was trained: bounded, resumed exactly, and read back bit by bit."""
 
 import itertools
 import json
@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import ReplayConfig, RolloutConfig
+from megatron_rl.config import ReuseConfig, RolloutConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.rollout.events import Episode
 from megatron_rl.rollout.journal import RolloutJournal
 from megatron_rl.rollout.ledger import Share
-from megatron_rl.rollout.replay_buffer import ReplayBuffer, is_buffer, is_solved, with_replayed
 from megatron_rl.rollout.resume_state import ResumePoint, ResumeState
+from megatron_rl.rollout.reuse_buffer import ReuseBuffer, is_buffer, is_solved, with_reused
 from megatron_rl.types import Trajectory, TrajectoryBatch
 from tests.kit.examples import max_examples
 
@@ -47,13 +47,13 @@ class Rank:
 
     def __init__(self, folder, attempt=1, states=(), rank=0, ranks=1, **options):
         self.journal = RolloutJournal(folder, run_attempt=attempt, rank=rank, first_step=0, version=0, fingerprint="f")
-        self.options = ReplayConfig(groups_per_step=2 * ranks, **options)
-        self.buffer = ReplayBuffer(self.options, self.journal, folder, seed=3, rank=rank, ranks=ranks)
+        self.options = ReuseConfig(groups_per_step=2 * ranks, **options)
+        self.buffer = ReuseBuffer(self.options, self.journal, folder, seed=3, rank=rank, ranks=ranks)
         self.buffer.load_state_dicts(list(states))
         self.events = [self.buffer, self.journal]
 
     def step(self, groups):
-        """Train groups by number; return what was replayed, as (place, tokens)."""
+        """Train groups by number; return what was reused, as (place, tokens)."""
         drawn = self.buffer.draw()
         for number, one in groups.items():
             for events in self.events:
@@ -113,7 +113,7 @@ def one_step(step, rank=0):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=max_examples(8, 20), derandomize=True, database=None)
 @given(st.integers(1, 3), st.sets(st.integers(0, 9), min_size=1, max_size=3))
-def test_a_killed_run_replays_what_it_would_have_replayed(tmp_path_factory, ranks, kills):
+def test_a_killed_run_reuses_what_it_would_have_reused(tmp_path_factory, ranks, kills):
     def start(folder, attempt, states=()):
         return [Rank(folder, attempt, states, rank, ranks, buffer_groups=12, max_age_steps=5) for rank in range(ranks)]
 
@@ -126,7 +126,7 @@ def test_a_killed_run_replays_what_it_would_have_replayed(tmp_path_factory, rank
 
     whole = start(tmp_path_factory.mktemp("whole"), 1)
     folder = tmp_path_factory.mktemp("killed")
-    killed, attempt, replayed = start(folder, 1), 1, 0
+    killed, attempt, reused = start(folder, 1), 1, 0
     for step in range(10):
         states = [rank.state() for rank in killed]
         if step in kills:
@@ -137,8 +137,8 @@ def test_a_killed_run_replays_what_it_would_have_replayed(tmp_path_factory, rank
             killed = start(folder, attempt, states)
         expected = drawn_tokens(whole, step)
         assert drawn_tokens(killed, step) == expected
-        replayed += sum(map(len, expected))
-    assert replayed > 5
+        reused += sum(map(len, expected))
+    assert reused > 5
     for rank in (*whole, *killed):
         rank.journal.close()
 
@@ -199,38 +199,38 @@ def test_a_group_that_the_journal_does_not_have_any_more_is_named(damage, tmp_pa
         path.unlink()
     else:
         path.write_bytes(data if damage == "flip" else data[: entry.start + 3])
-    with pytest.raises(RuntimeError, match=r"replay: .*(cannot be read|is damaged at byte).*replay.groups_per_step=0"):
+    with pytest.raises(RuntimeError, match=r"reuse: .*(cannot be read|is damaged at byte).*reuse.groups_per_step=0"):
         rank.buffer.read(entry)
 
 
-def test_replayed_groups_come_behind_the_fresh_ones_and_say_so():
+def test_reused_groups_come_behind_the_fresh_ones_and_say_so():
     fresh = group(1, [0.0, 1.0])
-    batch = with_replayed(fresh, [group(2, [1.0, 0.0], version=3), group(3, [1.0, 0.0])])
-    assert batch["group"].tolist() == [0, 0, 1, 1, 2, 2] and batch["is_replayed"].tolist() == [0, 0, 1, 1, 1, 1]
+    batch = with_reused(fresh, [group(2, [1.0, 0.0], version=3), group(3, [1.0, 0.0])])
+    assert batch["group"].tolist() == [0, 0, 1, 1, 2, 2] and batch["is_reused"].tolist() == [0, 0, 1, 1, 1, 1]
     assert batch.fresh()["input_ids"].tolist() == fresh["input_ids"].tolist()
     other = group(4, [0.0, 1.0])
     other.sequences["more"] = torch.zeros(2)
-    with pytest.raises(RuntimeError, match="replay: a group of the buffer has the keys .*more"):
-        with_replayed(group(1, [0.0, 1.0]), [other])
+    with pytest.raises(RuntimeError, match="reuse: a group of the buffer has the keys .*more"):
+        with_reused(group(1, [0.0, 1.0]), [other])
 
 
 def test_the_journal_keeps_the_files_that_a_checkpoint_may_ask_for(tmp_path):
-    options, replays = RolloutConfig(max_staleness=1), ReplayConfig(groups_per_step=4, max_age_steps=3)
+    options, reuses = RolloutConfig(max_staleness=1), ReuseConfig(groups_per_step=4, max_age_steps=3)
     prompts = PromptIterator([{"prompt": "p"}] * PROMPTS, seed=3)
     point = ResumePoint(rank=0, ranks=1, run_attempt=1, fingerprint="", resumed=None)
-    state = ResumeState(prompts, Share(3, 0, 3), point, options, tmp_path, replays)
-    checkpoints, others, replayed = {}, itertools.count(), 0
+    state = ResumeState(prompts, Share(3, 0, 3), point, options, tmp_path, reuses)
+    checkpoints, others, reused = {}, itertools.count(), 0
     for step in range(20):
         if step % 2 == 0:
             checkpoints[step] = json.loads(json.dumps(state.state_dict()))
             checkpoints = dict(sorted(checkpoints.items())[-2:])
             state.rotate_journal(min(checkpoints))
-            for saved in checkpoints.values():  # a run that resumed there finds all it may replay
+            for saved in checkpoints.values():  # a run that resumed there finds all it may reuse
                 resumed = {"step": 0, "version": 0, "prompts": {"number": 0}, "ledgers": [saved]}
                 there = ResumePoint(rank=0, ranks=1, run_attempt=2 + step, fingerprint="", resumed=resumed)
-                other = ResumeState(prompts, Share(3, 0, 3), there, options, tmp_path / str(next(others)), replays)
+                other = ResumeState(prompts, Share(3, 0, 3), there, options, tmp_path / str(next(others)), reuses)
                 other.buffer.folder = tmp_path
-                replayed += len([other.buffer.read(entry) for entry in other.buffer.draw()])
+                reused += len([other.buffer.read(entry) for entry in other.buffer.draw()])
                 other.close()
         drawn = state.buffer.draw()
         for number, one in one_step(step).items():
@@ -239,6 +239,6 @@ def test_the_journal_keeps_the_files_that_a_checkpoint_may_ask_for(tmp_path):
         for events in state.events:
             events.consumed([episode(number) for number in one_step(step)], version=step)
         assert [state.buffer.read(entry) for entry in drawn] or step < 2
-    assert replayed > 20
+    assert reused > 20
     assert len(list(tmp_path.glob("*.journal"))) < 8, "and no others"
     state.close()

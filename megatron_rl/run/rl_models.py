@@ -1,0 +1,111 @@
+"""The models of an RL run: the policy with its losses, and those of reference, critic, reward model and teachers that
+the config asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl import parallel
+from megatron_rl.algo.actor import Critic, PolicyActor
+from megatron_rl.algo.reward_shaping import RewardShaper
+from megatron_rl.config import ParallelConfig, TrainConfig
+from megatron_rl.engine.megatron_engine import FrozenBase, MegatronEngine
+from megatron_rl.engine.offload import SharedDevice
+from megatron_rl.launch import own_gpu
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.run.demonstrated_rows import Demonstrations
+from megatron_rl.run.teachers import Teachers
+from megatron_rl.types import FinetuneSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLModels:
+    """Models that are built, each initialized."""
+
+    policy: MegatronEngine
+    actor: PolicyActor
+    reference: MegatronEngine | FrozenBase | None
+    critic: Critic | None
+    critic_engine: MegatronEngine | None
+    """The critic's."""
+    reward_model: MegatronEngine | None
+    teachers: Teachers
+    demonstrations: Demonstrations
+
+
+def policy_updates(config: TrainConfig) -> int:
+    """Return how many optimizer steps the policy takes in the whole run."""
+    return (config.run.steps - config.critic.warmup_steps) * config.batch.updates_per_step
+
+
+def build_models(
+    config: TrainConfig,
+    groups: ParallelGroups,
+    *,
+    shared_device: SharedDevice | None,
+    prompts: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> RLModels:
+    """Build the models of a run. Collective: every rank calls it.
+
+    shared_device: takes turns with others; None where the models have the device for themselves. prompts: the training
+    prompts, with the tokenizer that reads them.
+    """
+    own_gpu.stay_near()  # after the start of the servers, which have other GPUs
+    options: dict[str, Any] = {"megatron": config.megatron, "shared_device": shared_device}
+    policy = MegatronEngine(config.actor, groups=groups, **options)
+    policy.initialize(None, FinetuneSpec(total_updates=policy_updates(config)))
+    reference: MegatronEngine | FrozenBase | None = None
+    if config.algo.kl_coefficient > 0 and config.lora.rank > 0:
+        reference = policy.base
+    elif config.algo.kl_coefficient > 0:
+        reference = initialized(MegatronEngine(config.unrouted, groups=groups, trainable=False, **options))
+    teachers = Teachers(config, groups, policy, prompts, tokenizer, **options)
+    demonstrations = Demonstrations(config, groups, tokenizer, context=policy.arch.max_positions)
+    actor = PolicyActor(
+        policy,
+        config.algo,
+        temperature=config.generation.temperature,
+        correction=config.correction,
+        reference=reference,
+        shaper=RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens),
+        advantage_args=config.advantage_args,
+        teacher_coefficient=config.teacher.coefficient if config.teacher.shapes_advantages else 0.0,
+    )
+    critic_engine: MegatronEngine | None = None
+    if config.has_critic:
+        its_groups = groups_of(config.critic.parallel, config, groups)
+        critic_engine = MegatronEngine(config.critic_engine, groups=its_groups, head="value", **options)
+        critic_engine.initialize(None, FinetuneSpec(total_updates=config.run.steps * config.batch.updates_per_step))
+    reward_model: MegatronEngine | None = None
+    if config.reward_model.path:
+        its_groups = groups_of(config.reward_model.parallel, config, groups)
+        reward_model = initialized(
+            MegatronEngine(config.reward_engine, groups=its_groups, trainable=False, head="value", **options)
+        )
+    return RLModels(
+        policy=policy,
+        actor=actor,
+        reference=reference,
+        critic=None if critic_engine is None else Critic(critic_engine, config.critic),
+        critic_engine=critic_engine,
+        reward_model=reward_model,
+        teachers=teachers,
+        demonstrations=demonstrations,
+    )
+
+
+def initialized(engine: MegatronEngine) -> MegatronEngine:
+    engine.initialize()
+    return engine
+
+
+def groups_of(layout: ParallelConfig, config: TrainConfig, policys: ParallelGroups) -> ParallelGroups:
+    """Return the policy's groups if another model has its layout too, else groups of its own."""
+    if layout == config.parallel:
+        return policys
+    return parallel.start(layout, seed=config.run.seed, timeout_s=config.collective_timeout_s, control=policys.control)

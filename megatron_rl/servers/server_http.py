@@ -1,0 +1,268 @@
+"""HTTP calls to one server in SGLang's protocol, each of which ends in an answer or in a named error.
+
+What can be tried again raises ServerError, what the server will always refuse RequestRefused; both name URL, endpoint
+and the server's message. If this process is short of open files, or the server asks to wait, the call waits: nobody is
+to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import errno
+import logging
+import random
+import re
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+import orjson
+
+from megatron_rl.api import InfrastructureFailure, RequestRefused
+from megatron_rl.servers.reply_check import shown
+from megatron_rl.telemetry.spans import Spans
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_ANSWER_BYTES = 256 * 1024**2
+"""More than a list of checksums takes."""
+MAX_MESSAGE = 1000
+"""Characters of a server's message that are shown."""
+BUSY = (408, 425, 429)
+"""Statuses of a server, or of a router before it, that takes no more just now."""
+FIRST_BUSY_S, LONGEST_BUSY_S = 0.1, 30.0
+"""How long a call waits that is asked to come again; what Retry-After says, within these."""
+NO_FILES = (errno.EMFILE, errno.ENFILE)
+FILES_WAIT_S = 0.2
+FILES_WARNING_EVERY_S = 60.0
+
+
+class ServerError(InfrastructureFailure):
+    """The server is down, overloaded or answered rubbish; another try may succeed."""
+
+    KIND = "server"
+
+
+class BadReply(ServerError):
+    """The server answered what it cannot have generated; which field shows it, and by which rule, is in the message."""
+
+
+class UnknownLogprob(BadReply):
+    """A reply without the log-probability of a token, which a sound server gives of a nearly certain policy."""
+
+
+class Busy(ServerError):
+    """The server is well, and asks to come again in `wait_s` seconds."""
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+class OutOfFiles(Busy):
+    """This process may open no more files; the server was never asked."""
+
+
+class CommandRefused(ServerError):
+    """The server is well, and refused a control call."""
+
+
+class NotFound(RequestRefused):
+    """The server has no such endpoint."""
+
+
+class Stream(Protocol):
+    """Takes an answer piece by piece, as it arrives."""
+
+    rest: bytearray
+    """Of an event that has not come to its end."""
+
+    def take(self, piece: bytes) -> None: ...
+
+
+class ServerHttp:
+    """The calls to the server at `url`. All coroutines run on the loop that `session` belongs to."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, spans: Spans) -> None:
+        self.url, self.spans, self._session = url.rstrip("/"), spans, session
+        self.connected_s = 0.0
+        """On the monotonic clock: when a connection to it was made last. Behind it may be a server that was started
+        since the one before."""
+        self._warned_of_files_s = -FILES_WARNING_EVERY_S
+
+    async def call(
+        self,
+        method: str,
+        endpoint: str,
+        body: dict[str, Any] | bytes | None = None,
+        *,
+        timeout_s: float | None,
+    ) -> bytes:
+        """Return the body of an answer below 300; raise ServerError or RequestRefused for others.
+
+        A server that is busy is asked again until `timeout_s`; without one, Busy is raised at once.
+        """
+        deadline, busy = None if timeout_s is None else time.monotonic() + timeout_s, 0
+        while True:
+            try:
+                return b"".join(await self.call_once(method, endpoint, body, timeout_s=timeout_s))
+            except OutOfFiles as error:  # past any deadline
+                await asyncio.sleep(error.wait_s)
+            except Busy as error:
+                if deadline is None or time.monotonic() + error.wait_s > deadline:
+                    raise
+                await asyncio.sleep(max(error.wait_s, backoff(busy)))
+                busy += 1
+
+    async def call_once(
+        self,
+        method: str,
+        endpoint: str,
+        body: dict[str, Any] | bytes | None,
+        *,
+        timeout_s: float | None = None,
+        at_most: int = MAX_ANSWER_BYTES,
+        stream: Stream | None = None,
+    ) -> list[bytes]:
+        """Do the same once, and return the pieces in which the body came, of at most so many bytes.
+
+        A stream takes the pieces as they come, and none are returned.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        data = orjson.dumps(body) if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
+        request = self._session.request(
+            method,
+            self.url + endpoint,
+            data=data,
+            headers=headers,
+            timeout=timeout,
+            allow_redirects=False,  # which would turn a POST into a GET, and lead to a server that nobody has named
+            trace_request_ctx=self,
+        )
+        try:
+            async with request as answer:
+                reading = self._read(answer, endpoint, at_most, stream if answer.status == 200 else None)
+                status, pieces = answer.status, await reading
+                wait_s = seconds_of(answer.headers.get("Retry-After", ""))
+        except TimeoutError as error:
+            raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in NO_FILES:
+                self._warn_of_files(error)
+                raise OutOfFiles(str(error), FILES_WAIT_S) from error
+            raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
+        content = b"" if status < 300 else b"".join(pieces)
+        if status in BUSY:  # before other 4xx: these are no refusals
+            raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", wait_s)
+        if status >= 500 or 300 <= status < 400:  # a redirect is no success either: nothing was done
+            raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
+        if status >= 400:
+            kind = NotFound if status == 404 else RequestRefused
+            hint = "; the server's token must be that in rollout.token_file" if status == 401 else ""
+            raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}{hint}", status)
+        return pieces
+
+    def _warn_of_files(self, error: OSError) -> None:
+        if time.monotonic() - self._warned_of_files_s >= FILES_WARNING_EVERY_S:
+            self._warned_of_files_s = time.monotonic()
+            logger.warning(
+                "%s: requests to %s wait until files are closed. Raise the limit (ulimit -Hn), or lower "
+                "rollout.max_concurrent_episodes.",
+                *(error, self.url),
+            )
+
+    async def _read(
+        self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int, stream: Stream | None
+    ) -> list[bytes]:
+        """Return the body's pieces; BadReply for one that would fill this process's memory."""
+        pieces, size = [], 0
+        async for piece in answer.content.iter_any():
+            if stream is not None:
+                stream.take(piece)
+                if len(stream.rest) > at_most:
+                    raise BadReply(f"{self.url}{endpoint}: an event of more than {at_most} bytes.")
+                continue
+            pieces.append(piece)
+            size += len(piece)
+            if size > at_most:
+                raise BadReply(f"{self.url}{endpoint}: answered more than {at_most:,} bytes.")
+        return pieces
+
+    async def call_json(
+        self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None
+    ) -> dict[str, Any]:
+        content = await self.call(method, endpoint, body, timeout_s=timeout_s)
+        try:
+            answer = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}, which is not JSON.") from error
+        if not isinstance(answer, dict):
+            raise ServerError(f"{self.url}{endpoint}: answered {content[:80]!r}; a JSON object was expected.")
+        return answer
+
+    async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
+        """POST a control request; CommandRefused if it is refused, which `success: false` is whatever the status."""
+        try:
+            with self.spans("control", endpoint, place=self.url):
+                content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
+        except RequestRefused as refusal:  # nothing that a user wrote is in it, so no prompt is to blame
+            raise CommandRefused(str(refusal)) from refusal
+        try:
+            answer = orjson.loads(content) if content else {}
+        except orjson.JSONDecodeError:
+            return  # some control endpoints answer with a line of text
+        if isinstance(answer, dict) and not answer.get("success", True):
+            raise CommandRefused(f"{self.url}{endpoint}: refused: {message_of(content)}")
+
+    def checked(self, endpoint: str, read: Callable[[], T]) -> T:
+        """Return what `read` makes of an answer; ServerError with the reason where it makes nothing."""
+        try:
+            return read()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError(f"{self.url}{endpoint}: the answer cannot be used: {error}") from error
+
+
+def backoff(attempt: int) -> float:
+    """Seconds before the next attempt, so that all who wait do not come at once."""
+    # The exponent's bound: a server may be busy for days, and no float has 2^1024.
+    return min(LONGEST_BUSY_S, FIRST_BUSY_S * 2.0 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
+
+
+def seconds_of(retry_after: str) -> float:
+    """Return the seconds that a Retry-After header asks for, at most as many as this client would wait."""
+    if re.fullmatch(r"[0-9]{1,9}", retry_after):
+        seconds = float(retry_after)
+    else:
+        try:
+            seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            seconds = 0.0
+    return min(LONGEST_BUSY_S, max(FIRST_BUSY_S, seconds))
+
+
+def noting_connections() -> aiohttp.TraceConfig:
+    """For a session of ServerClients: each knows when a connection to its server was made last."""
+
+    async def note(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
+        context.trace_request_ctx.connected_s = time.monotonic()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_end.append(note)
+    return trace
+
+
+def message_of(content: bytes) -> str:
+    """Return the message of an error answer, in whichever of SGLang's shapes it comes."""
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return content[:300].decode(errors="replace").strip() or "(empty answer)"
+    error = answer.get("error", answer.get("message", answer)) if isinstance(answer, dict) else answer
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return (error if isinstance(error, str) else shown(error))[:MAX_MESSAGE]
