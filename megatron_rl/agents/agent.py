@@ -1,4 +1,4 @@
-"""Agents that know OpenAI's or Anthropic's API and nothing of training: functions of a URL, a key and a prompt."""
+"""Workflow for agents written against OpenAI's or Anthropic's API: functions of a URL, a key and a prompt."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs `agent(base_url, api_key, data, **agent_args)` for each of `gconfig.n_samples` samples, in a process each.
+    """Runs `agent(base_url, api_key, data, **agent_args)` for each of `gconfig.n_samples` samples, each in its own
+    process.
 
-    The agent, a function or a coroutine function, returns its reward, or None to have the reward function score the
-    last reply that it got; so is one scored that fails because its dialogue has outgrown the context. Every dialogue
-    that it led through the proxy becomes a trajectory with that reward; all of them are one group. A list has a reward
-    for each reply, in the order in which they came, and a trajectory's is the sum of its own. `sequence["turns"]`
-    counts a dialogue's replies, `sequence["sample"]` numbers its sample.
+    The agent is a function or coroutine function. It returns its reward, or None to let the reward function score the
+    last reply that it got. An agent that fails because its dialogue outgrew the context is scored in the same way.
+    Every dialogue with the proxy becomes a trajectory with that reward, and all trajectories form one group. If the
+    agent returns a list, it has one reward per reply, in the order received; a trajectory's reward is the sum over its
+    replies. `sequence["turns"]` is a dialogue's number of replies and `sequence["sample"]` its sample's number.
 
-    The agent is a function of a module: its processes import it. Each is killed at the end of its run, with all that
-    it started.
+    The agent must be a module-level function, because worker processes import it. A process is killed at the end of its
+    run, with all processes that it started.
 
         def agent(base_url, api_key, data):  # chat completions and Responses; Anthropic's clients add /v1 themselves
             client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -62,13 +63,13 @@ class AgentWorkflow(RolloutWorkflow):
         log_folder: str = "",
         constrained: str = "refuse",
     ) -> None:
-        """max_tokens: longest dialogue, prompt and all, at most the model's context. agent_workers: processes at a
-        time, of all episodes; an agent's time begins with its process, and the next one waits until one is free.
-        tool_format: how the model writes calls, as `tool_formats.FORMATS` names it; auto: as its chat template shows.
-        proxy: the fields of a ProxyAddress, for agents that are not on this host. log_folder: for what agents print, a
-        file for each sample; a config's is `agents` in run.folder. constrained: `refuse` JSON formats and tools by
-        name, and sample `required` freely; or ask the server for them by a grammar and leave such replies `untrained`.
-        """
+        """max_tokens: maximum dialogue length including the prompt, at most the model's context. agent_workers: maximum
+        agent processes over all episodes; further agents wait, and an agent's time limit starts with its process.
+        tool_format: the model's format for calls, a key of `tool_formats.FORMATS`, or auto to detect it from the chat
+        template. proxy: fields of ProxyAddress, for agents on other hosts. log_folder: folder for the agents' output,
+        one file per sample; a config uses `agents` in run.folder. constrained: `refuse` rejects JSON formats and tools
+        by name, and samples `required` freely; `untrained` enforces them by a grammar on the server and does not train
+        those replies."""
         if constrained not in CHOICES:
             raise ValueError(f"constrained = {constrained!r}: must be one of {', '.join(CHOICES)}.")
         if agent_workers < 1:
@@ -97,7 +98,7 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def _run(self, sample: int, engine: Sampler, proxy: AgentProxy, data: dict[str, Any]) -> list[Trajectory]:
         session = AgentSession(engine, self.options, sample_key(data, sample))
-        # The prompt as its file has it: `sample_key` is the run's own bookkeeping.
+        # The prompt as in its file: `sample_key` is internal.
         given = {name: value for name, value in data.items() if name != "sample_key"}
         name = f"{data.get('sample_key', 'episode')}-{sample}"
         async with proxy.serving(session):
@@ -106,15 +107,15 @@ class AgentWorkflow(RolloutWorkflow):
                     proxy.base_url, session.key, given, name=name, timeout_s=self.agent_timeout_s
                 )
             except AgentFailed as error:
-                # OpenAI's clients raise when they are told that the context is full: then the dialogue is over, and
-                # nothing has failed.
+                # OpenAI's clients raise when the context is full. The dialogue is then complete, and nothing has
+                # failed.
                 if session.outgrown is None or isinstance(error, AgentLost):
                     raise
                 if session.last_reply is None:
                     raise ContextOutgrown(session.outgrown) from error
                 logger.info("agent %s ended with its context: %s", self.workers.path, session.outgrown)
                 value = None
-        # Here the session is closed: nothing changes its dialogues while they are scored.
+        # The session is closed now: its dialogues cannot change while they are scored.
         if value is None and session.last_reply is None:
             return []
         if value is None:

@@ -1,6 +1,6 @@
-"""What the APIs that agents speak have in common: each becomes a request of chat completions, and its answer the API's.
+"""Common interface of the agent APIs: each request is converted to chat completions, and the answer back to the API.
 
-`chat_api`, `responses_api` and `messages_api` are the three.
+The three APIs are `chat_api`, `responses_api` and `messages_api`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from megatron_rl.types import LLMResponse
 from megatron_rl.workflows.messages import Message
 
 Event = tuple[str | None, dict[str, Any]]
-"""The name of an event of a stream, where the API names them, and its data."""
+"""A stream event: its name, if the API names events, and its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A reply as the agent is told of it."""
+    """A reply as it is reported to the agent."""
 
     message: Message
-    """The assistant's, in the form of chat completions."""
+    """Assistant message in chat-completions form."""
     thoughts: str | None
-    """Its first thoughts, of an API that shows them apart from the reply."""
+    """The reply's first thought, for an API that reports thoughts separately."""
     reply: LLMResponse
     stop: str | None = None
-    """The agent's stop string that ended it, which its text is without."""
+    """The agent's stop string that ended the reply. The message's text does not include it."""
 
     @property
     def calls(self) -> list[Message]:
@@ -41,41 +41,41 @@ class Answer:
 
 
 class AgentApi(abc.ABC):
-    """One API. An object serves one session, and may remember what its agent refers to later."""
+    """Base class of one API. An object serves one session, and may store what its agent can refer to later."""
 
     path: str
     shows_thoughts = False
-    """Thoughts are a part of their own, and an agent may send a reply back with them or without."""
+    """Whether thoughts are reported separately. An agent may then send a reply back with or without them."""
 
     @abc.abstractmethod
     def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the same request of chat completions. BadRequest names the field that cannot be taken."""
+        """Convert a request to chat completions. BadRequest names a field that is not supported."""
 
     @abc.abstractmethod
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        """Return the body of the whole answer."""
+        """Return the body of a complete answer."""
 
     @abc.abstractmethod
     def stream(self, body: dict[str, Any]) -> ReplyStream:
-        """Return what tells the answer piece by piece."""
+        """Return the object that produces a streamed answer's events."""
 
     last_line: bytes = b""
-    """The end of a stream."""
+    """Bytes that end a stream."""
 
     @abc.abstractmethod
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
-        """Return the body of a refusal; `field` is the one of the request that is at fault."""
+        """Return the body of an error response. field: the request field at fault."""
 
 
 class ReplyStream(abc.ABC):
-    """The events of one streamed answer: `begin`, then `advance` as often as more of it is known, then `finish`."""
+    """The events of one streamed answer. Call `begin`, then `advance` whenever more text is known, then `finish`."""
 
     def __init__(self) -> None:
         self._thoughts: str | None = None
         self._said = ""
 
     def advance(self, thoughts: str | None, said: str) -> Iterator[Event]:
-        """Tell what is new. RuntimeError where what was told before has become another text."""
+        """Yield events for new text. RuntimeError if text that was already streamed has changed."""
         if not ((thoughts or "").startswith(self._thoughts or "") and said.startswith(self._said)):
             raise RuntimeError("the reply's text is not the one that was streamed so far; ask again.")
         if thoughts is not None and thoughts != self._thoughts:
@@ -86,16 +86,16 @@ class ReplyStream(abc.ABC):
             yield from self.add_said(more)
 
     def finish(self, answer: Answer) -> Iterator[Event]:
-        """Tell the rest."""
+        """Yield the remaining events."""
         yield from self.advance(answer.thoughts, answer.message["content"])
         yield from self.end(answer)
 
     @abc.abstractmethod
     def begin(self, input_len: int) -> Iterator[Event]:
-        """Open the answer. input_len: tokens of the prompt."""
+        """Yield the events that open the answer. input_len: prompt tokens."""
 
     def add_thoughts(self, text: str) -> Iterator[Event]:
-        """Tell more of what was thought; the first time, it may be none yet."""
+        """Yield events for more thought text. The first call may have an empty text."""
         return iter(())
 
     @abc.abstractmethod
@@ -103,11 +103,11 @@ class ReplyStream(abc.ABC):
 
     @abc.abstractmethod
     def end(self, answer: Answer) -> Iterator[Event]:
-        """Tell the calls, and how it ended. All its text has been told."""
+        """Yield the events for calls and the stop reason. All text has been streamed before."""
 
 
 def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
-    """Return the text of a content that is text, or a list of parts of these kinds."""
+    """Return the text of a content that is a string, or a list of text parts of these kinds."""
     if is_text(content):
         return str(content)
     require(isinstance(content, list), field, content, "must be text or a list of parts")
@@ -119,7 +119,7 @@ def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
 
 
 def functions(tools: Any, schema: str) -> list[Message] | None:
-    """Return tools that are written flat in the form of chat completions; `schema` is the field of their parameters."""
+    """Convert flat tool definitions to chat completions. schema: name of the field with a tool's parameters."""
     if tools is None:
         return None
     require(isinstance(tools, list), "tools", tools, "must be a list")

@@ -1,7 +1,7 @@
-"""How an agent's request is recognised as the continuation of an earlier one, and why it is not.
+"""Recognizes an agent's request as the continuation of an earlier dialogue, or says why it is not one.
 
-Agents' clients write a history anew: with other spaces, key order and escapes in arguments, stripped texts, without
-thoughts, with ids of their own. The canonical form of a dialogue is the same for all of these.
+Agents' clients rewrite the history: arguments with other spaces, key order and escapes, stripped texts, missing
+thoughts, new ids. The canonical form of a dialogue is independent of all of these.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from megatron_rl.workflows.tools import THINK, THOUGHT, ends_a_thought
 
 NO_REPLY, TOOLS, AGAIN, OTHER = "", "tools", "again", "other"
 ROLES = ("system", "user", "assistant", "tool")
-"""Reasons for a new trajectory: other tools, a state that was continued before, or the first message that differs. With
-NO_REPLY it is the first of its dialogue."""
+"""Reasons for a new trajectory: other tools, a state that was already continued, or the role of the first message that
+differs. NO_REPLY: the request begins a dialogue."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The name of a dialogue's first messages."""
+    """Hashes of a dialogue's first messages, exact and canonical."""
 
     exact: str
     canonical: str
 
 
 def beginnings(messages: list[Message], tools: list[Message] | None) -> list[Beginning]:
-    """Return a name for each beginning of a dialogue: of the first message, of the first two, and so on."""
-    # The template renders the tools into the dialogue's beginning: with others it is another dialogue.
+    """Return one entry per prefix of a dialogue: the first message, the first two, and so on."""
+    # The template renders the tools at the dialogue's beginning, so other tools make another dialogue.
     exact = canonical = name_of("", tools or None)
     names, numbers = [], dict[str, int]()
     for message in messages:
@@ -45,7 +45,8 @@ def name_of(before: str, value: Any) -> str:
 
 
 def canonical_form(message: Message, numbers: dict[str, int]) -> Any:
-    """Return what a message says. numbers: of the calls before it, by their ids; those of this one are added."""
+    """Return the canonical form of a message. numbers: call id -> index in the dialogue; this message's calls are
+    added."""
     content = message["content"]
     if message["role"] == "assistant" and THOUGHT in content:
         if content.lstrip().startswith(THINK) or ends_a_thought(content):
@@ -60,7 +61,7 @@ def canonical_form(message: Message, numbers: dict[str, int]) -> Any:
 
 
 def canonical_value(value: Any) -> Any:
-    """Return a JSON value with numbers as JavaScript writes them: 1.0 is 1."""
+    """Normalize numbers in a JSON value as JavaScript writes them: 1.0 becomes 1."""
     match value:
         case dict():
             return {key: canonical_value(one) for key, one in value.items()}
@@ -72,19 +73,19 @@ def canonical_value(value: Any) -> Any:
 
 
 class History:
-    """The dialogues that an agent has led so far, to say why a request continues none of them."""
+    """The dialogues that an agent has led so far, to find out why a request continues none of them."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._first: set[str] = set()
-        """Of the first messages alone, whatever the tools."""
+        """Canonical hashes of first messages alone, without tools."""
 
     def add(self, names: list[Beginning], messages: list[Message]) -> None:
         self._known.update(name.canonical for name in names)
         self._first.add(name_of("", canonical_form(messages[0], {})))
 
     def reason(self, names: list[Beginning], messages: list[Message]) -> str:
-        """Return what keeps a request from continuing a dialogue; `NO_REPLY` if it holds no reply yet."""
+        """Return why a request continues no dialogue; `NO_REPLY` if it contains no reply yet."""
         last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         if last < 0:
             return NO_REPLY

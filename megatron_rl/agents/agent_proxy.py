@@ -1,7 +1,8 @@
-"""The HTTP side of agents: APIs that unmodified agents speak, by which all they ask for and get is recorded.
+"""HTTP server for unmodified agents. It speaks their APIs and records all requests and replies.
 
-POST /v1/chat/completions, POST /v1/responses (OpenAI's), POST /v1/messages and /v1/messages/count_tokens (Anthropic's),
-GET /v1/models
+- OpenAI: POST /v1/chat/completions, POST /v1/responses
+- Anthropic: POST /v1/messages, POST /v1/messages/count_tokens
+- both: GET /v1/models
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from megatron_rl.api import ContextOutgrown, RequestRefused
 from megatron_rl.config.strict_json import read_json
 
 LEAST_BYTES, BYTES_PER_TOKEN = 2**20, 64
-"""A request may have so many, and so many more for each token of the context: more text than any dialogue's."""
+"""Maximum request size: LEAST_BYTES, plus BYTES_PER_TOKEN for each token of the context. Any dialogue's text fits."""
 SIGN_OF_LIFE_S = 10.0
-"""A stream says so often that its reply is still being generated, or a client would take the server for dead."""
+"""Interval of keep-alive comments in a stream while a reply is generated, so that clients do not time out."""
 COUNTS = "/count_tokens"
 COUNT = MessagesApi.path + COUNTS
 LOOPBACK = "127.0.0.1"
 HUNG_UP = 499
-"""Status of a request whose agent is gone."""
+"""HTTP status for a request whose agent has disconnected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyAddress:
-    """The address at which agents reach the proxy. The default is for those of this host.
+    """Address at which agents reach the proxy. The default serves agents on this host.
 
     For example, for agents in containers and on other hosts:
 
@@ -48,11 +49,11 @@ class ProxyAddress:
     """
 
     host: str = LOOPBACK
-    """The address to listen on."""
+    """Address to listen on."""
     name: str = ""
-    """The host's name or address in the URL that agents are given; by default `host`."""
+    """Host name or address in the URL given to agents; `host` by default."""
     certificate: str = ""
-    """A file in PEM's form; with it the URL is https."""
+    """PEM file with the certificate. If it is set, the URL is https."""
     private_key: str = ""
 
     def __post_init__(self) -> None:
@@ -68,7 +69,8 @@ class ProxyAddress:
             raise ValueError(f"private_key = {self.private_key!r}: is for a certificate; set certificate, too.")
 
     def context(self) -> ssl.SSLContext | None:
-        """ssl.SSLError where the files are no certificate and its key."""
+        """Return the TLS context; None without a certificate. ssl.SSLError if the files are not a certificate and its
+        key."""
         if not self.certificate:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -82,10 +84,10 @@ class ProxyAddress:
 
 
 class AgentProxy:
-    """The APIs of some sessions, from `async with` to its end; after that agents find nothing there."""
+    """HTTP server for a number of sessions, for the duration of `async with`."""
 
     def __init__(self, max_tokens: int, address: ProxyAddress | None = None) -> None:
-        """max_tokens: of the longest dialogue."""
+        """max_tokens: maximum dialogue length."""
         self._address = address or ProxyAddress()
         self._sessions: dict[str, tuple[AgentSession, dict[str, AgentApi]]] = {}
         self._most_bytes = LEAST_BYTES + BYTES_PER_TOKEN * max_tokens
@@ -94,7 +96,7 @@ class AgentProxy:
             app.router.add_post(api.path, self._ask)
         app.router.add_post(COUNT, self._ask)
         app.router.add_get("/v1/models", self._models)
-        # An agent that goes away ends what was generated for it.
+        # If an agent disconnects, its generation is cancelled.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         self.base_url = ""
 
@@ -110,7 +112,7 @@ class AgentProxy:
 
     @asynccontextmanager
     async def serving(self, session: AgentSession) -> AsyncIterator[None]:
-        """Answer a session's requests; afterwards they are refused, whatever its agent still does."""
+        """Answer a session's requests inside this context. Later requests are refused."""
         apis = ChatApi(session.options.tokenizer), ResponsesApi(), MessagesApi()
         self._sessions[session.key] = session, {api.path: api for api in apis}
         try:
@@ -157,12 +159,12 @@ class AgentProxy:
             return web.json_response(api.result(body, await session.answer(asked, shows_thoughts=api.shows_thoughts)))
         except Exception as error:
             if is_hang_up(error, request):
-                return web.Response(status=HUNG_UP)  # which nobody reads
+                return web.Response(status=HUNG_UP)  # nobody reads it
             return refusal(api, *told(error, session))
 
 
 def is_hang_up(error: Exception, request: web.Request) -> bool:
-    """Return whether an error is only that the agent has closed its connection."""
+    """Return whether an error only means that the agent has closed its connection."""
     is_closed = request.transport is None or request.transport.is_closing()
     return is_closed and isinstance(error, ConnectionError | web.RequestPayloadError)
 
@@ -171,18 +173,18 @@ Told = tuple[int, str, str | None, str | None]
 
 
 def told(error: Exception, session: AgentSession) -> Told:
-    """Return what an agent is told of an error: status, message, field and code. Raise what is none of a request."""
+    """Return status, message, field and code of an error for the agent. Re-raise errors that a request cannot cause."""
     match error:
         case BadRequest():
             return 400, str(error), error.field, None
         case SessionOver():
             return 403, str(error), None, None
-        case ContextOutgrown():  # before RequestRefused, whose kind it is
-            session.outgrown = str(error)  # also of a body too large to read, which the session never saw
+        case ContextOutgrown():  # before RequestRefused, its base class
+            session.outgrown = str(error)  # also for a body too large to read, which the session never saw
             return 400, str(error), "messages", "context_length_exceeded"
         case RequestRefused() | ValueError() | RecursionError() | web.RequestPayloadError():
             return 400, str(error), None, None
-        case RuntimeError():  # no server can answer now: clients try again by themselves
+        case RuntimeError():  # no server can answer now; clients retry by themselves
             return 503, str(error), None, None
     raise error
 
@@ -196,7 +198,7 @@ def refusal(
 async def stream(
     request: web.Request, session: AgentSession, api: AgentApi, body: dict[str, Any], asked: dict[str, Any]
 ) -> web.StreamResponse:
-    """Send a reply as events while it is generated, with signs of life where nothing comes."""
+    """Stream a reply as events while it is generated, with keep-alive comments in between."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     progress, told_by = Progress(), api.stream(body)
     answering = session.answer(asked, shows_thoughts=api.shows_thoughts, progress=progress)
@@ -212,7 +214,7 @@ async def stream(
                     await first_of(asking, progress.changed)
             if asking.done():
                 break
-            if not response.prepared:  # what is refused at once is refused by a status
+            if not response.prepared:  # an immediate refusal still gets an HTTP status
                 await response.prepare(request)
             if not progress.changed.is_set():
                 await response.write(b": the reply is being generated\n\n")
@@ -234,13 +236,13 @@ async def stream(
             raise
         await response.write(line("error", api.error(*told(error, session))))
     finally:
-        asking.cancel()  # where the agent hung up
+        asking.cancel()  # if the agent disconnected
     await response.write_eof()
     return response
 
 
 async def first_of(asking: asyncio.Future[Answer], changed: asyncio.Event) -> None:
-    """Return when the answer is there, or its progress has changed."""
+    """Return when the answer is complete or its progress has changed."""
     waiting = asyncio.ensure_future(changed.wait())
     try:
         await asyncio.wait([asking, waiting], return_when=asyncio.FIRST_COMPLETED)

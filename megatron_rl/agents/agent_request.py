@@ -1,6 +1,6 @@
-"""The fields that an agent's request of the chat completions API may hold, and the one form of its messages.
+"""Validates an agent's chat-completions request and normalizes its messages.
 
-A field that is null is as good as none. What has passed here needs no check anywhere behind it.
+A null field counts as absent. Code after this module does not check requests again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megatron_rl.workflows.messages import Message
 
 
 class BadRequest(Exception):
-    """The agent asked for what the proxy does not do, or for nothing at all; it is told so with status 400."""
+    """The agent's request is invalid or not supported. It is answered with status 400."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
-        """The field of the request, such as messages[0].content."""
+        """Field at fault, such as messages[0].content."""
 
 
 def is_text(value: Any) -> bool:
@@ -35,7 +35,7 @@ def is_object(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not is_truth(value)  # to Python true is the number 1
+    return isinstance(value, int | float) and not is_truth(value)  # in Python True == 1
 
 
 def is_count(value: Any) -> bool:
@@ -69,23 +69,23 @@ def is_anything(value: Any) -> bool:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value asks for nothing: 0, false, or an empty text, list or object."""
+    """Return whether a value requests nothing: 0, false, or an empty string, list or object."""
     return not value
 
 
 NOT_SUPPORTED = "is not supported; leave it out"
 UNKNOWN = "is no option that is known here, and may change the reply; leave it out"
 Rules = dict[str, tuple[Callable[[Any], bool], str]]
-"""Field -> whether its value can be taken, and the rule."""
+"""Field -> (check of its value, rule for the error message)."""
 
 
 def taken(*fields: str) -> Rules:
-    """Return the rules of fields that say nothing of the reply's text, or no more than a hint."""
+    """Return rules that accept any value, for fields that do not affect the reply's text or are only hints."""
     return dict.fromkeys(fields, (is_anything, ""))
 
 
 def refused(*fields: str) -> Rules:
-    """Return the rules of fields that would change the reply, and are not done."""
+    """Return rules for fields that would change the reply and are not supported. Only empty values pass."""
     return dict.fromkeys(fields, (is_empty, NOT_SUPPORTED))
 
 
@@ -107,11 +107,11 @@ OPTIONS: Rules = {
     "n": (lambda value: value == 1, NOT_SUPPORTED),
     "modalities": (lambda value: value == ["text"], NOT_SUPPORTED),
     "parallel_tool_calls": (is_truth, "must be true or false"),
-    # Of these two `constrained.grammar_of` says what a workflow does with them.
+    # constrained.grammar_of decides what a workflow does with these two.
     "tool_choice": (is_choice, NOT_SUPPORTED),
     "response_format": (is_format, NOT_SUPPORTED),
 }
-"""Temperature and top-p are the run's all the same."""
+"""Temperature and top_p are accepted but ignored: the run's values are used."""
 
 
 def require(is_right: bool, field: str, value: Any, rule: str) -> None:
@@ -120,14 +120,14 @@ def require(is_right: bool, field: str, value: Any, rule: str) -> None:
 
 
 def check(body: dict[str, Any], options: Rules) -> None:
-    """Raise BadRequest for what is not done and would change the reply, and for what is no such option."""
+    """Raise BadRequest for unknown options, and for unsupported ones that would change the reply."""
     for field, value in body.items():
         is_right, rule = options.get(field, (is_empty, UNKNOWN))
         require(value is None or is_right(value), field, value, rule)
 
 
 def messages_of(body: dict[str, Any]) -> list[Message]:
-    """Return the messages in their one form, at least one of them. BadRequest for what is none."""
+    """Return the request's normalized messages, at least one. BadRequest if any is invalid."""
     messages = body.get("messages")
     is_right = isinstance(messages, list) and bool(messages)
     require(is_right, "messages", messages, "must be a list of one message or more")
@@ -138,11 +138,11 @@ def messages_of(body: dict[str, Any]) -> list[Message]:
 
 
 def normal(message: Any, field: str) -> Message:
-    """Return what a message says, without what clients add to it: one form for the same content."""
+    """Return a message reduced to its content: clients' additions are dropped, so equal content has one form."""
     require(is_object(message), field, message, "must be an object with a role and content")
     role = message.get("role")
     require(is_text(role), f"{field}.role", role, "must be text")
-    # What OpenAI's own objects bring besides (refusal, annotations, audio) is left out, null or not.
+    # Other fields of OpenAI's objects (refusal, annotations, audio) are dropped, even if they are not null.
     found: Message = {"role": role, "content": content_of(message.get("content"), f"{field}.content")}
     for name in ("name", "tool_call_id"):
         if value := message.get(name):
@@ -155,8 +155,8 @@ def normal(message: Any, field: str) -> Message:
 
 
 def content_of(content: Any, field: str) -> str:
-    """Return the text of a message's content, or of the parts that it is in."""
-    # Null is the content of a message that only calls tools.
+    """Return a message's content as text, joining its parts."""
+    # A message that only calls tools has null content.
     parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
     for part in parts:
         is_right = is_object(part) and is_text(part.get("text"))

@@ -1,9 +1,9 @@
-"""One run of an agent: the dialogues that it leads, and the tokens they are made of.
+"""One run of an agent: the dialogues that it leads, as tokens.
 
-A request whose messages begin with those of an earlier request, and the reply that it got, continues that one's tokens:
-nothing that was generated is tokenised again. Messages are compared in their canonical form (`agent_history`). One that
-does not is a dialogue of its own. Each generated token is trained in one trajectory only, also where an agent goes back
-and takes another way.
+A request continues an earlier one if its messages begin with the earlier messages and their reply. It then reuses the
+tokens: generated text is never retokenized. Messages are compared in canonical form (`agent_history`). Any other
+request begins a new dialogue. Each generated token is trained in one trajectory only, even if an agent goes back and
+branches.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EDGE_TOKENS = 16
-"""Of a prompt's end, and a reply's beginning, in which a thought may be opened."""
+"""How many tokens at a prompt's end and a reply's beginning are searched for an opened thought."""
 THOUGHTS = (THINK, THOUGHT)
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
-"""Of a call's id: some chat templates take no others."""
+"""Characters and length of call ids; some chat templates accept no others."""
 INLINE_CHARACTERS = 8192
-"""Longer ones are rendered and tokenised in a thread, as that takes longer than a few milliseconds."""
+"""Longer messages are rendered and tokenized in a thread, because that takes more than a few milliseconds."""
 
 
 class SessionOver(Exception):
-    """An agent asked for something after its end."""
+    """Raised for a request of an agent whose run has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
-    """The settings that all sessions of a workflow share."""
+    """Settings shared by all sessions of a workflow."""
 
     tokenizer: PreTrainedTokenizerBase
     gconfig: GenerationConfig
     max_tokens: int
     template: ChatTemplate
     tools: ToolFormat
-    """How the model writes calls."""
+    """The model's format for tool calls."""
     constrained: str = "refuse"
-    """As constrained.CHOICES has it."""
+    """One of constrained.CHOICES."""
     longest_token: int = field(init=False)
-    """Characters of the longest one in the vocabulary."""
+    """Characters of the vocabulary's longest token."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "longest_token", max(map(len, self.tokenizer.get_vocab())))
@@ -74,11 +74,11 @@ class ProxyOptions:
 
 @dataclass
 class Line:
-    """A dialogue as far as it has come. All its states share it: each with tokens of its own would be quadratic."""
+    """A dialogue so far. Its states share one copy of the tokens: a copy per state would grow quadratically."""
 
     conversation: Conversation
     split: str
-    """Why it continues no earlier dialogue, or shares its beginning with one; empty for a first request."""
+    """Why the dialogue continues no earlier one, or shares only its beginning; empty for a first request."""
 
 
 @dataclass
@@ -87,11 +87,11 @@ class State:
 
     line: Line
     length: int
-    """Tokens of the line up to here."""
+    """Number of the line's tokens up to this state."""
     replies: int
     last_reply: list[int]
     name: str
-    """The exact one of its messages, of which other dialogues may have the same canonical form."""
+    """Exact hash of its messages; other dialogues may have the same canonical hash."""
     is_continued: bool = False
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
@@ -106,42 +106,44 @@ class State:
 
 @dataclass
 class AgentSession:
-    """The requests of one run of an agent, and the replies it got."""
+    """One run of an agent: its requests and the replies to them."""
 
     engine: Sampler
     options: ProxyOptions
     sample_key: str | None
-    """The key of its sample; the keys of its requests begin with it."""
+    """Key of the sample; the keys of its requests begin with it."""
     key: str = field(default_factory=lambda: secrets.token_hex(24))
-    """The agent's API key: it names the session, and opens nothing else. Hexadecimal, as an agent may make it a word of
-    a command, where a dash would begin an option."""
+    """The agent's API key, which identifies the session and grants nothing else. It is hexadecimal because an agent may
+    pass it on a command line, where a leading dash would look like an option."""
     last_reply: LLMResponse | None = None
     outgrown: str | None = None
-    """Why the last request was not answered, where its dialogue had no room for a reply."""
+    """Error message if the last request was refused because its dialogue had no room for a reply."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """Of the task that made the session: requests come in on the HTTP server's tasks, which belong to no attempt."""
+    """Context of the task that created the session. Requests run in it, because the HTTP server's own tasks belong to
+    no attempt at an episode."""
     is_over: bool = False
 
     def __post_init__(self) -> None:
         self._rid = uuid.uuid4().hex
         self._states: dict[str, list[State]] = {}
-        """By the canonical names of their messages."""
+        """States by the canonical hash of their messages."""
         self._history = History()
         self._replied: list[State] = []
-        """After each reply, in the order in which they came."""
+        """The state after each reply, in the order received."""
         self._asked: Counter[str] = Counter()
         self._calls: set[asyncio.Task[Answer]] = set()
 
     def trajectories(self, reward: float | list[float], **sequence: float) -> list[Trajectory]:
-        """Return one for each dialogue, and each way that it took, in the order of their first replies' ends.
+        """Return one trajectory per dialogue and branch, in the order in which their first replies ended.
 
-        reward: of each of them; or of each reply, in the order in which they came. Then a trajectory has the sum of
-        those that are trained in it. ValueError for another number of rewards than replies.
+        reward: one for all trajectories, or a list with one per reply in the order received. With a list, a
+        trajectory's reward is the sum over the replies trained in it. ValueError if the list's length is not the number
+        of replies.
         """
         tips = [state for states in self._states.values() for state in states if not state.is_continued]
         if not isinstance(reward, list):
             for tip in tips:
-                tip.line.conversation.earn(reward)  # all trajectories of a run have the same columns
+                tip.line.conversation.earn(reward)  # all trajectories of a run need the same columns
             return [tip.trajectory(reward, **sequence) for tip in tips]
         if len(reward) != len(self._replied):
             raise ValueError(f"{len(reward)} rewards for {len(self._replied)} replies: must be one for each.")
@@ -150,7 +152,7 @@ class AgentSession:
         return [tip.trajectory(sum(own for _, own in tip.line.conversation.earned or []), **sequence) for tip in tips]
 
     async def close(self) -> None:
-        """End what is generated for it, and answer nothing any more."""
+        """Cancel the session's generation and refuse further requests."""
         self.is_over = True
         for call in self._calls:
             call.cancel()
@@ -160,7 +162,7 @@ class AgentSession:
     async def answer(
         self, body: dict[str, Any], *, shows_thoughts: bool = False, progress: Progress | None = None
     ) -> Answer:
-        """The same as `complete`, until `close`. SessionOver after that."""
+        """Run `complete`, but raise SessionOver once the session is closed."""
         completing = self.complete(body, shows_thoughts=shows_thoughts, progress=progress)
         call = asyncio.get_running_loop().create_task(completing, context=self.context)
         self._calls.add(call)
@@ -169,7 +171,7 @@ class AgentSession:
             if self.is_over:
                 call.cancel()
             return await call
-        except asyncio.CancelledError:  # by `close`, or because the agent hung up
+        except asyncio.CancelledError:  # by `close`, or because the agent disconnected
             if self.is_over:
                 raise SessionOver("the agent's time is over: nobody waits for its answer any more") from None
             raise
@@ -179,8 +181,9 @@ class AgentSession:
     ) -> Answer:
         """Answer a request of the chat completions API.
 
-        shows_thoughts: they are no part of the message, and the dialogue goes on whether it comes back with them or
-        without. progress: is told the reply as it comes. BadRequest and RequestRefused for what cannot be answered.
+        shows_thoughts: thoughts are reported separately from the message, and the dialogue continues whether the agent
+        sends them back or not. progress: is updated as the reply is generated. BadRequest and RequestRefused if the
+        request cannot be answered.
         """
         try:
             answer = await self._complete(body, shows_thoughts, progress)
@@ -191,11 +194,11 @@ class AgentSession:
         return answer
 
     async def count(self, body: dict[str, Any]) -> int:
-        """Return the tokens of what a request asks with."""
+        """Return the number of prompt tokens of a request."""
         return len((await self._prompt(body))[0])
 
     async def _prompt(self, body: dict[str, Any]) -> tuple[Conversation, State | None, list[Message]]:
-        """Return the dialogue up to the reply, the state that it continues, and its messages."""
+        """Return the dialogue up to the reply, the state that it continues (or None), and its messages."""
         check(body, OPTIONS)
         messages, tools = messages_of(body), tools_of(body)
         names = beginnings(messages, tools)
@@ -216,11 +219,11 @@ class AgentSession:
         tools, stops = tools_of(body), stops_of(body)
         names = beginnings(messages, tools)
         form, decode = self.options.tools, self.options.tokenizer.decode
-        # Some templates open a thought themselves.
+        # Some templates open a thought at the end of the prompt.
         is_opened = decode(conversation.ids[-EDGE_TOKENS:]).rstrip().endswith(THINK)
 
         def thinks(ids: list[int]) -> bool:
-            # Also where its mark is a special token, which the reply's text does not show.
+            # Check the tokens: if the mark is a special token, the reply's text does not show it.
             return is_opened or decode(ids[:EDGE_TOKENS]).lstrip().startswith(THINK)
 
         def grown(ids: list[int]) -> None:
@@ -236,15 +239,16 @@ class AgentSession:
         with self._marking(parent):
             reply = await self._generate(conversation, body, names[-1].exact, progress, grown, grammar)
         conversation.take(reply, is_trained=grammar is None)
-        # Asked behind the await: agents ask in parallel, and of several requests that continue one state the first to
-        # come back takes its line along. The others are lines of their own, without the tokens that it trains.
+        # Check this only after the await, because agents send requests in parallel. Of several requests that continue
+        # one state, the first to finish extends its line. The others become new lines, which do not train the shared
+        # tokens.
         if parent is None or parent.is_continued:
             conversation.leave_out_before(0 if parent is None else parent.length)
             line = Line(conversation, self._history.reason(names, messages))
         else:
             parent.is_continued, line = True, parent.line
-            line.conversation = conversation  # the line's other states are its beginnings, which stay as they are
-        # Named as it will come back in the next request, whatever the agent's client adds to it or leaves out.
+            line.conversation = conversation  # the line's other states are prefixes and stay valid
+        # Hash the reply in the form that the next request will contain, whatever the agent's client adds or drops.
         answer = self._answer(reply, body, shows_thoughts=shows_thoughts, is_open=thinks(reply.output_tokens))
         whole = [*messages, normal(answer.message, "reply")]
         names = beginnings(whole, tools)
@@ -256,11 +260,11 @@ class AgentSession:
         return answer
 
     def _continued(self, names: list[Beginning]) -> tuple[State | None, int]:
-        """Return the state with the most of these messages, and how many that is.
+        """Return the state that matches the longest prefix of the messages, and that prefix's number of messages.
 
-        Of several the one with the very same messages comes first, then one that nobody has continued.
+        Among several, prefer a state with exactly the same messages, then one that is not continued yet.
         """
-        # Never the whole request: its last message is what the agent has to say.
+        # Never match the whole request: its last message is new.
         for kept in range(len(names) - 1, 0, -1):
             if states := self._states.get(names[kept - 1].canonical):
                 exact = names[kept - 1].exact
@@ -269,7 +273,7 @@ class AgentSession:
 
     @contextmanager
     def _marking(self, parent: State | None) -> Iterator[None]:
-        """Note of the dialogue up to `parent` that it was cut off, where it has no room for what is asked next."""
+        """On ContextOutgrown, mark the dialogue up to `parent` as cut off: it has no room for what follows."""
         try:
             yield
         except ContextOutgrown:
@@ -278,9 +282,9 @@ class AgentSession:
             raise
 
     async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
-        """Render and tokenise what an agent said, not on the event loop where that takes long."""
-        characters = len(json.dumps(rendered, ensure_ascii=False))  # templates write keys and numbers, too
-        # Refused by its length alone: to tokenise megabytes takes seconds.
+        """Render and tokenize messages, in a thread if they are long."""
+        characters = len(json.dumps(rendered, ensure_ascii=False))  # templates also write keys and numbers
+        # Refuse by length alone: tokenizing megabytes takes seconds.
         if characters > self.options.max_tokens * self.options.longest_token:
             raise ContextOutgrown(
                 f"messages: have {characters} characters, more than the {self.options.max_tokens} tokens of the "
@@ -304,9 +308,9 @@ class AgentSession:
             )
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
         gconfig = within(self.options.gconfig, min(room, asked))
-        # Temperature and top-p stay the run's: the trainer's log-probabilities are those of its config.
+        # Temperature and top_p stay the run's, because the trainer computes log-probabilities with them.
         gconfig = gconfig.new(stop=[*gconfig.stop, *stops_of(body)])
-        # Agents ask in parallel, so a number in the order of asking would not be the same after a restart.
+        # The key uses the messages' hash: agents ask in parallel, so a running number could differ after a restart.
         self._asked[name] += 1
         metadata = {}
         if self.sample_key is not None:
@@ -315,20 +319,20 @@ class AgentSession:
         request = LLMRequest(rid=self._rid, input_ids=ids, gconfig=gconfig, metadata=metadata, grammar=grammar)
         if progress is not None:
             progress.input_len = len(conversation)
-            # The engine may have an event loop of its own.
+            # The engine may run in another event loop.
             request.on_tokens = partial(asyncio.get_running_loop().call_soon_threadsafe, grown)
         return await self.engine.agenerate(request)
 
     def _answer(self, reply: LLMResponse, body: dict[str, Any], *, shows_thoughts: bool, is_open: bool) -> Answer:
-        """Return what the agent is told of a reply. is_open: a thought was opened before it, or as it begins."""
+        """Convert a reply for the agent. is_open: a thought was opened before the reply or at its beginning."""
         form, tools = self.options.tools, tools_of(body)
         text, stop = until_stop(form.text(self.options.tokenizer, reply.output_tokens, keeps=THOUGHTS), stops_of(body))
         thoughts, said = split_thoughts(text, is_open=is_open) if shows_thoughts else (None, text)
-        # Calls in a thought are drafts; where it is told with the reply, it is opened again for the parser.
+        # Calls in a thought are drafts. If the thought is part of the reply, reopen it for the parser.
         opening = THINK if is_open and not shows_thoughts and not said.lstrip().startswith(THINK) else ""
         content, calls = form.split(opening + said, text_arguments(tools)) if tools else (said, [])
         is_one = body.get("parallel_tool_calls") is not False or len(calls) == 1
-        # The agent sees what was said in place of a call.
+        # If a call is invalid, the agent sees the raw text instead.
         if not calls or any(call.fault for call in calls) or not is_one:
             content, calls = opening + said, []
         content = content.removeprefix(opening)
@@ -342,7 +346,7 @@ class AgentSession:
         return Answer(message=message, thoughts=thoughts, reply=reply, stop=stop)
 
     def _without_special(self, text: str) -> str:
-        """Leave out the marks of thoughts that are special tokens, as decoding leaves out others."""
+        """Remove thought marks that are special tokens, as decoding removes other special tokens."""
         special = {str(added) for added in self.options.tokenizer.added_tokens_decoder.values() if added.special}
         for mark in special.intersection(THOUGHTS):
             text = text.replace(mark, "")
@@ -359,7 +363,7 @@ def stops_of(body: dict[str, Any]) -> list[str]:
 
 
 def until_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Return the text up to the stop string that comes first in it, and that one."""
+    """Return the text up to its first stop string, and that string."""
     found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not found:
         return text, None
@@ -368,7 +372,7 @@ def until_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def told_calls(calls: Iterable[ToolCall]) -> Iterator[Message]:
-    """Go through calls as chat completions have them, with the policy's ids where it gave them."""
+    """Yield calls in chat-completions form. The policy's own call ids are kept if they are unique."""
     ids: set[str] = set()
     for call in calls:
         identity = call.id if call.id and call.id not in ids else new_call_id()

@@ -1,4 +1,4 @@
-"""Worker processes for agents: at most so many at a time, each for one run and killed at its end, in time or not."""
+"""Pool of worker processes for agents. Each process serves one run and is killed at its end or deadline."""
 
 from __future__ import annotations
 
@@ -18,44 +18,46 @@ from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
 from megatron_rl.telemetry import stats_tracker
 
 AT_ONCE = 16
-"""Processes that are started at a time: forking one is quick, and hundreds at once would only wait for each other."""
+"""Maximum processes started at a time. A fork is quick, and hundreds at once would only wait for each other."""
 MOST_LOGS = 1024
-"""Logs that are kept; the oldest go first."""
+"""Maximum number of log files; the oldest are deleted."""
 DRAIN_S = 0.1
-"""The last words of a process that died or failed are for a moment with the one that has forked it."""
+"""Seconds to wait after a process died or failed: its parent process may still hold its last output."""
 SHOWN = 2000
-"""Characters of a failed agent's last words."""
+"""Characters of a failed agent's output in an error message."""
 
 
 class AgentTimeout(InfrastructureFailure):
-    """An agent took longer than it may, and was killed with all that it had started."""
+    """An agent exceeded its time limit and was killed, with all processes that it started."""
 
     KIND = "agent"
 
 
 class AgentFailed(RuntimeError):
-    """An agent raised. Its own traceback is the cause."""
+    """An agent raised an exception, whose traceback is the cause."""
 
 
 class AgentLost(AgentFailed, InfrastructureFailure):
-    """An agent raised an InfrastructureFailure: it has lost what it runs on."""
+    """An agent raised an InfrastructureFailure: it lost something that it depends on."""
 
 
 class AgentDied(InfrastructureFailure):
-    """An agent's process died, by no deadline of ours. Never a reward."""
+    """An agent's process died before its deadline. This never becomes a reward."""
 
     KIND = "agent"
 
 
 class AgentWorkers:
-    """The processes of one workflow's agents. They are started with the first run, all in one event loop.
+    """The agent processes of one workflow. They start with the first run and must be used from one event loop.
 
-    workers = AgentWorkers("my_agents:solve", {}, most=64, folder="runs/mine/agents")
-    value = await workers.run(base_url, api_key, data, name="12-3", timeout_s=600.0)  # a number, several, or None
+    For example:
+
+        workers = AgentWorkers("my_agents:solve", {}, most=64, folder="runs/mine/agents")
+        value = await workers.run(base_url, api_key, data, name="12-3", timeout_s=600.0)  # a number, several, or None
     """
 
     def __init__(self, agent: Any, args: dict[str, Any], *, most: int, folder: str = "") -> None:
-        """agent: a function of a module, or its import path. folder: for what agents print, one file a sample."""
+        """agent: a module-level function, or its import path. folder: for the agents' output, one file per sample."""
         self.path = path_of(agent, key="rollout.workflow_args.agent", what="agents run")
         self._args, self._most, self._given_folder = args, most, folder
         self._pool: WorkerPool | None = None
@@ -63,10 +65,10 @@ class AgentWorkers:
         self._logs: deque[Path] = deque()
 
     async def run(self, base_url: str, api_key: str, data: dict[str, Any], *, name: str, timeout_s: float) -> Any:
-        """Return the agent's value, a number, a list of them or None, at most `timeout_s` after its process was there.
+        """Run the agent and return its value: a number, a list of numbers or None.
 
-        AgentTimeout after that, AgentFailed and AgentDied where it ended otherwise, ValueError for a value that is
-        none. A call that is cancelled kills its process, too.
+        AgentTimeout if it takes longer than `timeout_s` from the start of its process, AgentFailed if it raises,
+        AgentDied if its process dies, ValueError for any other value. Cancelling this call also kills the process.
         """
         pool = self._started()
         log = self._log(name)
@@ -90,14 +92,14 @@ class AgentWorkers:
             await asyncio.sleep(DRAIN_S)
             raise AgentDied(f"agent {self.path}: {pool.died()}{last_words(log)}") from error
         finally:
-            # Its process ends here also where all went well: no agent finds what another one has left.
+            # The process is discarded even after success: no agent sees what another one left behind.
             pool.discard(worker, is_alone=is_alone)
         if "error" in answer:
             await asyncio.sleep(DRAIN_S)
         return self._value(answer, log)
 
     def close(self) -> None:
-        """End all processes. Without it they end with this object, or with its process."""
+        """Stop all processes. Otherwise they stop with this object, or with the current process."""
         if self._pool is not None:
             self._pool.close()
 
@@ -117,7 +119,7 @@ class AgentWorkers:
 
     def _started(self) -> WorkerPool:
         if self._pool is None:
-            # What an agent imports is imported once, in the process that its workers are forked from.
+            # An agent's imports run once, in the process that workers are forked from.
             given = {"path": self.path, "args": self._args}
             self._pool = WorkerPool("agent", "megatron_rl.rewards.agent_worker:running", given, workers=self._most)
             self._folder = Path(self._given_folder or tempfile.mkdtemp(prefix="agent-logs-"))
@@ -125,7 +127,7 @@ class AgentWorkers:
         return self._pool
 
     def _log(self, name: str) -> Path:
-        """Return the file for a sample's output. A further try of the sample is written behind the first one's."""
+        """Return the file for a sample's output. Retries of the sample append to it."""
         path = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.log"
         if path not in self._logs:
             self._logs.append(path)
@@ -135,7 +137,7 @@ class AgentWorkers:
 
 
 def last_words(log: Path) -> str:
-    """Return the end of what an agent has printed, for an error's message."""
+    """Return the end of an agent's output, for an error message."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - SHOWN))

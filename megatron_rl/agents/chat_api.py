@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, as agents ask for them and are answered."""
+"""OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChatApi(AgentApi):
     last_line = b"data: [DONE]\n\n"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """tokenizer: for the texts of tokens, where log-probabilities are asked for."""
+        """tokenizer: needed for token texts if log-probabilities are requested."""
         self.tokenizer = tokenizer
 
     def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The form that an agent demands of a reply, as a grammar: a JSON schema, or the call of a tool.
+"""Grammars for replies whose form the agent demands: a JSON schema, or the call of a tool.
 
-A grammar leaves out tokens that the trainer's log-probabilities count, so such a reply is context and not trained.
+A grammar masks tokens that the trainer's log-probabilities include. Such a reply is therefore context and not trained.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ REMEDY = "is not supported; leave it out, or set rollout.workflow_args.constrain
 def grammar_of(
     body: dict[str, Any], tools: list[Message] | None, form: ToolFormat, *, choice: str, is_opened: bool
 ) -> dict[str, str] | None:
-    """Return the grammar of the reply to a request; None for one that is sampled freely.
+    """Return the grammar for the reply to a request; None for free sampling.
 
-    choice: refuse, with which a schema and a tool by name are a BadRequest, and `required` is sampled freely; or
-    untrained. is_opened: the prompt has opened a thought, which ends before the grammar begins.
+    choice: `refuse` raises BadRequest for a schema or a tool by name, and samples `required` freely; `untrained`
+    returns a grammar. is_opened: the prompt has opened a thought, which must end before the grammar begins.
     """
     wanted, format = body.get("tool_choice"), body.get("response_format") or {"type": "text"}
     is_named, is_schema = is_object(wanted), format["type"] != "text"
@@ -45,7 +45,7 @@ def grammar_of(
 
 
 def schema_of(format: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a response_format. BadRequest for one without."""
+    """Return the schema of a response_format. BadRequest if it has none."""
     if format["type"] == "json_object":
         return {"type": "object"}
     given = format.get("json_schema")
@@ -55,7 +55,7 @@ def schema_of(format: dict[str, Any]) -> dict[str, Any]:
 
 
 def called(wanted: Any, tools: list[Message], form: ToolFormat) -> dict[str, Any]:
-    """Return the rule of a reply that is a call of the tool named, or of any. BadRequest where there is none."""
+    """Return the rule for a reply that calls the named tool, or any tool. BadRequest if there is no such tool."""
     given = wanted.get("function") if is_object(wanted) else None
     name = given.get("name") if is_object(given) else None
     functions = [tool["function"] for tool in tools]

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as agents ask for it and are answered."""
+"""Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_rl.workflows.messages import Message
 
 
 def keeps_all(value: Any) -> bool:
-    """Return whether edits of the context leave all of it there."""
+    """Return whether the context edits keep the whole context."""
     edits = value.get("edits") or [] if is_object(value) else [None]
     return all(is_object(edit) and edit.get("keep") == "all" for edit in edits)
 
@@ -101,7 +101,7 @@ class MessagesApi(AgentApi):
         return MessagesStream(body)
 
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
-        if code == "context_length_exceeded":  # the words by which clients know it
+        if code == "context_length_exceeded":  # the wording by which clients recognize this error
             message = f"prompt is too long: {message}"
         return {"type": "error", "error": {"type": ERRORS.get(status, "api_error"), "message": message}}
 
@@ -136,7 +136,7 @@ class MessagesStream(ReplyStream):
         yield event("message_stop")
 
     def _block(self, kind: str, content: dict[str, Any], *, is_new: bool = False) -> Iterator[Event]:
-        """Go on with a block of that kind, or open one."""
+        """Continue the open block of that kind, or open a new one."""
         if self._open == kind and not is_new:
             return
         yield from self._close()
@@ -154,7 +154,7 @@ class MessagesStream(ReplyStream):
 
 
 def chosen(choice: dict[str, Any]) -> Any:
-    """Return a tool_choice in the form of chat completions."""
+    """Convert a tool_choice to chat completions."""
     if choice.get("type") == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return "required" if choice.get("type") == "any" else choice.get("type")
@@ -188,7 +188,7 @@ def stop_sequence_of(answer: Answer) -> str | None:
 
 
 def blocks_of(answer: Answer) -> list[dict[str, Any]]:
-    """Return the reply as blocks: what was thought, what is said, and the calls."""
+    """Return the reply as content blocks: thoughts, text, and calls."""
     blocks: list[dict[str, Any]] = []
     if answer.thoughts is not None:
         blocks.append({"type": "thinking", "thinking": answer.thoughts, "signature": SIGNATURE})
@@ -202,7 +202,7 @@ def blocks_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def chat_messages(message: Any, field: str) -> list[Message]:
-    """Return what one message is in chat completions: results of tools are messages of their own there."""
+    """Convert one message to chat completions, where tool results are separate messages."""
     role = message.get("role") if is_object(message) else None
     require(role in ("user", "assistant", "system"), f"{field}.role", role, "must be user, assistant or system")
     content = message.get("content")
@@ -222,7 +222,7 @@ def chat_messages(message: Any, field: str) -> list[Message]:
                 calls.append(call_of(block, where))
             case "tool_result" if role == "user":
                 results.append(result_of(block, where))
-            case kind if kind in THOUGHTS:  # the tokens that were generated are kept, with what was thought
+            case kind if kind in THOUGHTS:  # ignored: the generated tokens are kept, thoughts included
                 pass
             case kind:
                 require(False, f"{where}.type", kind, "is not supported; must be text, tool_use or tool_result")

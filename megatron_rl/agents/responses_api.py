@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as agents ask for it and are answered."""
+"""OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = ("input_text", "output_text", "text")
 OPTIONS: Rules = {
     **taken("input", "tools", "metadata", "user", "store", "service_tier", "reasoning", "stream_options"),
     **taken("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"),
-    **taken("max_tool_calls"),  # of tools that the service runs itself
+    **taken("max_tool_calls"),  # only concerns tools that the service runs itself
     **refused("top_logprobs", "context_management", "moderation", "conversation", "prompt"),
     "model": (is_text, "must be text"),
     "instructions": (is_text, "must be text"),
@@ -62,7 +62,7 @@ ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "to
 
 
 class ResponsesApi(AgentApi):
-    """POST /v1/responses. A response is remembered by its id as long as its agent runs."""
+    """POST /v1/responses. Each response is stored by its id for as long as its agent runs."""
 
     path = "/v1/responses"
     shows_thoughts = True
@@ -94,7 +94,8 @@ class ResponsesApi(AgentApi):
     def whole(
         self, opening: dict[str, Any], body: dict[str, Any], answer: Answer, ids: dict[str, str]
     ) -> dict[str, Any]:
-        """Return the response that was opened so; ids: of the items that were told of before, by kind."""
+        """Return the complete response. opening: the fields announced at its start. ids: of items already streamed, by
+        kind."""
         items = output_items(answer, ids)
         response = opening | {
             "status": "incomplete" if answer.is_cut_off else "completed",
@@ -149,7 +150,7 @@ class ResponsesStream(ReplyStream):
         return {"item_id": self._ids[kind], "output_index": list(self._ids).index(kind), "content_index": 0}
 
     def _part(self, kind: str) -> Iterator[Event]:
-        """Go on with the item of that kind and its only part, or open it."""
+        """Continue the open item of that kind, or open a new item with its single part."""
         if self._open == kind:
             return
         if self._open:
@@ -190,13 +191,13 @@ class ResponsesStream(ReplyStream):
 
 
 def chosen(choice: Any) -> Any:
-    """Return a tool_choice in the form of chat completions."""
+    """Convert a tool_choice to chat completions."""
     is_named = is_object(choice) and choice.get("type") == "function"
     return {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
 
 
 def format_of(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a format in the form of chat completions, where a schema stands one level below."""
+    """Convert a format to chat completions, which nest the schema one level deeper."""
     given = (text or {}).get("format")
     return None if not given else {"type": given["type"], "json_schema": {"schema": given.get("schema")}}
 
@@ -219,11 +220,11 @@ def opened(body: dict[str, Any]) -> dict[str, Any]:
 
 
 PREFIXES = {"reasoning": "rs", "message": "msg"}
-"""Of items' ids, by their kind."""
+"""Prefixes of item ids, by kind."""
 
 
 def item_of(kind: str, identity: str, text: str, status: str) -> dict[str, Any]:
-    """Return an item with one part."""
+    """Return an item with a single part."""
     if kind == "reasoning":
         content = [{"type": "reasoning_text", "text": text}]
         return {"id": identity, "type": kind, "summary": [], "content": content, "status": status}
@@ -232,7 +233,7 @@ def item_of(kind: str, identity: str, text: str, status: str) -> dict[str, Any]:
 
 
 def output_items(answer: Answer, ids: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the reply as items: what was thought, what is said, and the calls."""
+    """Return the reply as output items: thoughts, text, and calls."""
     items: list[dict[str, Any]] = []
     status = "incomplete" if answer.is_cut_off else "completed"
     if answer.thoughts is not None:
@@ -246,7 +247,7 @@ def output_items(answer: Answer, ids: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def messages_of_input(value: Any) -> list[Message]:
-    """Return the messages that an input is. BadRequest for an item that is none."""
+    """Convert a request's input to messages. BadRequest for an unsupported item."""
     if is_text(value):
         return [{"role": "user", "content": value}]
     require(isinstance(value, list) and bool(value), "input", value, "must be text, or a list of one item or more")
@@ -267,7 +268,7 @@ def add_item(messages: list[Message], item: Any, field: str) -> None:
         case "function_call":
             texts = [item.get(name) for name in ("call_id", "name", "arguments")]
             require(all(map(is_text, texts)), field, item, "must have call_id, name and arguments, all text")
-            if not messages or messages[-1]["role"] != "assistant":  # a reply that calls and says nothing
+            if not messages or messages[-1]["role"] != "assistant":  # a reply that only calls tools
                 messages.append({"role": "assistant", "content": ""})
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
@@ -276,7 +277,7 @@ def add_item(messages: list[Message], item: Any, field: str) -> None:
             require(is_text(item.get("call_id")), f"{field}.call_id", item.get("call_id"), "must be text")
             content = text_of(item.get("output"), TEXTS, f"{field}.output")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-        case "reasoning":  # the tokens that were generated are kept, with what was thought
+        case "reasoning":  # ignored: the generated tokens are kept, thoughts included
             pass
         case kind:
             rule = "must be message, function_call, function_call_output or reasoning"

@@ -1,4 +1,4 @@
-"""A reply's text in its parts: what was thought, and what is said; whole, or as far as it is sure while it comes."""
+"""Splits a reply's text into thoughts and content, for whole replies and for replies in progress."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from megatron_rl.workflows.tool_formats import ToolFormat
 from megatron_rl.workflows.tools import BETWEEN, THINK, THOUGHT
 
 HALF = "\ufffd"
-"""What a tokenizer gives for a character of which not all bytes are there."""
+"""Character that a tokenizer returns for an incomplete multi-byte character."""
 
 
 def split_thoughts(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
-    """Return what was thought, or None, and what is said. is_open: it was opened, though the text may not show it."""
+    """Return a reply's thoughts (or None) and content. is_open: a thought was opened, even if the text does not show
+    it."""
     begin = text.lstrip()
     if not (is_open or begin.startswith(THINK)):
         return None, text
-    # One that is not ended was cut off.
+    # An unclosed thought was cut off.
     thoughts, _, said = begin.removeprefix(THINK).partition(THOUGHT)
     return thoughts.strip(), said.lstrip("\n")
 
 
 def sure_parts(text: str, *, is_open: bool, shows_thoughts: bool, tools: ToolFormat | None) -> tuple[str | None, str]:
-    """Return how the thoughts and the content of a reply begin whose text so far this is, however it goes on.
+    """Return those parts of an unfinished reply's thoughts and content that no continuation can change.
 
-    tools: the form of calls, where the reply may have any.
+    tools: the format of calls, if the reply may contain any.
     """
     text, thoughts = text.rstrip(HALF), None
     if shows_thoughts:
@@ -42,10 +43,10 @@ def sure_parts(text: str, *, is_open: bool, shows_thoughts: bool, tools: ToolFor
                 return up_to(inner, [THOUGHT]).strip(), ""
             thoughts, text = thoughts.strip(), text.lstrip("\n")
     if tools is not None:
-        # A call makes the rest another message: white space around the text goes then, and is kept without one.
+        # If a call follows, the text around it is stripped; otherwise its white space is kept.
         if text[:1].isspace():
             return thoughts, ""
-        if tools.is_whole:  # the same behind a thought that is a part of the text
+        if tools.is_whole:  # a JSON object may be a call, also after a thought within the text
             for place in (0, text.find(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0):
                 text = text[:place] if BETWEEN.sub("", text[place:])[:1] in ("", "{") else text
         text = up_to(text, tools.begins)
@@ -53,7 +54,7 @@ def sure_parts(text: str, *, is_open: bool, shows_thoughts: bool, tools: ToolFor
 
 
 def up_to(text: str, marks: Iterable[str]) -> str:
-    """Return the text up to the first of the marks, also where it ends within one."""
+    """Return the text up to the first of the marks, including a partial mark at its end."""
     for mark in marks:
         place = text.find(mark)
         if place < 0:
@@ -65,16 +66,17 @@ def up_to(text: str, marks: Iterable[str]) -> str:
 
 @dataclass
 class Progress:
-    """A reply that is being generated, as far as it is sure. It only grows."""
+    """The streamable part of a reply in progress. It only grows."""
 
     input_len: int = 0
-    """Tokens of its prompt; 0 until it is asked for."""
+    """Prompt tokens; 0 until the request is sent."""
     thoughts: str | None = None
     said: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def grown(self, thoughts: str | None, said: str) -> None:
-        # Decoding more tokens may change what fewer gave: what was told stays, and is compared in the end.
+        # Decoding more tokens may change earlier text. Streamed text stays; ReplyStream.finish compares it with the
+        # final text.
         if (thoughts or "").startswith(self.thoughts or "") and said.startswith(self.said):
             self.thoughts, self.said = thoughts if self.thoughts is None else thoughts or "", said
             self.changed.set()

@@ -1,1 +1,1 @@
-"""Starting processes and ending with them."""
+"""Starting the processes of a run, and stopping them with it."""

@@ -1,7 +1,7 @@
-"""The number of cores that are free for a process that starts now.
+"""Counts the cores that are free for a process that starts now.
 
-Threads that wait for each other and are more than the free cores are slower by an order of magnitude than one thread:
-each step of a parallel loop takes as long as the thread that the system lets wait longest.
+A program with more synchronizing threads than free cores is ten times slower than with one thread. Each step of a
+parallel loop waits for the thread that the system schedules last.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ LOOK_S = 0.2
 
 
 def free_cores() -> int:
-    """Return the number of cores that others leave, at least 1: of those that this process may use, by affinity and by
-    its container's quota, without those that are busy now and have been for a minute.
+    """Return the number of free cores, at least 1.
 
-    Both, because a minute's load outlives what has just ended, and ranks that start together make each other busy.
+    These are the cores that this process may use, by affinity and container quota, minus the busy ones. The lower of
+    two figures counts as busy: the load of the last minute, and the current use. The load outlives processes that have
+    just ended, and the use includes ranks that start at the same time.
     """
     usable = min(float(len(os.sched_getaffinity(0))), quota())
     busy = min(os.getloadavg()[0], busy_cores())
@@ -27,7 +28,7 @@ def free_cores() -> int:
 
 
 def quota() -> float:
-    """Return the cores that the container may use at a time; infinity where there is no bound."""
+    """Return the container's CPU quota in cores; infinity if it has none."""
     try:
         allowed, period = QUOTA.read_text().split()
     except OSError:
@@ -36,13 +37,13 @@ def quota() -> float:
 
 
 def busy_cores() -> float:
-    """Return how many cores of the host worked in the last moments; 0 where it does not say."""
+    """Return how many of the host's cores are busy, measured over LOOK_S; 0 if the host has no CPU statistics."""
     if not CPU_STATISTICS.exists():
         return 0.0
     first, began = _worked(), time.perf_counter()
     time.sleep(LOOK_S)
     ticks_per_s = os.sysconf("SC_CLK_TCK")
-    # Over the time that really passed: on a busy host the sleep takes longer than it was told.
+    # Divide by the measured time: on a busy host, sleep lasts longer than requested.
     return (_worked() - first) / ticks_per_s / (time.perf_counter() - began)
 
 

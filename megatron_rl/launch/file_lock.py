@@ -1,4 +1,4 @@
-"""Locks on files: one process at a time has one. The file says whose it is, for the message to others."""
+"""File locks: one process at a time holds a lock. The file names its owner, for the error that others get."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 POLL_S = 0.05
 PATIENCE_S = 5.0
-"""An owner that was killed is gone in less."""
+"""Default wait for a lock. A killed owner releases it sooner."""
 
 
 class LockHeld(BlockingIOError):
-    """Another process keeps the lock."""
+    """Another process holds the lock."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(f"{owner} keeps the lock")
@@ -22,11 +22,11 @@ class LockHeld(BlockingIOError):
 
 
 def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False) -> int:
-    """Return an open file that has the lock of `path` until the last copy of it is closed. LockHeld after a while.
+    """Lock `path` and return the open file; the lock lasts until its last copy is closed. LockHeld after `patience_s`.
 
-    by_process: until this process closes it or ends; what it forks has no part in the lock.
+    by_process: the lock lasts until this process closes the file or ends; forked processes do not share it.
     """
-    # flock's lock belongs to the open file, which a fork shares; lockf's to this process alone.
+    # flock's lock belongs to the open file, which a fork shares; lockf's belongs to this process alone.
     lock, acquire = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.lockf if by_process else fcntl.flock
     deadline = time.monotonic() + patience_s
     while True:
@@ -42,18 +42,18 @@ def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False
 
 
 def sign(lock: int, pid: int) -> None:
-    """Write down whose it is, and since when."""
-    # In place: a file that is renamed over this one would be another lock.
+    """Write the owner and the time into the lock file."""
+    # Written in place: a file renamed over this one would be a different lock.
     os.ftruncate(lock, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(lock, f"process {pid} on {socket.gethostname()} (since {since})".encode(), 0)
 
 
 def keep_folder(folder: Path, name: str, what: str) -> int:
-    """Keep every other `what` out of a folder until the file that is returned is closed, or this process ends.
+    """Lock a folder against every other `what` until the returned file is closed or this process ends.
 
-    OSError says who is in it, or why it cannot be written. The lock is a file `name` there, and the process's own: what
-    it forks, such as a checkpoint's writer, may outlive it.
+    The lock is the file `name` in the folder. OSError says who holds it, or why the folder cannot be written. Forked
+    processes do not share the lock: some, such as a checkpoint's writer, may outlive this process.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Starts the ranks of a run on one host, beside its servers or on the same devices: `megatron-rl launch CONFIG`.
+"""`megatron-rl launch CONFIG`: starts the ranks of a run on one host.
 
-On GPUs the servers that the run starts get theirs first and the ranks the others, or all take turns on the same ones
-(rollout.colocated). Training on answers or pairs of replies has no servers, and a rank for each GPU. When a rank dies
-the others are stopped, and one line says which and how. SIGTERM, SIGUSR1 and Ctrl-C are passed on to all ranks, which
-save and stop (life/stop_signal.py); the exit code is theirs then. A second Ctrl-C ends all at once.
+On GPUs, the run's servers get some GPUs and the ranks the others, or both take turns on the same ones
+(rollout.colocated). Supervised and preference training has no servers and one rank per GPU. If a rank dies, the others
+are stopped, and one line says which and how. SIGTERM, SIGUSR1 and Ctrl-C are forwarded to all ranks, which save and
+stop (life/stop_signal.py); the exit code is then theirs. A second Ctrl-C stops everything at once.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
     args, rest = parser.parse_known_args(argv)
     with one_line("megatron-rl launch"):
-        # Checked before there are ranks, each of which would say the same of one mistake.
+        # Checked before ranks start: each of them would report the same mistake.
         config = load_config(args.config, [word for word in rest if not word.startswith("-")])
         places = arrange(config, gpus_of_host(), args.ranks)
     if args.resume:
         rest += ["--resume", args.resume]
     if places.server_gpus:
-        # Decided here alone: ranks see their own GPUs, and cannot know which were kept for servers.
+        # Only the launcher can decide it: a rank sees its own GPUs and not which ones are reserved for servers.
         rest += [f"rollout.devices=[{','.join(places.server_gpus)}]"]
     if args.exit_with:
         exit_with(args.exit_with)
@@ -59,19 +59,19 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The places of a run's processes on this host."""
+    """Placement of a run's processes on this host."""
 
     ranks: int
     rank_gpus: list[str] = field(default_factory=list)
-    """One for each rank; empty on a host without GPUs."""
+    """One GPU per rank; empty on a host without GPUs."""
     server_gpus: list[str] = field(default_factory=list)
-    """The GPUs of the started servers, for each as many as its --tp."""
+    """GPUs of the servers that the run starts, --tp of them per server."""
 
 
 def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
-    """Return the places of a run on this host's GPUs, as many ranks as they allow unless `ranks` says how many.
+    """Place a run on this host's GPUs, with as many ranks as fit unless `ranks` is given.
 
-    Without GPUs that is one replica. ValueError where it does not fit, with the numbers.
+    Without GPUs, the default is the ranks of one model replica. ValueError, with the numbers, if it does not fit.
     """
     rollout = config.rollout
     if ranks is not None and ranks < 1:
@@ -88,7 +88,7 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
             f"rollout.devices = {servers}: {', '.join(missing)} not among this host's {len(gpus)} GPUs, "
             f"{', '.join(gpus)}; correct it, or leave it out."
         )
-    # The last ones, so that rank n has GPU n.
+    # Servers get the last GPUs, so that rank n has GPU n.
     if not servers and wanted <= len(gpus):
         servers = gpus[:wanted] if rollout.colocated else gpus[len(gpus) - wanted :]
     left = gpus if rollout.colocated else [gpu for gpu in gpus if gpu not in servers]
@@ -107,19 +107,19 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
 
 
 def layouts(config: TrainConfig) -> list[ParallelConfig]:
-    """Return the layouts of all models of a run."""
+    """Return the parallel layouts of all models of a run."""
     critic = [config.critic.parallel] if config.has_critic else []
     return [config.parallel, *critic, *([config.reward_model.parallel] if config.reward_model.path else [])]
 
 
 def ranks_of_replica(layout: ParallelConfig) -> int:
-    """The ranks that hold a model once."""
+    """Return the number of ranks that hold one model replica."""
     dense = layout.tensor * layout.pipeline * layout.context
     return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
 
 
 def gpus_of_host() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none where there is no driver."""
+    """Return the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; empty without a driver."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     if shutil.which("nvidia-smi") is None:
@@ -138,7 +138,7 @@ def run(places: Places, module_and_args: list[str]) -> int:
     interrupted_at: list[float] = []
 
     def interrupt(number: int, _: object) -> None:
-        """Ranks save on the first Ctrl-C, of which they may have heard themselves; the second one ends all at once."""
+        """On the first Ctrl-C, let ranks save; the terminal may have signaled them too. The second ends everything."""
         if not interrupted_at:
             interrupted_at.append(time.monotonic())
             _pass_on(number, processes)
@@ -153,12 +153,12 @@ def run(places: Places, module_and_args: list[str]) -> int:
         _kill(processes)
         return EXIT_INTERRUPTED
     if failed is None:
-        # 0, or what ranks end with that stopped on a signal.
+        # 0, or the exit code of ranks that a signal stopped
         return max(process.returncode for process in processes)
     code = processes[failed].returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     _kill(processes)
-    # A single rank that ended by itself has said why.
+    # A single rank that exited by itself has printed the reason.
     if places.ranks > 1 or code < 0:
         print(f"megatron_rl: rank {failed} (pid {processes[failed].pid}) {how}; stopped the run.", file=sys.stderr)
     return 1
@@ -170,7 +170,7 @@ def say(text: str) -> None:
 
 def _place(rank: int, places: Places, port: int) -> dict[str, str]:
     ranks = str(places.ranks)
-    # A rank sees the others' GPUs, by which NCCL reaches them, and takes the one of its local rank.
+    # A rank sees all ranks' GPUs, because NCCL needs them to reach its peers, and uses that of its local rank.
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(places.rank_gpus)} if places.rank_gpus else {}
     return gpus | {
         "RANK": str(rank),
@@ -183,7 +183,8 @@ def _place(rank: int, places: Places, port: int) -> dict[str, str]:
 
 
 def _first_failure(processes: list[subprocess.Popen]) -> int | None:
-    """Wait until all ranks ended well or stopped on a signal (None), or one did not (its number)."""
+    """Wait for all ranks. Return None if all succeeded or stopped on a signal, else the number of the first failed
+    rank."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -201,7 +202,7 @@ def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:
 
 
 def _kill(processes: list[subprocess.Popen]) -> None:
-    """Kill the ranks that remain: SIGTERM would ask them to save, and they would wait for the one that is gone."""
+    """Kill the remaining ranks. SIGTERM would make them save, and they would wait for the rank that is gone."""
     for process in processes:
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""The number of files and sockets that a process may have open: raised to the system's limit from a shell's 1,024."""
+"""Raises the limit on open files and sockets from a shell's 1,024 to the hard limit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import resource
 logger = logging.getLogger(__name__)
 
 MOST = 2**20
-"""The limit where the system has none; tools that go through all numbers would take long with more."""
+"""The limit set if the system has none. Tools that iterate over all file numbers become slow above it."""
 LEAST = 512
-"""Smallest limit with which a run starts: twice what an idle process of a run has open."""
+"""Minimum limit for starting a run: twice what an idle process of a run has open."""
 
 
 def raise_limit() -> int:
-    """Raise this process's limit, and that of those it starts, to the hard one. Return it."""
+    """Raise the soft limit of this process and its children to the hard limit. Return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST
@@ -30,7 +30,8 @@ def raise_limit() -> int:
 
 
 def check_limit() -> None:
-    """Raise RuntimeError where a run would stand still for want of files: what it sends waits until one is closed."""
+    """Raise RuntimeError if the limit is too low for a run, which would stall: sends wait until another file is
+    closed."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST:
         raise RuntimeError(

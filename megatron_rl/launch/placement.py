@@ -1,7 +1,7 @@
-"""The places of a Slurm job's processes: reads the variables that Slurm sets, and places rollout servers and ranks.
+"""Placement of a Slurm job's processes: reads Slurm's variables and assigns rollout servers and ranks to nodes.
 
-Servers take the first nodes and, of a node's GPUs, the first; ranks take the last. A job of one node does both. Of a
-heterogeneous job the first component serves and the second trains.
+Servers take the first nodes and, on each node, the first GPUs; ranks take the last. A job of one node runs both. In a
+heterogeneous job, the first component serves and the second trains.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a job, or of one component of a heterogeneous one. `cpus` and `gpus`: of each node, at least."""
+    """The nodes of a job, or of one component of a heterogeneous job. `cpus` and `gpus` are per-node minimums."""
 
     hosts: list[str]
     cpus: int
@@ -25,7 +25,7 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlace:
-    """The place of one server: its hosts, of which the first is the head, and its GPUs on each; none without GPUs."""
+    """Placement of one server: its hosts (the first is the head) and its GPUs on each host, if any."""
 
     hosts: tuple[str, ...]
     gpus: range = range(0)
@@ -35,11 +35,11 @@ class ServerPlace:
 class Placement:
     servers: list[ServerPlace]
     ranks: dict[str, int]
-    """The number of ranks by host, in the order of the ranks."""
+    """Number of ranks per host, in rank order."""
 
 
 def nodes_of_job(environment: Mapping[str, str]) -> list[Nodes]:
-    """Return the job's nodes, or those of the two components of a heterogeneous one. ValueError outside a job."""
+    """Return the job's nodes, or those of a heterogeneous job's two components. ValueError outside a job."""
     if "SLURM_JOB_ID" not in environment:
         raise ValueError("SLURM_JOB_ID: is not set; start this with sbatch, e.g. sbatch scripts/train_grpo.sh CONFIG.")
     components = int(environment.get("SLURM_HET_SIZE", 1))
@@ -63,15 +63,15 @@ def _nodes(environment: Mapping[str, str], suffix: str, gpus: str | None, het_gr
         )
     return Nodes(
         hosts=named.stdout.split(),
-        # Nodes of a job may differ; the least of them is what a plan can count on everywhere.
+        # Nodes of a job may differ; the plan counts on the minimum.
         cpus=min(counts(environment[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])),
-        gpus=int((gpus or "0").rpartition(":")[2]),  # 8, or h100:8
+        gpus=int((gpus or "0").rpartition(":")[2]),  # "8" or "h100:8"
         het_group=het_group,
     )
 
 
 def counts(text: str) -> list[int]:
-    """Slurm's way to count by node: `2(x3),1` -> [2, 2, 2, 1]."""
+    """Parse Slurm's counts per node: `2(x3),1` -> [2, 2, 2, 1]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
@@ -85,9 +85,9 @@ def place(
     gpus_per_server: int,
     nodes_per_server: int = 0,
 ) -> Placement:
-    """Place so many servers and ranks; None: a rank for each GPU that is left, or for each node where there are none.
+    """Place servers and ranks. ranks = None: one rank per remaining GPU, or per remaining node if there are no GPUs.
 
-    A server takes `nodes_per_server` nodes; 0: as few as have its GPUs. ValueError says what does not fit.
+    A server takes `nodes_per_server` nodes; 0: the fewest that have its GPUs. ValueError says what does not fit.
     """
     spare = int(serving is training and ranks != 0)
     places = _place_servers(serving, servers, gpus_per_server, nodes_per_server, spare=spare)
@@ -106,7 +106,10 @@ def place(
 
 
 def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spare: int) -> list[ServerPlace]:
-    """By GPU from the first node on; without any, in turn on all nodes but `spare`, where there are several."""
+    """Place servers by GPU from the first node on.
+
+    Without GPUs, assign servers in turn to all nodes except the last `spare`, and to at least one node.
+    """
     if count == 0:
         return []
     if not nodes.gpus:
@@ -120,7 +123,7 @@ def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spar
             f"{gpus / nodes_each:g} on each: must be a whole number of the {nodes.gpus} of a node; correct --tp or "
             f"--nnodes."
         )
-    # Whole groups of nodes, as all nodes of a server give as many GPUs; what is left of a node goes to ranks.
+    # Groups of whole nodes, because all nodes of a server provide equally many GPUs. A node's other GPUs go to ranks.
     groups = [tuple(nodes.hosts[n : n + nodes_each]) for n in range(0, len(nodes.hosts) - nodes_each + 1, nodes_each)]
     starts = range(0, nodes.gpus - each + 1, each)
     room = [ServerPlace(hosts=hosts, gpus=range(n, n + each)) for hosts in groups for n in starts]
@@ -133,7 +136,7 @@ def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spar
 
 
 def _room(nodes: Nodes, servers: list[ServerPlace]) -> dict[str, int]:
-    """Ranks that each node can take beside the servers."""
+    """Return how many ranks each node can take in addition to the servers."""
     if nodes.gpus:
         taken = Counter(host for place in servers for host in place.hosts for _ in place.gpus)
         return {host: nodes.gpus - taken[host] for host in nodes.hosts if taken[host] < nodes.gpus}
@@ -142,10 +145,10 @@ def _room(nodes: Nodes, servers: list[ServerPlace]) -> dict[str, int]:
 
 
 def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int]:
-    """Fill the last nodes, or share evenly."""
+    """Assign ranks to nodes: fill the last nodes first, or share evenly."""
     shares = dict.fromkeys(room, 0)
     while ranks:
-        # From the back: servers have the first nodes. The dict keeps the hosts in the order of their ranks.
+        # From the back, because servers have the first nodes. The dict keeps the hosts in rank order.
         for host in reversed(room):
             more = min(room[host] if fill else 1, room[host] - shares[host], ranks)
             shares[host], ranks = shares[host] + more, ranks - more
@@ -153,11 +156,11 @@ def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int
 
 
 def ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables for a rank that srun started; none where torchrun or a user has set them, or outside a step."""
+    """Return torch's variables for a rank started by srun; empty outside a step or if RANK is set already."""
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or "MASTER_PORT" not in environment:
         return {}
     here = counts(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
-    # The step sees all GPUs of its node (--gpu-bind=none), and the servers have the first ones.
+    # The step sees all GPUs of its node (--gpu-bind=none), and servers have the first ones.
     servers_gpus = max(0, int(environment.get("SLURM_GPUS_ON_NODE", 0)) - here)
     return {
         "RANK": environment["SLURM_PROCID"],

@@ -1,4 +1,4 @@
-"""Ports for processes that listen on them only later, and the address that other hosts know this one by."""
+"""Free ports for processes that listen later, and this host's address as other hosts see it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CHOICES = 200
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` that nothing listens on, and that no connection is given before somebody does.
+    """Return a port of `host` that nothing listens on and that the kernel gives to no outgoing connection.
 
-    The kernel gives connections ports of a range of its own. SGLang listens ten seconds and more after it was told
-    where, in which a port of that range would sometimes be taken. RuntimeError where none is free.
+    The kernel takes ports for connections from its ephemeral range. SGLang starts listening ten seconds or more after
+    it is given a port; in that time a port of that range would sometimes be taken. RuntimeError if no port is free.
     """
-    # Not random's own generator: ranks and tests that have seeded it would all try the same ports.
+    # Not the global generator: ranks and tests that seeded it alike would all try the same ports.
     for port in random.SystemRandom().sample(range(LOWEST, first_of_connections()), CHOICES):
         try:
             socket.create_server((host, port)).close()
@@ -29,13 +29,17 @@ def free_port(host: str) -> int:
 
 
 def first_of_connections() -> int:
-    """The first port that connections are given; some above LOWEST where that is below, and the risk is taken."""
+    """Return the first port of the kernel's ephemeral range.
+
+    If that range begins below LOWEST + CHOICES, return 65,536: ports are then also drawn from it, at the risk of a
+    clash.
+    """
     first = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
     return first if first >= LOWEST + CHOICES else 65_536
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address as `host` reaches it: that of the interface towards it."""
+    """Return this host's address on the interface that leads to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 80))  # a datagram socket sends nothing by connecting
+        probe.connect((host, 80))  # connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])

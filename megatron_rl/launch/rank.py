@@ -1,4 +1,4 @@
-"""The command line of a process that trains, alone or as one rank of several, whatever it trains."""
+"""Command line of one training process, whether it trains alone or as one of several ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_rl.life import last_words, lost_readers, process_exit
 from megatron_rl.life.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 
 PROGRAM = "megatron_rl.train"
-"""The module that every rank runs, whatever it trains."""
+"""The module that every rank runs, for every kind of training."""
 Check = Callable[[TrainConfig], object]
 Train = Callable[..., bool]
-"""train(config, resume=...): False if a stop signal ended the run early."""
+"""train(config, resume=...): returns False if a stop signal ended the run early."""
 
 
 def resume_command(program: list[str], words: list[str]) -> str:
-    """Return the command that continues what `program` was told by these words."""
+    """Return the command that resumes a run of `program` with the arguments `words`."""
     kept = [word for word in words if not word.startswith("--resume=")]
     while "--resume" in kept:
         place = kept.index("--resume")
@@ -33,9 +33,9 @@ def resume_command(program: list[str], words: list[str]) -> str:
 
 
 def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], argv: list[str] | None) -> None:
-    """Check and train what the arguments name, and end with an exit code that says how it went.
+    """Parse the arguments, check the config, train, and exit with a code for the outcome.
 
-    load: imports what checks and trains such a config, which takes seconds.
+    load: imports the check and train functions for a config, which takes seconds.
     """
     parser = argparse.ArgumentParser(PROGRAM, description=description)
     parser.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
@@ -54,7 +54,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_intermixed_args(words)
-    # Before anything asks for its rank: srun does not set torch's variables.
+    # Must precede any query for the rank: srun does not set torch's variables.
     os.environ |= ranks_of_step(os.environ)
     open_files.raise_limit()
     lost_readers.outlive_readers()
@@ -78,9 +78,9 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
             elif not train(config, resume=args.resume):
                 sys.exit(EXIT_STOPPED)
         except KeyboardInterrupt as stop:
-            if not args.exit_with and os.environ.get("RANK", "0") == "0":  # else the launcher says so
+            if not args.exit_with and os.environ.get("RANK", "0") == "0":  # otherwise the launcher prints it
                 print(f"{PROGRAM}: {str(stop) or 'interrupted, with nothing saved.'}", file=sys.stderr)
-                if folder and config.run.checkpoint_every_steps > 0:  # else it came before there was a config
+                if folder and config.run.checkpoint_every_steps > 0:  # folder is empty if the config was not loaded yet
                     print(f"To continue: {resume_command(['python', '-m', PROGRAM], words)}", file=sys.stderr)
             sys.exit(EXIT_INTERRUPTED)
         except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""The run's token: what its servers ask for before they let anyone change them, in a file that only its owner may read.
+"""The run's token, which authorizes changes to its servers, in a file that only its owner may read.
 
-Servers, trainer and clients are told the file and read it themselves: the token is in no command line, environment,
-config, record of the registry or log.
+Servers, trainer and clients get the file's path and read it themselves. The token never appears in a command line,
+environment variable, config, registry entry or log.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FORM = re.compile(r"[!-~]{16,}")
 
 
 def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
-    """Return the token in a file, which is made where there is none: several that make it at once get the same.
+    """Return the token in a file, creating the file if needed. Processes that create it at once get the same token.
 
-    ValueError names `key`, the file and the way out where others may read it or have made it, or it holds no token.
+    ValueError, naming `key`, the file and the remedy, if others can read or own the file, or if it has no valid token.
     """
     path = Path(path)
     try:
         if not path.exists():
             _make(path)
-        # A link in a folder that others may write to could lead to any file of the owner.
+        # Do not follow a link: in a folder that others can write to, it could lead to any file of the owner.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             found, content = os.fstat(file.fileno()), file.read(MAX_BYTES)
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +51,7 @@ def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
             f"or remove it where others may have read it, and a new one is made."
         )
     token = content.strip()
-    # Printable and without spaces, as it goes into an HTTP header.
+    # Printable without spaces, because the token goes into an HTTP header.
     if not FORM.fullmatch(token):
         raise ValueError(
             f"{key} = {str(path)!r}: holds no token, which is one word of at least 16 ASCII characters; remove it, and "
@@ -61,24 +61,24 @@ def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
 
 
 def servers_of(config: TrainConfig) -> RolloutConfig:
-    """Return the rollout section as this run's servers and clients take it: with its token file."""
+    """Return the rollout section with its token file set, as the run's servers and clients need it."""
     options, folder = config.rollout, Path(config.run.folder)
     own = registered_token_file(options.registry, folder.name) if options.registry else folder / "token"
     return dataclasses.replace(options, token_file=options.token_file or str(own))
 
 
 def registered_token_file(registry: str | Path, run: str) -> Path:
-    """Return where the servers that register for a run find its token, and the run itself."""
+    """Return the path of a run's token file in a registry, where the run and its registered servers find it."""
     return Path(registry) / f"{run}.token"
 
 
 def _make(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # of mode 600 from the first moment
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # created with mode 600
     try:
         with os.fdopen(handle, "w") as file:
             file.write(f"{secrets.token_hex(32)}\n")
-        # A link, and not a rename, which would replace the token of whoever was first.
+        # A hard link, not a rename: a rename would replace the token of the process that came first.
         with contextlib.suppress(FileExistsError):
             os.link(aside, path)
     finally:

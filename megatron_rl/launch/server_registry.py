@@ -1,8 +1,8 @@
-"""Rollout servers that register themselves in a folder which trainers and servers share, and leave it by themselves.
+"""Rollout servers register in a folder shared by trainers and servers, and unregister when they end.
 
-One JSON file for each server, written aside and renamed, that names the run it serves: other runs never touch it. Every
-renewal writes it anew, and a file that is older than its lease is that of a server that is gone. Age is counted by the
-file system's clock alone, because those of two hosts may differ by more than a lease.
+Each server has one JSON file, which names its run, so that other runs ignore it. The file is written under another name
+and renamed. Each renewal rewrites it; a file older than its lease belongs to a lost server. Ages are measured by the
+file system's clock only, because the clocks of two hosts may differ by more than a lease.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megatron_rl.life import process_exit
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
-"""Counts what trainers and servers must agree on: this file's fields, and the endpoints behind the URL."""
+"""Version of what trainers and servers must agree on: this file's fields and the endpoints of the URL."""
 LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.2
 MOST_BYTES = 1 << 16
-"""Largest file that is read as a registration."""
+"""Maximum size of a file that is read as a registration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """The contents of a server's file."""
+    """Contents of a server's registration file."""
 
     url: str
     run: str
@@ -45,10 +45,12 @@ class Registration:
 
 
 class Lease:
-    """A server's place in a registry, renewed from a thread while the `with` block lasts and `is_well` says so.
+    """Context manager that keeps a server registered. A thread renews its lease for as long as `is_well()` is true.
 
-    with Lease("runs/demo/registry", Registration(url="http://10.0.0.2:30000", run="demo"), is_well=server.answers):
-        server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
+    For example:
+
+        with Lease("runs/demo/registry", Registration(url="http://10.0.0.2:30000", run="demo"), is_well=server.answers):
+            server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
     """
 
     def __init__(self, folder: str | Path, registration: Registration, *, is_well: Callable[[], bool]) -> None:
@@ -75,18 +77,18 @@ class Lease:
                 continue
             try:
                 self._renew()
-            except OSError as error:  # the next one may go well, in time
+            except OSError as error:  # the next renewal may still be in time
                 logger.warning("%s: the lease was not renewed: %s", self.path, error)
 
     def _renew(self) -> None:
         aside = self.path.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps(asdict(self.registration)))
-        os.utime(aside)  # without a time, NFS takes its server's
+        os.utime(aside)  # without an explicit time, NFS uses the server's clock
         aside.replace(self.path)
 
 
 def registered_urls(folder: str | Path, run: str) -> list[str]:
-    """Return the URLs of the servers of `run` whose lease has not run out, in a fixed order. OSError for a bad disk."""
+    """Return the URLs of servers of `run` with an unexpired lease, in a fixed order. OSError if the disk fails."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as file:
@@ -98,23 +100,23 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
             raw, written = read_entry(path)
             if (raw["run"], raw["protocol"]) == (run, PROTOCOL) and now - written <= raw["lease_s"]:
                 urls.append(str(raw["url"]))
-        except FileNotFoundError:  # it has just left
+        except FileNotFoundError:  # it has just unregistered
             if path.is_symlink():
                 name_once(path, "it is a link to nothing")
-        # Another user's, or no registration.
+        # Another user's file, or not a registration.
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             name_once(path, repr(error))
     return urls
 
 
 def read_entry(path: Path) -> tuple[dict[str, Any], float]:
-    """Return what a registration's file says, and when it was written. ValueError for what is no registration."""
-    # Without waiting, as the opening of a pipe would. Opened at all, so that NFS asks for its age again.
+    """Return a registration file's content and modification time. ValueError if it is not a valid registration."""
+    # Opening a named pipe must not block. The file is opened before stat so that NFS refreshes its age.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is no regular file")
-        if found.st_uid != os.geteuid():  # who would be sent the run's token
+        if found.st_uid != os.geteuid():  # its owner would be sent the run's token
             raise ValueError(f"it belongs to user {found.st_uid}")
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -128,13 +130,13 @@ def read_entry(path: Path) -> tuple[dict[str, Any], float]:
 
 @functools.lru_cache(maxsize=1000)
 def name_once(path: Path, fault: str) -> None:
-    """Warn of an entry that is no registration, once for each fault that it has: the folder is read again and again."""
-    shown = ascii(str(path))[1:-1]  # a name may hold any bytes
+    """Warn about an invalid entry, once per fault, because the folder is read repeatedly."""
+    shown = ascii(str(path))[1:-1]  # a name may contain any bytes
     logger.warning("%s is no registration of a server and is passed over: %s", shown, fault[:200])
 
 
 def wait_for_servers(folder: str | Path, run: str, count: int, *, timeout_s: float) -> list[str]:
-    """Return the registered URLs once there are `count` at least; RuntimeError where that takes too long."""
+    """Return the registered URLs once there are at least `count`; RuntimeError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while len(urls := registered_urls(folder, run)) < count:
         if time.monotonic() > deadline:

@@ -2,9 +2,9 @@
 
     sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
 
-It runs on the job's first node. Servers register in a folder, where trainers find them, also those of other jobs;
-training on answers or pairs of replies has none. A stop signal (`--signal`, pre-emption) goes to the trainer, which
-saves; then the job is queued again and goes on with `--resume auto`. Steps are ended through their own sruns, by pid.
+This module runs on the job's first node. Servers register in a folder, where trainers find them, including servers of
+other jobs; supervised and preference training use none. On a stop signal (`--signal`, preemption) the trainer saves;
+then the job is requeued and resumes with `--resume auto`. Steps are stopped through their own sruns, by pid.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from megatron_rl.launch.rank import PROGRAM
 from megatron_rl.life.stop_signal import EXIT_STOPPED
 
 FIRST_PORT, PORTS = 20_000, 4_000
-"""Ports on which ranks meet: below those that servers choose for themselves (launch/ports.py)."""
+"""First port and number of ports for the rendezvous of ranks. Servers choose theirs above (launch/ports.py)."""
 FIRST_SERVER_PORT, SERVER_PORTS, PORTS_OF_SERVER = 12_000, 500, 16
-"""On which the nodes of a server meet. SGLang takes six more behind it."""
+"""First port, number of slots and ports per slot for the rendezvous of a server over several nodes. SGLang uses six
+more ports after the first."""
 POLL_S = 0.2
 STOP_S = 25.0
-"""For servers, which drain for up to 20."""
+"""Time for servers to stop; they drain for up to 20 s."""
 LAST_RANK_S = 120
-"""Ranks that are left so long after the first one ended are killed: it died, and they wait for it in a collective.
+"""Seconds after the first rank's end until the others are killed: if it died, they wait for it in a collective.
 
-Not at once (--kill-on-bad-exit), as those that save on a stop signal end one after the other, with a code of their own.
+Not at once (--kill-on-bad-exit): ranks that save on a stop signal end one after another, with a nonzero exit code.
 """
 FIRST_RESTART_S = 2.0
 TAIL_LINES = 5
 RUNTIMES = ("pyxis", "apptainer")
-"""Ways to start a container: pyxis, a plugin of srun, or apptainer."""
+"""Ways to start a container: pyxis (an srun plugin) or apptainer."""
 PYTHON = "python3"
-"""In a container's image."""
+"""Python in a container's image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """An image and what starts it. The working folder and `mounts` are the same inside as outside."""
+    """A container image and its runtime. The working folder and `mounts` have the same paths inside and outside."""
 
     image: str
     runtime: str
@@ -65,7 +66,7 @@ class Container:
         return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={Path.cwd()}"]
 
     def command(self, arguments: Sequence[str], *, has_gpus: bool) -> list[str]:
-        """Return the command that runs the image's Python on these arguments."""
+        """Return the command that runs the image's Python with these arguments."""
         python = [PYTHON, *arguments]
         if self.runtime == "pyxis":
             return python
@@ -75,10 +76,11 @@ class Container:
 
 @dataclass(kw_only=True)
 class Server:
-    """A step of one server and its supervisor, which restarts the server; a step that ends is started again here.
+    """A job step with one server and its supervisor. The supervisor restarts the server; the job restarts a step that
+    ends.
 
-    Of a server over several nodes the step has a supervisor on each. None restarts anything: where one ends the step
-    does, and is started again as a whole.
+    For a server over several nodes, the step has one supervisor per node, and none of them restarts anything. If one
+    ends, the whole step ends and is restarted.
     """
 
     name: str
@@ -88,12 +90,12 @@ class Server:
     process: subprocess.Popen[bytes]
     starts: int = 1
     next_start: float | None = None
-    """Its time by time.monotonic(); None unless its step has ended."""
+    """When to restart the step, by time.monotonic(); None unless the step has ended."""
 
 
 @dataclass(kw_only=True)
 class Job:
-    """The steps of one job."""
+    """The steps of one Slurm job."""
 
     config: TrainConfig
     number: str
@@ -115,7 +117,7 @@ class Job:
         self._shown = 0
 
     def run(self) -> int:
-        """Start everything and return the exit code of the trainer, with which the servers end."""
+        """Start everything, wait for the trainer and return its exit code. Servers are stopped with it."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._hear)
         try:
@@ -154,7 +156,7 @@ class Job:
         if backend == "auto":
             backend = "sglang" if self.serving.gpus else "embedded"
         serve = ["-m", "megatron_rl.cli", "serve", config.model.path, "--backend", backend]
-        # Their weights come from the trainer: --load-format dummy spares each server the reading of the files.
+        # The trainer sends the weights: --load-format dummy spares each server reading the files.
         head = address(where.hosts[0])
         serve += ["--host", head, "--dtype", config.model.dtype, "--load-format", "dummy"]
         serve += ["--restarts", str(config.rollout.server_restarts), "--log-folder", str(log.parent)]
@@ -162,7 +164,7 @@ class Job:
         serve += ["--health-timeout-s", str(config.rollout.health_timeout_s)]
         serve += ["--token-file", config.rollout.token_file] if config.rollout.token_file else []
         serve += ["--register", str(self.registry), "--run", self.folder.name, *config.rollout.server_args]
-        # Of the node's GPUs, all of which the step can see.
+        # The step sees all GPUs of its node; restrict the server to its own.
         gpus = ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, where.gpus))}"] if where.gpus else []
         here = sum(where.hosts[0] in other.hosts for other in self.placement.servers)
         step = srun(self.serving, dict.fromkeys(where.hosts, 1), cpus_per_task=self.serving.cpus // here)
@@ -172,12 +174,12 @@ class Job:
         return self._popen(step, [*gpus, *self._python(serve, self.serving)], log)
 
     def _keep_servers(self) -> bool:
-        """Start those again that have ended, a while later each time. False where none is left."""
+        """Restart ended servers with exponential backoff. Return False if no server is left."""
         limit = self.config.rollout.server_restarts
         for server in self.servers:
             if server.process.poll() is None:
                 continue
-            # Named once, when it is found; the next rounds only wait until its time has come.
+            # Reported once, when first noticed; later rounds only wait for its restart time.
             if server.next_start is None:
                 delay_s = FIRST_RESTART_S * 2 ** (server.starts - 1)
                 server.next_start = time.monotonic() + delay_s
@@ -197,11 +199,11 @@ class Job:
         ranks = self.placement.ranks
         train = ["-m", PROGRAM, *self.train_arguments]
         if self.config.run.checkpoint_every_steps:
-            # Always: Slurm may have queued this job again after a lost node, without a word to it.
+            # Always resume: Slurm may have requeued this job after losing a node, without notice.
             train += ["--resume", "auto"]
         rollout = self.config.rollout
         if not (rollout.servers or rollout.colocated or self.config.learns_from_data):
-            # Without servers of its own the job waits for those of others.
+            # A job without its own servers waits for those of others.
             count = len(self.servers) or rollout.server_count
             train += [f"rollout.registry={self.registry}", f"rollout.server_count={count}"]
         self.rank_logs.mkdir(parents=True, exist_ok=True)
@@ -209,17 +211,17 @@ class Job:
         self._shown = first.stat().st_size if first.exists() else 0
         step = srun(self.training, ranks, cpus_per_task=self.training.cpus // max(ranks.values()))
         step += [f"--wait={LAST_RANK_S}"]
-        step += ["--cpu-bind=none"] * rollout.colocated  # a node's servers begin in its first rank, and need its cores
+        step += ["--cpu-bind=none"] * rollout.colocated  # a node's first rank starts its servers, which need its cores
         meeting = {"MASTER_ADDR": address(next(iter(ranks))), "MASTER_PORT": str(port_of(self.number))}
         if len(set(ranks.values())) > 1:
             hosts = self.rank_logs / "hosts"
-            # The arbitrary distribution reads its hosts from a file, a line for each task.
+            # --distribution=arbitrary reads its hosts from a file, one line per task.
             hosts.write_text("".join(f"{host}\n" * count for host, count in ranks.items()))
             meeting["SLURM_HOSTFILE"] = str(hosts)
         return self._popen(step, self._python(train, self.training), self.rank_logs / "rank-%t.log", meeting)
 
     def _show_first_rank(self) -> None:
-        """Copy what the first rank has written to the job's own log."""
+        """Copy the first rank's new output to the job's log."""
         try:
             with (self.rank_logs / "rank-0.log").open("rb") as log:
                 log.seek(self._shown)
@@ -231,7 +233,10 @@ class Job:
         sys.stdout.buffer.flush()
 
     def _hear(self, number: int, _: object) -> None:
-        """Tell every rank of SIGUSR1. A run that cannot save goes on until it is ended, and SIGTERM all have got."""
+        """Handle a stop signal and forward SIGUSR1 to the trainer; Slurm sends SIGTERM to all tasks itself.
+
+        A run without checkpoints cannot save, so it ignores SIGUSR1 and runs until it is killed.
+        """
         if number == signal.SIGUSR1 and self.trains and not self.config.run.checkpoint_every_steps:
             return
         self.stop_signal = signal.Signals(number)
@@ -248,16 +253,16 @@ class Job:
     def _popen(
         self, step: list[str], command: list[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        # Appended, so that a server's or a job's second start leaves the first one's log.
+        # Append, so that the second start of a server or job keeps the first one's log.
         options = [*self.srun_options, f"--output={log}", "--open-mode=append"]
         options += self.container.srun_options() if self.container is not None else []
         say(shlex.join([*step, *options, *command]))
         return subprocess.Popen([*step, *options, *command], env=os.environ | (environment or {}))
 
     def _stop(self) -> None:
-        """End the trainer where it still runs, which saves, and then its servers."""
+        """Stop the trainer if it still runs, which makes it save, and then the servers."""
         servers = [server.process for server in self.servers]
-        # The trainer first: it still talks to its servers while it leaves its rollouts and saves.
+        # The trainer first: it still needs its servers while it abandons its rollouts and saves.
         for steps, patience_s in (([self.trainer], self.config.run.grace_s), (servers, STOP_S)):
             for step in steps:
                 tell(step)
@@ -266,46 +271,46 @@ class Job:
                 try:
                     step.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    step.terminate()  # srun kills its tasks
+                    step.terminate()  # srun then kills its tasks
                     step.wait()
 
 
 def tell(step: subprocess.Popen[bytes] | None) -> None:
-    """Send the step's tasks SIGUSR1, which srun hands on; of SIGTERM it would kill them."""
+    """Send SIGUSR1 to a step's tasks through srun, which forwards it. On SIGTERM, srun would kill them."""
     if step is not None and step.poll() is None:
         step.send_signal(signal.SIGUSR1)
 
 
 def srun(nodes: Nodes, tasks: Mapping[str, int], *, cpus_per_task: int) -> list[str]:
-    """A step of so many tasks on each host, which shares CPUs and GPUs with the job's other steps.
+    """Return the srun command of a step with this many tasks per host, sharing CPUs and GPUs with other steps.
 
-    Where the numbers differ, SLURM_HOSTFILE must name a file that has the host of each task.
+    If the numbers differ between hosts, SLURM_HOSTFILE must name a file with each task's host.
     """
     command = ["srun", "--overlap", f"--nodes={len(tasks)}", f"--ntasks={sum(tasks.values())}"]
     if len(set(tasks.values())) > 1:
         command += ["--distribution=arbitrary"]
     else:
         command += [f"--nodelist={','.join(tasks)}", f"--ntasks-per-node={max(tasks.values())}"]
-    # A step does not take it from its job since Slurm 22.05, and gets one CPU for each task.
+    # Since Slurm 22.05 a step does not inherit it from its job, and would get one CPU per task.
     command += [f"--cpus-per-task={max(1, cpus_per_task)}"]
     command += [f"--het-group={nodes.het_group}"] if nodes.het_group is not None else []
     return command + ([f"--gpus-per-node={nodes.gpus}", "--gpu-bind=none"] if nodes.gpus else [])
 
 
 def address(host: str) -> str:
-    """Return the address of a node: its NodeAddr, which differs from its name where several nodes share a host."""
+    """Return a node's NodeAddr, which differs from its name if several Slurm nodes share a host."""
     told = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, check=True).stdout
     found = re.search(r"\bNodeAddr=(\S+)", told)
     return found.group(1) if found else host
 
 
 def port_of(job: str) -> int:
-    """A port of the job's own, on which its ranks meet: jobs on one host do not."""
+    """Return the rendezvous port of a job's ranks. It depends on the job, so that jobs on one host do not collide."""
     return FIRST_PORT + int(job) % PORTS
 
 
 def server_port_of(job: str, number: int) -> int:
-    """A port for the nodes of a job's server to meet at."""
+    """Return the rendezvous port for the nodes of one of a job's servers."""
     return FIRST_SERVER_PORT + (int(job) + number) % SERVER_PORTS * PORTS_OF_SERVER
 
 
@@ -344,7 +349,7 @@ def main(argv: list[str] | None = None) -> None:
     if code == EXIT_STOPPED and (job.stop_signal is signal.SIGUSR1 or is_preempted(job.number)):
         say(f"job {job.number} is queued again and goes on")
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # Slurm ends what it queues again
+            signal.signal(number, signal.SIG_IGN)  # Slurm signals the job that it requeues
         subprocess.run(["scontrol", "requeue", job.number], check=False)
     elif code not in (0, EXIT_STOPPED) and job.trains:
         say(f"the trainer ended with exit code {code}; its ranks' logs are in {job.rank_logs}")
@@ -352,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
-    """Return the job that the command line asks for, in the job of this environment. ValueError if it cannot be."""
+    """Build the job from the command line and Slurm's environment. ValueError if it is impossible."""
     overrides = [*args.overrides, *overrides_of_task(environment, args)]
     config = load_config(args.config, overrides)
     config.rollout.check_servers()
@@ -398,7 +403,8 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
 
 
 def overrides_of_task(environment: Mapping[str, str], args: argparse.Namespace) -> list[str]:
-    """A task of a job array has its number as its seed, or line of the sweep (the first is 0), and its own folder."""
+    """Return the overrides of one job-array task: its own folder, and its number as seed or as line of the sweep (from
+    0)."""
     task = environment.get("SLURM_ARRAY_TASK_ID")
     if args.sweep and task is None:
         raise ValueError("--sweep: is for job arrays; start it with sbatch --array.")
@@ -414,7 +420,7 @@ def overrides_of_task(environment: Mapping[str, str], args: argparse.Namespace) 
 
 
 def is_preempted(job: str) -> bool:
-    """True where Slurm has chosen the job to make room for another. Its tasks may have got SIGTERM, and we nothing."""
+    """Return whether Slurm is preempting this job. Its tasks may have got SIGTERM without this process being told."""
     told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
     return "JobState=RUNNING" in told and re.search(r"\bPreemptTime=(?!None)", told) is not None
 

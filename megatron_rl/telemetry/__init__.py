@@ -1,5 +1,5 @@
-"""Records of a run: phase timers, spans and traces, its log on disk and on the console, and loggers beside it.
+"""Records of a run: phase timers, spans and traces, the run's log on disk and console, and external loggers.
 
-Names of metrics are `room/thing_unit`; values are numbers of the whole job, already divided. Nothing here talks to a
-process group: rank 0 logs what the training loop has summed.
+Metrics are named `room/thing_unit`. Values are for the whole job and already divided. This package uses no process
+group: rank 0 logs what the training loop has summed over ranks.
 """

@@ -1,4 +1,4 @@
-"""Which code a run is of and when it began: the first line of its config.yaml."""
+"""A run's code version and start time, for the first line of its config.yaml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def provenance() -> str:
 
 
 def commit() -> str:
-    """Return the checkout's commit, and whether files of it were changed; empty for an installed package."""
+    """Return the checkout's commit and whether it has local changes; empty for an installed package."""
     try:
         told = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=7"],
@@ -34,6 +34,6 @@ def commit() -> str:
 
 
 def read_provenance(config: str) -> str:
-    """Return what `provenance` wrote into a config.yaml, without its mark; empty where it has none."""
+    """Return the provenance in a config.yaml, without the leading `# `; empty if it has none."""
     first = config.partition("\n")[0]
     return first.removeprefix("# ") if first.startswith(MARK) else ""

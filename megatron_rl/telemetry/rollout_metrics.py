@@ -1,4 +1,4 @@
-"""Counts of what the rollout did since they were last taken."""
+"""Counters of the rollout since they were last read."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 is_counted = ContextVar("is_counted", default=True)
-"""False in the episodes of an evaluation, which are no part of a step's rollout."""
+"""False inside evaluation episodes, which do not count towards a step's rollout metrics."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """The counts of one client of a run in a while. Several add up: a mean is one over what all of them counted."""
+    """One client's counts over a period. Clients are combined by adding: a mean is taken over what all of them
+    counted."""
 
     seconds: float
     sums: dict[str, float]
-    """By name; one that is a metric's own, `rollout/...`, is reported as it is."""
+    """Sums by name. Names that begin with `rollout/` are reported as metrics unchanged."""
     most: dict[str, float]
     observed: dict[str, tuple[float, float]]
-    """Total and number of what it is of, such as calls."""
+    """Name -> (total, number of observations), reported as the mean."""
 
 
 def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
-    """Return the rollout metrics of all clients together."""
+    """Compute the rollout metrics of all clients together."""
     sums: dict[str, float] = defaultdict(float)
     most: dict[str, float] = {}
     observed: dict[str, tuple[float, float]] = {}
@@ -56,7 +57,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
         "rollout/stale_cache_tokens": sums["stale_cache_tokens"],
         "rollout/servers_idle_share": 1.0 - sums["generating_s"] / seconds if seconds else 0.0,
     }
-    # A mean exists only where something was counted; 0 would read as a measurement.
+    # Report a mean only if something was counted; 0 would look like a measurement.
     means = {
         "rollout/reply_tokens": ("tokens", "replies"),
         "rollout/truncated_fraction": ("truncated", "replies"),
@@ -67,7 +68,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
         "rollout/staleness": ("staleness", "aged_tokens"),
     }
     metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}
-    if sums["generating_s"]:  # clients generate at the same time
+    if sums["generating_s"]:  # clients generate concurrently
         metrics["rollout/tokens_per_s"] = len(clients) * sums["tokens"] / sums["generating_s"]
     metrics |= {name: total / count for name, (total, count) in observed.items() if count}
     metrics |= {name: value for name, value in sums.items() if name.startswith("rollout/")}
@@ -75,9 +76,9 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
 
 
 class RolloutMetrics:
-    """Sums by name, from any thread. `generating` of them is the time with at least one request in flight.
+    """Thread-safe sums by name. `generating_s` is the time with at least one request in flight.
 
-    Where `is_counted` is False, calls do nothing.
+    Calls do nothing while `is_counted` is False.
 
         metrics = RolloutMetrics()
         metrics.enter()
@@ -102,7 +103,7 @@ class RolloutMetrics:
                 self._sums[name] += amount
 
     def at_least(self, **values: float) -> None:
-        """Keep the largest value of each name."""
+        """Record values of which the maximum per name is reported."""
         if not is_counted.get():
             return
         with self._lock:
@@ -110,7 +111,7 @@ class RolloutMetrics:
                 self._most[name] = max(value, self._most.get(name, value))
 
     def observe(self, values: dict[str, float]) -> None:
-        """Metrics whose means over the calls are reported, under the names given."""
+        """Record one value per metric. Each metric is reported as its mean over the calls."""
         if not is_counted.get():
             return
         with self._lock:
@@ -119,20 +120,20 @@ class RolloutMetrics:
                 self._observed[name] = (total + value, count + 1)
 
     def enter(self) -> None:
-        """A request goes out."""
+        """Record that a request was sent."""
         self._change_in_flight(+1)
 
     def leave(self) -> None:
-        """A request is over."""
+        """Record that a request has ended."""
         self._change_in_flight(-1)
 
     def take(self) -> Counts:
-        """Return what happened since the last call and begin anew."""
+        """Return the counts since the last call and reset them."""
         with self._lock:
             self._accrue()
-            # `_accrue` has just set it to now: both spans of time end at the same moment.
+            # `_accrue` has just set _busy_since to now, so both periods end at the same moment.
             seconds, self._taken = self._busy_since - self._taken, self._busy_since
-            # Requests in flight stay counted: the rest of their time is the next call's.
+            # Requests in flight stay counted: their remaining time belongs to the next call.
             counts = Counts(seconds=seconds, sums=dict(self._sums), most=self._most, observed=self._observed)
             self._sums, self._most, self._observed = defaultdict(float), {}, {}
         return counts
@@ -145,7 +146,7 @@ class RolloutMetrics:
 
     def _accrue(self) -> None:
         now = time.monotonic()
-        # Charged at each change of the number in flight, so that time with several requests counts once.
+        # Charge at each change of the number in flight, so that time with several requests counts once.
         if self._in_flight:
             self._sums["generating_s"] += now - self._busy_since
         self._busy_since = now

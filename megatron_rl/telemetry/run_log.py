@@ -1,11 +1,11 @@
-"""A run's files and its console lines. Rank 0 writes; on the other ranks every call does nothing.
+"""A run's log files and console output. Rank 0 writes; on other ranks every call does nothing.
 
     metrics.jsonl   one object per step (`kind: step`) or evaluation (`kind: evaluation`, `name`), in order
     samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name); `turns` of dialogues
     config.yaml     the config, with all defaults and overrides, below a line with version, commit and time
 
-A line is written as a whole, so a killed process leaves at most one torn line, which `read_run` drops. RuntimeError,
-which ends the run, where one cannot be written.
+Each line is written in one call, so a killed process leaves at most one torn line, which `read_run` drops. A failed
+write raises RuntimeError and ends the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = (
     ("reward", "reward/mean", ".3f"),
     ("length", "rollout/reply_tokens", ",.0f"),
     ("tokens/s", "rollout/tokens_per_s", ",.0f"),
-    # A run has one of the three losses: it learns from rewards, from answers or from pairs.
+    # A run has one of the three losses: it learns from rewards, from answers or from preference pairs.
     ("loss", "policy/loss", ".4f"),
     ("grad norm", "policy/grad_norm", ".3f"),
     ("loss", "supervised/loss", ".4f"),
@@ -48,19 +48,19 @@ COLUMNS = (
     ("servers idle", "rollout/servers_idle_share", ".0%"),
     ("step time", "time/step", ".1f"),
 )
-"""The console's line of a step: heading, metric and format. A metric that the step lacks is left blank."""
+"""Columns of a step's console line: heading, metric and format. Metrics that the step lacks are omitted."""
 TEXT: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
-"""Half a character, as JSON may have one, is written as JSON's escape of it."""
+"""Lone surrogates, which JSON may contain, are written as JSON escapes."""
 EMPTY = {"prompt": "", "answer": "", "reply": "", "reward": None}
-"""What a sample is read as where it lacks a field."""
+"""Defaults for fields that a sample lacks."""
 MOST_STEPS = 10**12
-"""No run has more; a larger number is a damaged line."""
+"""Upper bound on step numbers; a larger number means a damaged line."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(kw_only=True)
 class Turn:
-    """A part of a dialogue as text: what `others` wrote, such as the prompt or an environment, or the `policy`."""
+    """A part of a dialogue as text. by: `policy`, or `others` (the prompt, an environment, ...)."""
 
     by: str
     text: str
@@ -68,40 +68,40 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Sample:
-    """One prompt and one reply to it, as text. Of a dialogue these are its beginning and its last reply."""
+    """One prompt and one reply as text. For a dialogue: its beginning and its last reply."""
 
     prompt: str
     reply: str
     reward: float
     answer: str = ""
     turns: list[Turn] = field(default_factory=list)
-    """A dialogue of several replies, all of it in order."""
+    """All parts of a dialogue with several replies, in order."""
 
     @property
     def said(self) -> str:
-        """The text that the policy wrote, in all its turns."""
+        """Text that the policy wrote, in all its turns."""
         return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
 
 
 class _Console(Console):
-    """A console whose reader may go, as after `| head`: what is shown is discarded then, and the run goes on."""
+    """A console that survives a closed pipe, as after `| head`: output is then discarded and the run continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # else the interpreter's last flush fails
+        os.dup2(nowhere, self.file.fileno())  # otherwise the interpreter's last flush fails
         os.close(nowhere)
 
 
 class RunLog:
-    """The log of a run: writes its folder and shows its progress. Use as a context manager, or call `close`.
+    """Writes a run's folder and shows its progress. Use as a context manager, or call `close`.
 
         with RunLog("runs/mine", total_steps=100) as log:
             log.log_step(0, {"reward/mean": 0.5}, samples=[])
             log.log_evaluation(1, "held_out", {"accuracy": 0.25})
 
-    `first_step` > 0 continues the folder's log and forgets what it says about later steps, which will run again. At 0
-    an earlier run's files are renamed to `previous-*`.
+    `first_step` > 0 continues the folder's log, dropping entries of later steps, which will run again. With
+    `first_step` 0, an earlier run's files are renamed to `previous-*`.
     """
 
     def __init__(
@@ -117,16 +117,16 @@ class RunLog:
         self._rewards: list[float] = []
         self._progress: Progress | None = None
         self.sinks: Sinks | None = None
-        """The loggers that get the numbers besides the files."""
+        """External loggers that get the metrics in addition to the files."""
         self.newest: dict[str, Any] = {}
-        """The line of metrics.jsonl of the step that was logged last."""
+        """The last step's line of metrics.jsonl."""
         self._cell: Cell | None = None
         if not is_main:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             kept = [make_room(self.folder / name, first_step) for name in (METRICS, SAMPLES)]
-            # Without buffers, which after a failure would be written once more by whoever closes the file.
+            # Unbuffered: after a failed write, closing the file would write a buffer again.
             self._metrics = (self.folder / METRICS).open("ab", buffering=0)
             self._samples = (self.folder / SAMPLES).open("ab", buffering=0)
         except OSError as error:
@@ -135,7 +135,7 @@ class RunLog:
             self._cell = Cell()
         self._console = console or _Console(highlight=False)
         self._opened = time.monotonic()
-        # What a resumed run says of its age goes on where it was cut off.
+        # A resumed run's elapsed time continues from the interrupted run's.
         self._start = self._opened - max((float(line.get("elapsed_s", 0.0)) for line in kept[0]), default=0.0)
         self._first_logged: tuple[int, float] | None = None
         if self._console.is_terminal and self._cell is None:
@@ -160,7 +160,7 @@ class RunLog:
         self.close()
 
     def log_config(self, yaml: str) -> None:
-        """Write config.yaml, below a line that says which code the run is of."""
+        """Write config.yaml, below a line with the code version."""
         if self.is_main:
             try:
                 (self.folder / CONFIG).write_text(f"{provenance()}\n{yaml}", encoding="utf-8")
@@ -168,17 +168,17 @@ class RunLog:
                 raise failure(self.folder / CONFIG, error) from error
 
     def say(self, text: str) -> None:
-        """Show one line on the console, above the progress bar; allowed after `close` too."""
+        """Show one line on the console, above the progress bar. Allowed after `close`."""
         if self.is_main:
             self._show(escape(text))
 
     def log_step(self, step: int, metrics: dict[str, Any], samples: list[Sample] | None = None) -> None:
-        """Record step `step` (from 0) and show one line for it."""
+        """Record step `step` (from 0) and show it on the console."""
         if not self.is_main:
             return
         self.newest = self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
         if self.sinks is not None:
-            # They count finished steps, where the files number the steps from 0.
+            # Sinks count finished steps, whereas the files number steps from 0.
             self.sinks.log(step + 1, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(float(metrics["reward/mean"]))
@@ -189,7 +189,7 @@ class RunLog:
     def log_evaluation(
         self, step: int, name: str, metrics: dict[str, Any], samples: list[Sample] | None = None
     ) -> None:
-        """Record an evaluation of the policy as it is after `step` steps; `name` is the data's, e.g. `held_out`."""
+        """Record an evaluation of the policy after `step` steps. name: of the evaluation data, e.g. `held_out`."""
         if not self.is_main:
             return
         self._write({"kind": "evaluation", "step": step, "name": name}, metrics, samples or [], split=name)
@@ -199,7 +199,7 @@ class RunLog:
         self._show(f"[bold green]evaluation[/] {escape(f'{name} after {step} steps: {shown}')}")
 
     def sync(self) -> None:
-        """Bring what was written to the disk: a checkpoint of this moment counts on it."""
+        """Flush the log to disk with fsync; a checkpoint taken now relies on it."""
         if self.is_main:
             for file in (self._metrics, self._samples):
                 try:
@@ -225,7 +225,7 @@ class RunLog:
     ) -> dict[str, Any]:
         elapsed = round(time.monotonic() - self._start, 3)
         line = head | {"elapsed_s": elapsed} | {key: as_json(value) for key, value in metrics.items()}
-        # Samples first: a reader that sees a step's metrics then finds its samples too.
+        # Samples first: a reader that sees a step's metrics can then rely on its samples.
         rows = [
             {"step": head["step"], "split": split, "number": number} | as_row(sample)
             for number, sample in enumerate(samples)
@@ -247,7 +247,7 @@ class RunLog:
         return "  ".join(cells)
 
     def _seconds_per_step(self, step: int) -> float:
-        """Mean of the steps after the first one, whose time has the start of the run in it."""
+        """Return the mean time of the steps after the first, whose time includes the run's start."""
         now = time.monotonic()
         if self._first_logged is None:
             self._first_logged = (step, now)
@@ -259,12 +259,12 @@ class RunLog:
         if self._cell is not None:
             self._cell.show(Text.from_markup(line).plain, stays=stays)
             return
-        # soft_wrap keeps one line per step in a log file, however narrow rich thinks the terminal is.
+        # soft_wrap keeps one line per step in a log file, regardless of the terminal width that rich assumes.
         self._console.print(line, soft_wrap=True)
 
 
 class Cell:
-    """The output of a notebook's cell: each step's line takes the place of the one before, other lines stay above."""
+    """Output of a notebook cell: each step's line replaces the previous one; other lines stay above it."""
 
     def __init__(self) -> None:
         self._line, self._width = "", 0
@@ -279,14 +279,14 @@ class Cell:
             print(f"\r{self._line.ljust(self._width)}", end="", flush=True)
 
     def end(self) -> None:
-        """Leave the last step's line; what comes later stands below it."""
+        """Keep the last step's line; later output appears below it."""
         if self._line:
             print()
         self._line = ""
 
 
 def is_notebook() -> bool:
-    """Return True in the kernel of a notebook."""
+    """Return True inside a notebook kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
@@ -297,7 +297,7 @@ def as_row(sample: Sample) -> dict[str, Any]:
 
 
 def append(file: io.FileIO, rows: list[dict[str, Any]]) -> None:
-    """Write one line of JSON per row, in one piece."""
+    """Write one JSON line per row, in a single write."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(**TEXT)
     try:
         written = file.write(data) if data else 0
@@ -312,15 +312,15 @@ def failure(path: object, fault: object) -> RuntimeError:
 
 
 def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Set an earlier run's file aside, or cut it back to what happened before `first_step`; return what is left."""
+    """Rename an earlier run's file, or truncate it to entries before `first_step`. Return the entries that are kept."""
     if not path.exists():
         return []
     if first_step == 0:
-        # One earlier run is kept, and replaced by the next.
+        # Only one earlier run is kept.
         path.rename(path.with_name(f"previous-{path.name}"))
         return []
     kept = [line for line in read_lines(path) if line["step"] < first_step or happened_at(line, first_step)]
-    # Aside and then renamed: a crash in between leaves the whole log.
+    # Write a second file and rename it: a crash in between leaves the whole log.
     shorter = path.with_suffix(".unfinished")
     shorter.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), **TEXT)
     os.replace(shorter, path)
@@ -328,19 +328,19 @@ def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 
 def happened_at(line: dict[str, Any], step: int) -> bool:
-    """True for an evaluation after exactly `step` steps, which a run resumed there need not repeat."""
+    """Return True for an evaluation after exactly `step` steps, which a run resumed at that step need not repeat."""
     is_evaluation = line.get("kind") == "evaluation" or line.get("split", "train") != "train"
     return bool(is_evaluation and line["step"] == step)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file; a last line without its end is dropped.
+    """Return the objects of a .jsonl file. An incomplete last line is dropped.
 
-    What is no line of a log, as a crash of the machine may leave (zeros where a write did not reach the disk), is left
-    out with a warning: a run can go on without it. Zeros in front of a whole line cost nothing but themselves.
+    Lines that are not valid log entries are skipped with a warning: a run can resume without them. A machine crash may
+    leave zeros where a write did not reach the disk; zeros in front of a whole line are ignored.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    # "\n" alone: splitlines would break at other line ends within a sample's text.
+    # Only "\n": splitlines would also split at other line separators within a sample's text.
     complete = text[: text.rfind("\n") + 1]
     rows, damaged = [], []
     for number, line in enumerate(complete.split("\n")[:-1], start=1):
@@ -359,7 +359,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_line(row: Any, *, of_samples: bool) -> bool:
-    """True for what this module writes: a sample, or else a step or an evaluation. All that reads it counts on that."""
+    """Return True for a valid sample, or for a valid step or evaluation. All readers of the log rely on this check."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
         return False
     if not of_samples:
@@ -377,15 +377,15 @@ def is_line(row: Any, *, of_samples: bool) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """True for what `as_json` gives: a finite number, a text, nothing, or a histogram."""
+    """Return True for values that `as_json` returns: a finite number, text, None or a histogram."""
     if isinstance(value, dict):
         return all(count is None or is_number(count) for count in value.values())
     return value is None or isinstance(value, bool | str) or is_number(value)
 
 
 def is_number(value: Any) -> bool:
-    """True for a number that a chart can show; a bool is none."""
-    return type(value) in (int, float) and abs(value) < 1e300  # no comparison holds for NaN
+    """Return True for a number that a chart can show. Booleans are excluded."""
+    return type(value) in (int, float) and abs(value) < 1e300  # comparisons with NaN are False
 
 
 @dataclass
@@ -399,7 +399,7 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read a run's folder, finished or not; where a step was logged twice the later line counts."""
+    """Read the folder of a running or finished run. If a step was logged twice, the later line counts."""
     folder = Path(folder)
     if not (folder / METRICS).is_file():
         raise ValueError(f"folder = {str(folder)!r}: has no {METRICS}; give the run.folder of a run that has begun.")
@@ -409,7 +409,7 @@ def read_run(folder: str | Path) -> RunRecord:
         if line["kind"] == "step":
             steps[line["step"]] = line
         else:
-            # A resumed run may have logged one again; dicts keep the last.
+            # A resumed run may have logged it again; the dict keeps the last.
             evaluations[line["name"], line["step"]] = line
     samples: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     if (folder / SAMPLES).is_file():
@@ -425,7 +425,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def as_json(value: Any) -> Any:
-    """Return a JSON value: numbers of any library as int or float, and null for those that JSON lacks (nan, inf).
+    """Convert a value to JSON: numbers of any library become int or float, NaN and infinity become null.
 
     A histogram is a dict, class -> count.
     """
@@ -448,7 +448,7 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """Return one block character per value, the lowest value lowest."""
+    """Return one block character per value, scaled to the values' range; × for NaN and infinity."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""

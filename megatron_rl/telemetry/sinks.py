@@ -1,7 +1,7 @@
-"""Loggers that get a run's numbers besides its folder: TensorBoard, Weights & Biases, trackio, a Prometheus endpoint.
+"""External loggers for a run's metrics: TensorBoard, Weights & Biases, trackio, and a Prometheus endpoint.
 
-metrics.jsonl is the record; these are views of it. One that cannot be opened stops the run before it starts; one that
-fails later is left out with a warning, since training is worth more than a dashboard.
+metrics.jsonl is the record; these are views of it. A logger that cannot be opened stops the run before it starts. One
+that fails later is dropped with a warning: training matters more than a dashboard.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(abc.ABC):
-    """Takes the numbers of a run's steps and evaluations as they come."""
+    """Interface of a logger, which receives the metrics of each step and evaluation."""
 
     name: str
 
     @abc.abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take finite numbers by name; `step` counts finished steps and may come twice (a step, its evaluation)."""
+        """Log finite numbers by name. `step` counts finished steps and may repeat (a step, then its evaluation)."""
 
     @abc.abstractmethod
     def close(self) -> None: ...
 
 
 class TensorBoard(Sink):
-    """Writes folder/tensorboard. A resumed run's reader forgets what was logged from `first_step` on."""
+    """Writes folder/tensorboard. In a resumed run, TensorBoard discards what was logged after `first_step`."""
 
     name = "tensorboard"
 
@@ -45,7 +45,7 @@ class TensorBoard(Sink):
         self._events = _package("tensorboard.compat.proto.event_pb2", self.name)
         self._summary = _package("tensorboard.compat.proto.summary_pb2", self.name)
         self._writer = writer.EventFileWriter(str(folder / "tensorboard"))
-        # A reader drops what an earlier process has logged from this event's step on.
+        # On this event, readers drop what an earlier process logged from its step on.
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
 
@@ -60,9 +60,9 @@ class TensorBoard(Sink):
 
 
 class WeightsAndBiases(Sink):
-    """One run of the service; its id stays in folder/wandb_id, so that a resumed run goes on with it.
+    """One Weights & Biases run. Its id is stored in folder/wandb_id, so that a resumed run continues it.
 
-    The package's own variables decide the rest (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY).
+    The package's environment variables decide the rest (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY).
     """
 
     name = "wandb"
@@ -70,7 +70,7 @@ class WeightsAndBiases(Sink):
     def __init__(self, folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> None:
         wandb = _package("wandb", self.name)
         id_file = folder / "wandb_id"
-        # A new run in an old folder must not go on in the old one's curves.
+        # A new run in an old folder must not continue the old run's curves.
         if first_step == 0 or not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
@@ -82,7 +82,7 @@ class WeightsAndBiases(Sink):
             config=settings,
             settings=wandb.Settings(silent=True),
         )
-        # wandb counts one step for each call, and a step and its evaluation are two.
+        # wandb counts one step per call, and a step and its evaluation are two calls.
         self._run.define_metric("*", step_metric="finished_steps")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -93,7 +93,7 @@ class WeightsAndBiases(Sink):
 
 
 class Trackio(Sink):
-    """One run of trackio, which keeps it on this machine unless TRACKIO_SPACE_ID or its like say otherwise."""
+    """One trackio run, stored on this machine unless TRACKIO_SPACE_ID or similar variables say otherwise."""
 
     name = "trackio"
 
@@ -110,7 +110,7 @@ class Trackio(Sink):
 
 
 class Prometheus(Sink):
-    """The newest value of every number at http://ADDRESS/metrics, as `megatron_rl_<name>{run="..."}`."""
+    """The latest value of each metric at http://ADDRESS/metrics, as `megatron_rl_<name>{run="..."}`."""
 
     name = "prometheus"
 
@@ -144,11 +144,13 @@ class Prometheus(Sink):
 
 
 class Sinks:
-    """The loggers that a run's config names. ValueError, naming the key, for one that cannot be opened.
+    """The loggers named in a run's config. ValueError, naming the config key, if one cannot be opened.
 
-    sinks = Sinks(TelemetryConfig(loggers=["tensorboard"]), Path("runs/demo"), first_step=0, settings={})
-    sinks.log(1, {"reward/mean": 0.5})
-    sinks.close()
+    For example:
+
+        sinks = Sinks(TelemetryConfig(loggers=["tensorboard"]), Path("runs/demo"), first_step=0, settings={})
+        sinks.log(1, {"reward/mean": 0.5})
+        sinks.close()
     """
 
     def __init__(self, config: TelemetryConfig, folder: Path, first_step: int, settings: dict[str, Any]) -> None:
@@ -163,7 +165,7 @@ class Sinks:
                     self._open.append(Trackio(folder, first_step, config.project, settings))
             if config.prometheus:
                 self._open.append(Prometheus(config.prometheus, folder.name))
-        # The ones that were opened have threads and files, which an error behind them must not leave.
+        # Loggers that are already open have threads and files, which a later one's error must not leak.
         except BaseException:
             self.close()
             raise
@@ -174,7 +176,7 @@ class Sinks:
         for sink in list(self._open):
             try:
                 sink.log(step, numbers)
-            # Packages of others that talk to services may raise anything; the run's own record has the numbers.
+            # Third-party packages that talk to services may raise anything; the run's own log has the numbers.
             except Exception as error:
                 logger.warning("telemetry: %s is left out from here on: %s: %s", sink.name, type(error).__name__, error)
                 self._open.remove(sink)

@@ -1,12 +1,12 @@
-"""Statistics of your own, collected anywhere and exported once a step.
+"""User statistics, collected anywhere and exported once per step.
 
     from megatron_rl import log_metric
 
     log_metric("tool_calls", 3)  # in a workflow, an environment or a reward
     log_metric("far_tokens", rows.ratio > 2)  # in a loss: the mean over the entries of a tensor
 
-In a configured run they are in metrics.jsonl as `user/NAME`: means over the step and over all ranks. A loop of your own
-exports them itself:
+In a run started from a config, they appear in metrics.jsonl as `user/NAME`: means over the step and over all ranks. A
+custom training loop exports them itself:
 
     from megatron_rl import stats_tracker
 
@@ -15,8 +15,8 @@ exports them itself:
         stats_tracker.stat(denominator="tokens", entropy=entropy)
     metrics = stats_tracker.export()  # {"actor/tokens": 96.0, "actor/entropy": 0.7, "time/train_step": 1.2, ...}
 
-A mean is a numerator and a denominator until it is exported. The functions are those of one StatsTracker of the
-process. Calls may come from any thread and task, those that record timings from one thread.
+A mean is stored as numerator and denominator until it is exported. The module's functions share one StatsTracker per
+process. They may be called from any thread and task, except that all timings must be recorded by one thread.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from megatron_rl.telemetry.rollout_metrics import is_counted
 from megatron_rl.telemetry.timers import PhaseTimers
 
 Tensor = Any
-"""torch's, which this room does not import."""
+"""torch.Tensor; this package does not import torch."""
 USER = "user/"
-"""Begins the names of a user's own metrics in metrics.jsonl."""
+"""Prefix of user metrics in metrics.jsonl."""
 Sums = dict[str, tuple[float, float]]
-"""Numerators and denominators by name."""
+"""Name -> (numerator, denominator)."""
 
 
 class StatsTracker:
-    """Sums by name since the last export. Nothing is read from a GPU before that."""
+    """Sums by name since the last export. No value is read from the GPU before the export."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._timers = PhaseTimers(clock)
-        self._scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # of this task alone
+        self._scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # per task
         self._masks: dict[str, Tensor] = {}
         self._sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
-        """Numerator and denominator; a count's is 1."""
+        """Name -> (numerator, denominator). The denominator of a count is 1."""
         self._lock = threading.Lock()
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Let the names of the `with` block begin with `name/`; scopes within one another add up."""
+        """Prefix names inside the `with` block with `name/`. Nested scopes accumulate."""
         token = self._scopes.set((*self._scopes.get(), name))
         try:
             yield
@@ -60,14 +60,14 @@ class StatsTracker:
             self._scopes.reset(token)
 
     def record_timing(self, name: str) -> AbstractContextManager[None]:
-        """Add the seconds of the `with` block to `time/name`; a timing within it pauses this one."""
+        """Add the duration of the `with` block, in seconds, to `time/name`. A nested timing pauses the outer one."""
         return self._timers(self._within(name))
 
     def log_metric(self, name: str, value: float | Tensor) -> None:
-        """Add a number, or all entries of a tensor, to a metric: its mean over all of them is exported.
+        """Add a number, or all entries of a tensor, to a metric. Its mean over all of them is exported.
 
-        For losses, workflows, environments and rewards. A tensor is read at the step's end, so that no call waits for
-        the GPU. In an evaluation the call does nothing.
+        For losses, workflows, environments and rewards. Tensors are read at the end of the step, so that no call waits
+        for the GPU. In an evaluation the call does nothing.
         """
         if not is_counted.get():
             return
@@ -81,21 +81,22 @@ class StatsTracker:
         self._add(name, number, 1.0)
 
     def scalar(self, **values: float | Tensor) -> None:
-        """`log_metric` of each name."""
+        """Call `log_metric` for each name and value."""
         for name, value in values.items():
             self.log_metric(name, value)
 
     def denominator(self, **masks: Tensor) -> None:
-        """Bool tensors that say which entries of later `stat`s count; how many do is exported."""
+        """Set bool masks that select the entries counted by later `stat` calls. The number of selected entries is
+        exported."""
         for name, mask in masks.items():
             name = self._within(name)
             self._masks[name] = mask.bool()
-            # Over 1, as what is exported of a mask is the number of its entries and no mean.
+            # The denominator is 1 because the number of entries is exported, not a mean.
             total, _ = self._sums.get(name, (0.0, 1.0))
             self._sums[name] = total + self._masks[name].sum(), 1.0
 
     def stat(self, *, denominator: str, **values: Tensor) -> None:
-        """Tensors of which the mean over the entries of `denominator`, in this scope, is exported."""
+        """Add tensors whose mean over the entries of mask `denominator`, in the current scope, is exported."""
         mask = self._masks.get(self._within(denominator))
         if mask is None:
             raise ValueError(
@@ -108,24 +109,24 @@ class StatsTracker:
                     f"stat({name}=...) has shape {tuple(value.shape)}, and its denominator {denominator!r} "
                     f"{tuple(mask.shape)}: must be the same."
                 )
-            # Sums stay tensors until they are exported: a float here would wait for the GPU in every call.
+            # Sums stay tensors until the export: converting to float would wait for the GPU in every call.
             self._add(name, value.detach()[mask].double().sum(), mask.sum())
 
     def take(self) -> Sums:
-        """Return this process's numerators and denominators since the last export or take, and start anew."""
+        """Return this process's numerators and denominators since the last export or take, and reset them."""
         with self._lock:
             sums, self._sums, self._masks = self._sums, {}, {}
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
     def add(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """Add what another process has taken. In an evaluation the call does nothing."""
+        """Add sums taken from another process. In an evaluation the call does nothing."""
         for name, (total, count) in sums.items() if is_counted.get() else ():
             self._add(name, float(total), float(count))
 
     def export(self) -> dict[str, float]:
-        """Return this process's numbers since the last export, `time/step` among them, and start anew.
+        """Return this process's metrics since the last export, including `time/step`, and reset them.
 
-        A mean over nothing is left out.
+        A mean with denominator 0 is omitted.
         """
         return means_of([self.take()]) | self._timers.snapshot()
 
@@ -140,7 +141,8 @@ class StatsTracker:
 
 
 def means_of(parts: Sequence[Sums]) -> dict[str, float]:
-    """Return the means of several processes together, each sum of numerators divided once; no mean over nothing."""
+    """Compute means over several processes: the sum of numerators over the sum of denominators. Omits means over
+    nothing."""
     sums: Sums = {}
     for part in parts:
         for name, (total, count) in part.items():

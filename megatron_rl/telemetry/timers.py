@@ -1,4 +1,4 @@
-"""Named phases of a step and the seconds each took."""
+"""Wall-clock timers for the named phases of a step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class PhaseTimers:
             ...
         timers.snapshot()  # {"time/rollout": 1.2, "time/step": 1.3}
 
-    A phase inside another one pauses the outer one, so that the phases of a step never add up to more than the step.
-    With a GPU the seconds are the host's: a phase ends when its work is queued unless it waits for a result.
+    A nested phase pauses the outer one, so that a step's phases never add up to more than the step. Times are measured
+    on the host: a phase that does not wait for a GPU result ends when its work is queued.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, on_change: Callable[[str], None] = lambda phase: None
     ) -> None:
-        """on_change is told the innermost phase whenever that changes; '' is none."""
+        """on_change is called with the innermost phase whenever it changes; '' means no phase."""
         self._clock, self.on_change = clock, on_change
         self._seconds: dict[str, float] = {}
         self._open: list[Span] = []
@@ -32,13 +32,13 @@ class PhaseTimers:
         self._mark = clock()
         self._start = self._mark
         self.last_spans: list[Span] = []
-        """The phases that ended between the last two snapshots, each with those inside it as its children."""
+        """Phases that ended between the last two snapshots. A nested phase is a child of the outer one."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the seconds of the `with` block as phase `name`; a block that raises counts too."""
+        """Time the `with` block as phase `name`, also if the block raises."""
         self._charge()
-        # The outer phase has its seconds up to here, and pauses.
+        # The time up to here belongs to the outer phase, which now pauses.
         parent = self._open[-1] if self._open else None
         span = Span(row="phases", name=name, begin_s=self._mark, parent=parent)
         self._open.append(span)
@@ -52,11 +52,11 @@ class PhaseTimers:
             self.on_change(parent.name if parent is not None else "")
 
     def snapshot(self) -> dict[str, float]:
-        """Return `time/<phase>` of every phase and `time/step`, in seconds since the last snapshot, and start anew."""
+        """Return `time/<phase>` of each phase and `time/step`, in seconds since the last snapshot, and reset them."""
         self._charge()
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         result["time/step"] = self._mark - self._start
-        # Phases under way stay open: the rest of their time is the next step's.
+        # Phases in progress stay open: their remaining time belongs to the next step.
         self._seconds, self._start = {}, self._mark
         self.last_spans, self._ended = self._ended, []
         return result

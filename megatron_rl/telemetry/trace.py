@@ -1,13 +1,17 @@
-"""One step as a Chrome trace, which ui.perfetto.dev and chrome://tracing show: trace/step-N.json.gz.
+"""Writes one step as a Chrome trace for ui.perfetto.dev or chrome://tracing: trace/step-N.json.gz.
 
-A process of the trace is a trainer rank (its phases; on rank 0 also publications), a rollout process (episodes, replies
-with the calls for them, rewards) or a server (its requests, the control commands to it, its pauses). Arrows lead from a
-call to what the server made of it, and from a publication to each server's first request of that version.
+A process in the trace is one of three:
 
-Time is that of rank 0's host. Processes of one host share CLOCK_MONOTONIC. The clock of another host's rank is compared
-just after a barrier. A server tells wall-clock times: its clock is that of its client unless a call's time contradicts
-it, and is then set by the middle of the call that spent the least time on the way (`clock_offset`). A server that tells
-only how long a request took has it shown in the middle of its call.
+- A trainer rank shows its phases. Rank 0 also shows weight publications.
+- A rollout process shows episodes, replies with their calls, and rewards.
+- A server shows requests, control commands and pauses.
+
+Arrows lead from a call to the server's request, and from a publication to each server's first request of that version.
+
+Times are on the clock of rank 0's host. Processes of one host share CLOCK_MONOTONIC. A rank on another host compares
+its clock just after a barrier. A server reports wall-clock times, and is assumed to share its client's clock. If a call
+contradicts that, the offset is set by the midpoint of the call that spent the least time outside of the server
+(`clock_offset`). A request for which the server reports only a duration is drawn in the middle of its call.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from megatron_rl.telemetry.spans import Span, copied
 
 FOLDER = "trace"
 ROWS = ("phases", "publication", "gathering", "episodes", "replies", "rewards", "paused", "control", "requests")
-"""From top to bottom within a process."""
+"""Rows of a process, from top to bottom."""
 Event = dict[str, Any]
 
 
@@ -43,23 +47,23 @@ class Recording:
 
 @dataclass(kw_only=True)
 class RankTrace:
-    """The spans of one trainer rank, and of its rollout process if it has one, in a step."""
+    """One step's spans of a trainer rank, and of its rollout process if it has one."""
 
     rank: int
     host: str
     boot: str
-    """Of the host's kernel: processes that have it in common share a clock."""
+    """Boot id of the host's kernel. Processes with the same boot id share a clock."""
     pid: int
     clock_s: float
-    """Its clock at a moment that is the same on all ranks."""
+    """This rank's clock just after a barrier, hence at the same moment on all ranks."""
     phases: list[Span]
     publications: list[Span] = field(default_factory=list)
-    """With the version that was published in `args`."""
+    """Publication spans; `args` has the published version."""
     rollout: Recording | None = None
 
 
 def write_trace(folder: Path, step: int, ranks: list[RankTrace]) -> Path:
-    """Write the trace of a step into a run's folder, rank 0 first among `ranks`; return its path."""
+    """Write a step's trace into a run's folder and return its path. The first of `ranks` must be rank 0."""
     path = folder / FOLDER / f"step-{step}.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
@@ -69,13 +73,13 @@ def write_trace(folder: Path, step: int, ranks: list[RankTrace]) -> Path:
 
 
 def chrome_trace(step: int, ranks: list[RankTrace]) -> dict[str, Any]:
-    """Return the trace as the JSON object of the Chrome Trace Event Format; times in microseconds from its first."""
+    """Build the trace as a Chrome Trace Event Format object. Times are microseconds from the first event."""
     picture = Picture()
     rollouts: list[tuple[str, str, list[Span]]] = []
     servers: dict[str, list[Span]] = defaultdict(list)
     left_out = 0
     for trace in ranks:
-        # Hosts of one name may differ, and containers of one host have other names: the boot says which clock it is.
+        # Compare boot ids: hosts may share a name, and containers of one host have different names.
         offset = 0.0 if trace.boot == ranks[0].boot else ranks[0].clock_s - trace.clock_s
         own = moved(trace.phases + trace.publications, offset)
         picture.add(f"rank {trace.rank}", f"{trace.host}, pid {trace.pid}", own)
@@ -98,7 +102,7 @@ def chrome_trace(step: int, ranks: list[RankTrace]) -> dict[str, Any]:
 
 
 def moved(spans: list[Span], by_s: float) -> list[Span]:
-    """Return copies on another clock; those under way end with the last of all."""
+    """Return copies shifted to another clock. Spans in progress are ended at the latest time of all spans."""
     copies = copied(spans)
     last = max((span.begin_s if span.end_s is None else span.end_s for span in copies), default=0.0)
     for span in copies:
@@ -112,7 +116,7 @@ def moved(spans: list[Span], by_s: float) -> list[Span]:
 
 
 def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, list[Span]]:
-    """Return, by server, what it says of the calls among a client's spans, on the client's clock."""
+    """Return the requests that servers reported for a client's calls, by server URL and on the client's clock."""
     calls: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if "e2e_latency" in span.args.get("timing", {}):
@@ -125,14 +129,14 @@ def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, 
 
 
 def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
-    """Return what to add to a server's wall-clock times to have them on the clock of its client, whose calls these are.
+    """Return the offset from a server's wall-clock times to the clock of its client, which made these calls.
 
-    That is the client's own difference where the calls do not contradict it.
+    This is the client's own offset unless the calls contradict it.
     """
     told = [call for call in calls if "request_received_ts" in call.args["timing"]]
     if not told:
         return -wall_minus_client_s
-    # The call with the least time on the way leaves the least room for error in where its middle was.
+    # The call with the least time outside of the server bounds the midpoint's error best.
     call = min(told, key=on_the_way_s)
     timing = call.args["timing"]
     middle = timing["request_received_ts"] + timing["e2e_latency"] / 2
@@ -142,7 +146,7 @@ def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
 
 
 def on_the_way_s(call: Span) -> float:
-    """The part of a call's time in which the server did not have it."""
+    """Return the part of a call's time that was spent outside of the server."""
     return ended(call) - call.begin_s - float(call.args["timing"]["e2e_latency"])
 
 
@@ -152,7 +156,7 @@ def ended(span: Span) -> float:
 
 
 def request_spans(call: Span, offset_s: float) -> Iterator[Span]:
-    """Yield a server's request and its parts: queued, prefill and decode where the server tells them apart."""
+    """Yield a server's request and, if the server reports them, its parts: queued, prefill and decode."""
     timing, took = call.args["timing"], call.args["timing"]["e2e_latency"]
     if "request_received_ts" in timing:
         begin = timing["request_received_ts"] + offset_s
@@ -167,14 +171,14 @@ def request_spans(call: Span, offset_s: float) -> Iterator[Span]:
         return
     since = 0.0
     for name, end in ends.items():
-        # Servers round: no part begins before the last one ended, or ends after the request.
+        # Servers round: clamp each part between the previous part's end and the request's end.
         end = min(max(end, since), took)
         yield Span(row="requests", name=name, begin_s=begin + since, end_s=begin + end, parent=request)
         since = end
 
 
 def pauses(spans: list[Span]) -> Iterator[Span]:
-    """Yield when a server stood still: from the command that paused it to the answer to the one that let it go on."""
+    """Yield the pauses of a server, from the pausing command to the reply to the resuming one."""
     since = None
     for span in sorted(spans, key=lambda span: span.begin_s):
         if span.name == "/pause_generation" and since is None:
@@ -189,7 +193,7 @@ def pauses(spans: list[Span]) -> Iterator[Span]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A span and where it is drawn."""
+    """A span with its position in the trace."""
 
     span: Span
     pid: int
@@ -204,10 +208,10 @@ class Picture:
         self._arrows: list[tuple[str, Drawn, Drawn]] = []
         self._names: list[Event] = []
         self._numbers = itertools.count(1)
-        """Of processes and threads; a number that both had would be taken for a main thread."""
+        """Shared by process and thread ids: a thread with its process's id would be taken for the main thread."""
 
     def add(self, process: str, label: str, spans: list[Span]) -> None:
-        """Add a process: a row of it has as many lanes as spans lie beside each other; a child is on its parent's."""
+        """Add a process. Each row has as many lanes as spans overlap; a child is on its parent's lane."""
         pid = next(self._numbers)
         self._name(pid, 0, "process", process)
         self._names.append({"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}})
@@ -218,7 +222,8 @@ class Picture:
                 self._drawn += [Drawn(span, pid, tid) for span in lane]
 
     def add_arrows(self) -> None:
-        """From each call to what the server made of it, and from publications to each server's first use of them."""
+        """Add arrows from each call to its server request, and from each publication to its first use on each
+        server."""
         calls = {drawn.span.args["rid"]: drawn for drawn in self._drawn if "rid" in drawn.span.args}
         published = {
             drawn.span.args["version"]: drawn
@@ -240,7 +245,7 @@ class Picture:
         events = list(self._names)
         for drawn in self._drawn:
             span = drawn.span
-            # Both ends are rounded, and not the duration: a child that ends with its parent must not end behind it.
+            # Round both ends rather than the duration: a child must not end after a parent that ends with it.
             begin, end = nanoseconds(span.begin_s - zero), nanoseconds(ended(span) - zero)
             args = {key: value for key, value in span.args.items() if key != "timing"}
             event = {"ph": "X", "name": span.name, "cat": span.row, "ts": begin / 1000, "dur": (end - begin) / 1000}
@@ -249,7 +254,7 @@ class Picture:
             for ph, at in (("s", source), ("f", target)):
                 ts = nanoseconds(at.span.begin_s - zero) / 1000
                 event = {"ph": ph, "name": kind, "cat": kind, "id": number, "ts": ts}
-                # bp: the arrow ends at the span around this moment, and not at the next one that begins.
+                # bp: the arrow ends at the enclosing span, not at the next one that begins.
                 events.append(event | {"pid": at.pid, "tid": at.tid} | ({"bp": "e"} if ph == "f" else {}))
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
@@ -263,13 +268,13 @@ def nanoseconds(seconds: float) -> int:
 
 
 def lanes(spans: list[Span]) -> list[list[Span]]:
-    """Deal the spans of a row out so that no two of a lane overlap but a parent and its child."""
+    """Distribute a row's spans over lanes. Within a lane, only a parent and its children overlap."""
     dealt: list[list[Span]] = []
     busy: list[tuple[float, int]] = []
-    """(until when, lane)."""
+    """(end time, lane)."""
     free: list[int] = []
     lane_of: dict[Span, int] = {}
-    # Of those that begin together the longest first, then the ancestor: a parent comes before its children.
+    # Of spans that begin together, sort the longest first, then ancestors, so that parents precede their children.
     for span in sorted(spans, key=lambda span: (span.begin_s, -ended(span), sum(1 for _ in span.ancestors))):
         if span.parent in lane_of:
             lane = lane_of[span.parent]

@@ -1,4 +1,4 @@
-"""Values of arguments that stand without quotes: 12 may be a number or a text, as the tool's JSON schema says."""
+"""Converts unquoted tool arguments to values: the tool's JSON schema decides whether 12 is a number or a string."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 PYTHON_KINDS = {"str": "string", "text": "string", "bool": "boolean", "int": "integer", "float": "number"}
 PYTHON_KINDS |= {"double": "number", "list": "array", "tuple": "array", "dict": "object", "none": "null"}
-"""Names that datasets of tools use in place of JSON's."""
+"""Python type names that tool datasets use in place of JSON's, with the JSON type for each."""
 HINTS = {
     "object": ("properties", "additionalProperties", "patternProperties", "required"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
     "string": ("pattern", "format", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-"""Kind -> keywords that mean it in a schema without a type."""
+"""Kind -> keywords that imply it in a schema without a type."""
 WORDS = {"true": True, "false": False, "none": None}
-"""Python's spellings, in lower case."""
+"""Python's spellings of JSON's literals, in lower case."""
 MOST_STEPS, MOST_DEPTH = 1000, 32
-"""Most schemas that are looked at for one value, and how deep: references may form circles, or double at each step."""
+"""Maximum schemas visited per value, and their maximum depth. References may form cycles or double at each level."""
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Return the value of an argument, by the schema of all parameters of its tool.
+    """Convert an argument's text to a value, using the schema of all parameters of its tool.
 
-    It stays text if the schema takes text, says nothing of it, or takes nothing that the text could be.
+    The text itself is returned if the schema accepts strings, has no entry for this argument, or accepts no other value
+    that the text could stand for.
     """
     schemas = Schemas(parameters)
     schema = schemas.of_argument(name, parameters)
@@ -50,7 +51,7 @@ def argument_value(text: str, name: str, parameters: Any) -> Any:
 
 
 def readings(text: str) -> Iterator[Any]:
-    """Go through what a text may be as well."""
+    """Yield the values other than the exact text that the text may stand for."""
     bare = text.strip()
     yield bare
     try:
@@ -65,7 +66,7 @@ def readings(text: str) -> Iterator[Any]:
 
 
 class Schemas:
-    """The schemas of one tool's parameters. `root` is what their references begin at."""
+    """The schemas of one tool's parameters. `root` is the document that their references resolve in."""
 
     def __init__(self, root: Any) -> None:
         self.root, self.steps = root, 0
@@ -75,7 +76,7 @@ class Schemas:
         return self.steps > MOST_STEPS or depth > MOST_DEPTH
 
     def target(self, reference: Any) -> Any:
-        """Return the schema that a reference within the root means, or None."""
+        """Resolve a reference within the root; None if it cannot be resolved."""
         if not (isinstance(reference, str) and reference.startswith("#")):
             return None
         found = self.root
@@ -85,7 +86,7 @@ class Schemas:
         return found
 
     def of_argument(self, name: str, schema: Any, depth: int = 0) -> Any:
-        """Return what a schema of parameters says of one of them; None if it says nothing."""
+        """Return the schema of argument `name` within a schema of all parameters; None if there is none."""
         if not isinstance(schema, dict) or self.is_enough(depth):
             return None
         found = []
@@ -104,7 +105,7 @@ class Schemas:
         return {"allOf": found} if found else None
 
     def takes(self, schema: Any, value: Any, depth: int = 0) -> bool | None:
-        """Return whether a schema takes a value, by its kind and its listed values; None if it says nothing of them."""
+        """Return whether a schema accepts a value, by type, const and enum; None if the schema does not decide it."""
         if schema is False:
             return False
         if not isinstance(schema, dict) or self.is_enough(depth):
@@ -134,7 +135,7 @@ def parts(schema: dict[str, Any], keyword: str) -> list[Any]:
 
 
 def kinds_of(names: Any) -> Iterator[str]:
-    """Go through the kinds that a schema's type names; unknown names are left out."""
+    """Yield the JSON types in a schema's `type`; unknown names are skipped."""
     for name in names if isinstance(names, list) else [names]:
         if isinstance(name, str):
             kind = PYTHON_KINDS.get(name.lower(), name.lower())
@@ -143,5 +144,5 @@ def kinds_of(names: Any) -> Iterator[str]:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    # To Python true is the number 1.
+    # In Python True == 1.
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

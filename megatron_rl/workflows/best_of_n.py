@@ -1,4 +1,4 @@
-"""More replies than are trained: the best of them, or the best and the worst."""
+"""Sampling more replies than are trained: only the best are kept, or the best and the worst."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 class BestOfNWorkflow(RLVRWorkflow):
     """Samples `candidates` replies and keeps `gconfig.n_samples` of them by reward; ties go to the earlier sample.
 
-    keep: `best`, as in RAFT (arXiv 2304.06767), or `extremes`, as many of the best as of the worst, which have the
-    largest variance (PODS, arXiv 2504.13818, for rewards of right or wrong). The group's mean is that of what is kept.
-    Held-out prompts are answered without a choice: it would know their rewards.
+    keep: `best`, as in RAFT (arXiv 2304.06767), or `extremes`: half best, half worst. The extremes have the largest
+    variance of rewards (PODS, arXiv 2504.13818, for 0/1 rewards). The group's mean is taken over the kept replies only.
+    Held-out prompts are evaluated without selection, because it would use the very rewards to be measured.
 
         workflow = BestOfNWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, candidates=16, keep="extremes")
     """
 
     @classmethod
     def evaluating(cls, *, candidates: int, keep: str = "best", **arguments: Any) -> RLVRWorkflow:
-        # The two that RLVRWorkflow does not know are named, and so left out.
+        # The two parameters that RLVRWorkflow lacks are named here, so that `arguments` does not contain them.
         return RLVRWorkflow(**arguments)
 
     def __init__(
@@ -49,7 +49,7 @@ class BestOfNWorkflow(RLVRWorkflow):
         self.kept, self.keep = gconfig.n_samples, keep
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        # sorted() keeps the order of equal rewards: ties go to the earlier sample.
+        # sorted() is stable: ties go to the earlier sample.
         falling = sorted(await super().arun_episode(engine, data), key=lambda trajectory: -trajectory.reward)
         worst = self.kept // 2 if self.keep == "extremes" else 0
-        return falling[: self.kept - worst] + falling[len(falling) - worst :]  # [-worst:] would be all where it is 0
+        return falling[: self.kept - worst] + falling[len(falling) - worst :]  # [-worst:] would be all if worst is 0

@@ -1,7 +1,7 @@
-"""Dialogues in tokens: what a server was sent and what it generated, never tokenised again.
+"""Dialogues as tokens: exactly the ids that the server was sent and generated, never retokenized.
 
-A message of others is rendered and tokenised once (rendering.py), when it is added; a reply's ids are taken as they
-were generated. So a trajectory is exactly the last prompt that a server saw and the reply to it.
+Messages of other roles are rendered and tokenized once (rendering.py), when they are added. A reply's ids are kept as
+generated. A trajectory is therefore exactly the last prompt that a server saw plus its reply.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Conversation:
         self.logprobs = torch.empty(0)
         self.versions = torch.empty(0, dtype=torch.int32)
         self.routes: Tensor | None = None
-        """Of the rows from the beginning that a server has read."""
+        """MoE routes (experts chosen per layer) of the rows that a server has computed, from the first row on."""
         self.earned: list[tuple[int, float]] | None = None
-        """Rewards of replies, each with the place of the reply's last token; None where the dialogue alone has one."""
+        """Entries (position of a reply's last token, its reward). None if only the dialogue as a whole has a reward."""
         self.last_reply: list[int] = []
         self.is_cut_off = False
-        """There was no room for the rest of its last reply, or for another one."""
+        """Whether there was no room for the rest of the last reply, or for another reply."""
         self.replies = 0
         self.add(prompt)
 
@@ -46,7 +46,7 @@ class Conversation:
         return len(self.ids)
 
     def add(self, ids: Sequence[int]) -> None:
-        """Append tokens of others: an environment's, a tool's, the template's. They are not trained."""
+        """Append tokens that the policy did not write (environment, tool, template). They are not trained."""
         self.is_cut_off = False
         self._append(ids, torch.zeros(len(ids)), torch.full((len(ids),), -1, dtype=torch.int32), is_trained=False)
 
@@ -57,11 +57,11 @@ class Conversation:
         self.versions = torch.cat([self.versions, versions])
 
     def take(self, reply: LLMResponse, *, is_trained: bool = True) -> None:
-        """Append a reply to exactly these tokens. InfrastructureFailure for an aborted one: it is tried again.
+        """Append a reply to exactly these tokens. InfrastructureFailure for an aborted reply, so that it is retried.
 
-        is_trained: False for one that a grammar chose with the policy.
+        is_trained: False for a reply that a grammar constrained.
         """
-        # Otherwise the trainer would compute log-probabilities of these tokens after others than the server saw.
+        # Otherwise the trainer would compute log-probabilities under another context than the server saw.
         if reply.input_tokens != self.ids:
             raise RuntimeError(
                 f"the reply is to {reply.input_len} tokens that are not the conversation's {len(self)}: the workflow "
@@ -72,15 +72,15 @@ class Conversation:
             raise InfrastructureFailure(words, kind="server")
         self.last_reply, self.is_cut_off = reply.output_tokens, reply.stop_reason == "length"
         self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=is_trained)
-        if reply.routes is not None:  # of rows that were read before, those that tokens were sampled from
+        if reply.routes is not None:  # keep the known rows: they are the routes with which tokens were sampled
             known = reply.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, reply.routes[len(known) :]])
         self.replies += 1
 
     def earn(self, reward: float, *, end: int | None = None) -> None:
-        """Reward the last reply, or the last one in the first `end` tokens: on its last token.
+        """Add a reward on the last token of the last reply, or of the last reply within the first `end` tokens.
 
-        Where none of these tokens is trained there is nothing to reward.
+        Does nothing if none of these tokens is trained.
         """
         self.earned = self.earned or []
         trained = self.loss_mask[:end].nonzero()
@@ -88,8 +88,8 @@ class Conversation:
             self.earned.append((int(trained[-1]), reward))
 
     def fork(self, length: int) -> Conversation:
-        """Return a copy of the first `length` tokens that goes its own way. It does not know the replies in them."""
-        # A list and a mask of its own: the same dialogue may go on in two ways at once.
+        """Return an independent copy of the first `length` tokens. The copy's count of replies starts at 0."""
+        # The list and the mask are copied: the same dialogue may continue in two ways at once.
         copy = Conversation(())
         copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length].clone()
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
@@ -98,7 +98,7 @@ class Conversation:
         return copy
 
     def take_back(self, length: int) -> None:
-        """Forget what comes after the first `length` tokens, which end with a reply."""
+        """Remove everything after the first `length` tokens, which must end with a reply."""
         del self.ids[length:]
         self.loss_mask, self.logprobs = self.loss_mask[:length], self.logprobs[:length]
         self.versions = self.versions[:length]
@@ -106,12 +106,13 @@ class Conversation:
         self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
 
     def leave_out_before(self, length: int) -> None:
-        """Do not train the first `length` tokens: another trajectory has them, and their rewards."""
+        """Exclude the first `length` tokens from training: another trajectory trains them and has their rewards."""
         self.loss_mask[:length] = False
         self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] >= length]
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
-        """Return what there is so far. reward: of the whole dialogue; rewards of its replies add up to it."""
+        """Return the dialogue so far. reward: that of the whole dialogue. If replies have rewards, these add up to
+        it."""
         return Trajectory(
             input_ids=torch.tensor(self.ids, dtype=torch.int32),
             loss_mask=self.loss_mask.clone(),

@@ -1,4 +1,4 @@
-"""Worlds that answer a policy's replies, for MultiTurnWorkflow. What they say is context and never trained."""
+"""Environments that answer a policy's replies, for MultiTurnWorkflow. Their messages are context and never trained."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megatron_rl.api import together
 from megatron_rl.workflows.tools import Rewarded, Tool, ToolCall, run_call, split_tool_calls
 
 MOST_CALLS = 16
-"""Most tool calls of one reply, which could hold hundreds, each a process or a request."""
+"""Maximum tool calls per reply. A reply could hold hundreds, and each may start a process or a request."""
 
 Score = Callable[[], Awaitable[float]]
-"""Gives the reward function's value of the reply at hand."""
+"""Returns the reward function's value for the current reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """An environment's answer to one reply. Without messages the episode is over."""
+    """An environment's answer to one reply. A turn without messages ends the episode."""
 
     messages: Sequence[dict[str, Any]] = ()
     reward: float = 0.0
-    """Of the reply that it answers. A trajectory's reward is the sum over its turns."""
+    """Reward for the reply that was answered. A trajectory's reward is the sum over its turns."""
 
 
 class Environment(abc.ABC):
-    """The world of one sample of one prompt.
+    """Base class of environments. Each sample of a prompt has its own object.
 
     For example:
 
@@ -39,43 +39,45 @@ class Environment(abc.ABC):
     """
 
     SAVES: ClassVar[bool] = False
-    """It has `save` and `restore`: with rollout.journal_replies a killed run goes on where its dialogues were."""
+    """Whether `save` and `restore` are implemented. With rollout.journal_replies, a killed run then resumes its
+    dialogues."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
 
     async def save(self) -> Any:
-        """Return its state after the opening or a step: what JSON has and at most 1 MiB, such as a snapshot's name."""
+        """Return the state after the opening or a step. It must be JSON of at most 1 MiB, such as a snapshot's name."""
         raise NotImplementedError
 
     async def restore(self, state: Any) -> None:
-        """Go on from what another process's object has saved. Called in place of `opening`."""
+        """Resume from a state that another process saved. Called instead of `opening`."""
         raise NotImplementedError
 
     def opening(self) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-        """Return the prompt that the dialogue begins with: `messages` (and `tools`), `prompt` or `input_ids`.
+        """Return the dialogue's first prompt: `messages` (and `tools`), `prompt` or `input_ids`.
 
-        A world that takes its time to begin has an `async def opening`.
+        Define it as `async def opening` if starting the environment takes time.
         """
         return self.data
 
     @abc.abstractmethod
     async def step(self, reply: str, score: Score) -> Turn:
-        """Answer a reply. The workflow may end the episode after any turn, for want of turns or tokens."""
+        """Answer a reply. The workflow may end the episode after any turn if it runs out of turns or tokens."""
 
     async def ended(self) -> float:
-        """Return what the whole dialogue has earned beside its turns, whether it or the workflow has ended it.
+        """Return a final reward, added to the turns' rewards. Called whether the environment or the workflow ended the
+        episode.
 
-        It is the last reply's.
+        The last reply receives it.
         """
         return 0.0
 
     async def close(self) -> None:  # noqa: B027  (most worlds have nothing to close)
-        """The episode is over, or has failed."""
+        """Release resources. Called when the episode has ended or failed."""
 
 
 class SelfCorrection(Environment):
-    """Tells the policy that it is wrong until it is right. The reward is the last try's, less for each try before.
+    """Tells the policy that it is wrong until it is right. The reward is the last try's, reduced for each earlier try.
 
     For example:
 
@@ -90,7 +92,7 @@ class SelfCorrection(Environment):
         enough: float = 1.0,
         decay: float = 1.0,
     ) -> None:
-        """enough: reward of a right answer. decay: what each further try multiplies the reward by."""
+        """enough: reward from which a reply counts as right. decay: factor on the reward for each further try."""
         super().__init__(data)
         self.feedback, self.enough, self.decay = feedback, enough, decay
         self.tries, self.earned = 0, 0.0
@@ -98,7 +100,7 @@ class SelfCorrection(Environment):
     async def step(self, reply: str, score: Score) -> Turn:
         value = await score()
         worth = value * self.decay**self.tries
-        # A trajectory's reward sums its turns: with the differences the sum is always the last try's worth.
+        # A trajectory's reward sums its turns; adding only the difference makes the sum the last try's worth.
         gained, self.earned, self.tries = worth - self.earned, worth, self.tries + 1
         if value >= self.enough:
             return Turn(reward=gained)
@@ -106,11 +108,10 @@ class SelfCorrection(Environment):
 
 
 class ToolUse(Environment):
-    """Runs the tools that a reply calls; one that calls none is the answer, which the reward function scores.
+    """Runs the tools that a reply calls. The reward function scores a reply without calls, which is the answer.
 
-    A call may earn the reply that makes it something too, by `tools.Rewarded`.
-
-    ToolUseWorkflow makes one for each dialogue.
+    A tool may also reward the reply that called it, by returning `tools.Rewarded`. ToolUseWorkflow creates one object
+    per dialogue.
     """
 
     def __init__(self, data: dict[str, Any], *, tools: Sequence[Tool]) -> None:
@@ -126,7 +127,7 @@ class ToolUse(Environment):
             return Turn(reward=await score())
         if len(calls) > MOST_CALLS:
             fault = f"a reply has at most {MOST_CALLS} calls; those after the first {MOST_CALLS} were not run"
-            # As a call that is wrong: run_call tells the policy of it in the place of a result.
+            # Treated like a wrong call: run_call returns the error to the policy as the result.
             calls = [*calls[:MOST_CALLS], ToolCall(name="", arguments={}, fault=fault)]
         results = await together(run_call(call, self.tools) for call in calls)
         return Turn(

@@ -1,4 +1,4 @@
-"""Replies that the policy itself judges, beside the reward function (self-rewarding, arXiv 2401.10020)."""
+"""Replies scored by the policy itself in addition to the reward function (self-rewarding, arXiv 2401.10020)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class JudgedWorkflow(RLVRWorkflow):
-    """Single replies with the reward function's value plus `weight` x the judge's grade / best.
+    """Single replies whose reward is the reward function's value plus `weight` * grade / `best`. The policy is the
+    judge.
 
-    The judge sees the question and the reply's text; its own replies are not trained. Another model's judgement is the
-    reward rewards.judge:Judge.
+    The judge sees the question and the reply's text; its own replies are not trained. To use another model as the
+    judge, take the reward rewards.judge:Judge instead.
 
         workflow = JudgedWorkflow(reward, GenerationConfig(n_samples=8), tokenizer, weight=0.5)
     """
@@ -39,7 +40,7 @@ class JudgedWorkflow(RLVRWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """question, best, attempts: as in Grading. judge_tokens: longest verdict."""
+        """question, best, attempts: see Grading. judge_tokens: maximum tokens of a verdict."""
         super().__init__(reward_fn, gconfig, tokenizer, enable_thinking, reward_timeout_s)
         self.weight, self.grading = weight, Grading(question=question, best=best, attempts=attempts)
         self.judging = gconfig.new(n_samples=1, max_new_tokens=judge_tokens, min_new_tokens=0, stop=[])
@@ -57,12 +58,13 @@ class JudgedWorkflow(RLVRWorkflow):
         return await engine.samples(one, requests)
 
     async def _grade(self, engine: Sampler, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
-        """Return the grade in [0, 1]. NoVerdict fails the episode."""
-        # Without special tokens: the marks of the policy's dialogue would be marks of the judge's own.
+        """Return the judge's grade in [0, 1]. Raises NoVerdict, which fails the episode, if no attempt yields a
+        grade."""
+        # Skip special tokens: in the judge's prompt, the dialogue's turn markers would act as its own.
         asked = self.tokenizer.decode(reply.input_tokens, skip_special_tokens=True)
         shown = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)
         prompt = self.template.opening({"messages": self.grading.asked(asked, shown, data)})
-        # A key for each attempt: with the same one the judge would be sampled by the same seed, to the same words.
+        # Each attempt needs its own key: the same key means the same sampling seed, and the same verdict.
         for attempt in range(self.grading.attempts):
             metadata = {"sample_key": f"{key}/judge {attempt}"} if key is not None else {}
             request = LLMRequest(rid=uuid.uuid4().hex, input_ids=prompt, gconfig=self.judging, metadata=metadata)

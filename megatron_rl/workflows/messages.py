@@ -1,7 +1,7 @@
-"""Chat messages and tool schemas as rows bring them, in the one form that chat templates take.
+"""Normalization of chat messages and tool schemas from data rows to the form that chat templates take.
 
-Data frames fill absent fields with None, servers take a call's arguments as text, other trainers write text as a list
-of parts. Everything is brought into one form, or refused with the name of the field.
+Data frames fill absent fields with None, servers write a call's arguments as text, and some trainers write content as a
+list of parts. All of these are normalized; anything else is rejected with the field's name.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from megatron_rl.config.strict_json import read_json
 
 Message = dict[str, Any]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which a message may bring what its author thought."""
+"""Fields in which a message may carry its author's reasoning."""
 
 
 def normal_messages(messages: Any, field: str = "messages") -> list[Message]:
-    """Return messages as chat templates take them; ValueError names the first field that is not as it has to be.
+    """Return messages in the form that chat templates take. ValueError names the first invalid field.
 
-    A field that is None is left out, parts of text are joined, and a call's arguments are an object.
+    Fields that are None are dropped, text parts are joined, and a call's arguments become an object.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"{field} = {shown(messages)}: must be a list of one message or more.")
@@ -45,7 +45,7 @@ def normal_message(message: Any, field: str = "message") -> Message:
 
 
 def content_text(content: Any, field: str) -> str:
-    """Return a message's content, or the text of its parts; a message that only calls tools has none."""
+    """Return a message's content as text, joining its parts. Empty for a message that only calls tools."""
     parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
     for number, part in enumerate(parts):
         kind = part.get("type", "text") if isinstance(part, dict) else None
@@ -67,7 +67,7 @@ def normal_call(call: Any, field: str) -> Message:
         try:
             arguments = read_json(arguments)
         except ValueError:
-            pass  # found below: it is still text
+            pass  # still a string, so it is rejected below
     if not isinstance(arguments, dict):
         raise ValueError(
             f"{field}.function.arguments = {shown(arguments)}: must be an object, or the text of a JSON object."
@@ -77,9 +77,9 @@ def normal_call(call: Any, field: str) -> Message:
 
 
 def normal_tools(tools: Any, field: str = "tools") -> list[Message] | None:
-    """Return the schemas of tools, which may come as JSON text; None if there are none. ValueError for anything else.
+    """Return the tools' schemas, also from JSON text; None if there are none. ValueError for anything else.
 
-    A function's schema that stands alone, as some trainers write it, is put into {"type": "function", ...}.
+    A bare function schema, as some trainers write it, is wrapped in {"type": "function", ...}.
     """
     if isinstance(tools, str) and tools.strip():
         try:
@@ -102,7 +102,7 @@ def normal_tools(tools: Any, field: str = "tools") -> list[Message] | None:
 
 
 def without_none(value: Any) -> Any:
-    """Return a copy without the fields of objects that are None, at any depth; entries of lists are kept."""
+    """Return a copy without object fields that are None, at any depth. Entries of lists are kept."""
     if isinstance(value, dict):
         return {name: without_none(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

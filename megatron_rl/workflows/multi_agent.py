@@ -1,4 +1,5 @@
-"""Several agents of one policy that answer the same question and hear each other: one trajectory for each of them."""
+"""Several agents of one policy that answer the same question and read each other's replies: one trajectory per
+agent."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class DebateWorkflow(RolloutWorkflow):
-    """`gconfig.n_samples` debates per prompt: in each of `rounds` all agents reply at once, then hear the others.
+    """`gconfig.n_samples` debates per prompt. In each of `rounds` rounds all agents reply at once, then read the
+    others.
 
-    An agent's trajectory has the reward of its own last reply; with `shared_reward` of the mean over the debate's
-    agents. `sequence["agent"]` is its number, `sequence["sample"]` its debate's: an agent's reward is compared
-    with the mean of the debates. Agents read a `prompt` of text as a user's message.
+    An agent's reward is that of its own last reply; with `shared_reward`, the mean over its debate's agents.
+    `sequence["agent"]` is the agent's number and `sequence["sample"]` its debate's number. An agent's reward is
+    compared with the mean of the debates. A text `prompt` is given to agents as a user message.
 
         agents = {"careful": "Work step by step.", "brief": "Answer in one sentence."}
         workflow = DebateWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, agents, max_tokens=2048)
@@ -41,7 +43,7 @@ class DebateWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """agents: name -> system message. max_tokens: longest dialogue of one agent, prompt and all."""
+        """agents: name -> system message. max_tokens: maximum dialogue length of one agent, including the prompt."""
         if len(agents) < 2 or rounds < 1:
             raise ValueError(f"agents = {list(agents)}, rounds = {rounds}: a debate has 2 agents and 1 round at least.")
         self.gconfig, self.tokenizer, self.agents, self.rounds = gconfig, tokenizer, agents, rounds
@@ -59,7 +61,7 @@ class DebateWorkflow(RolloutWorkflow):
             Conversation(self.form.opening({"messages": [{"role": "system", "content": system}, *messages]}))
             for system in self.agents.values()
         ]
-        # One for a whole dialogue: a router sends it to the server that knows its beginning.
+        # One rid per dialogue: the router then sends it to the server that has its prefix in the KV cache.
         rids = [uuid.uuid4().hex for _ in talks]
 
         async def speak(number: int) -> LLMResponse:
@@ -81,14 +83,14 @@ class DebateWorkflow(RolloutWorkflow):
             if any(len(talk) + len(added) >= self.max_tokens for talk, added in zip(talks, heard, strict=True)):
                 for talk in talks:
                     talk.is_cut_off = True
-                break  # all agents have had as many rounds
+                break  # all agents have had equally many rounds
             lengths = [len(talk) for talk in talks]
             for talk, added in zip(talks, heard, strict=True):
                 talk.add(added)
             try:
                 replies = await together(map(speak, range(len(talks))))
-            except ContextOutgrown:  # of the server's context
-                # Also of agents that have replied in this round: rewards go by `replies`, those of the round before.
+            except ContextOutgrown:  # the server's context is too short
+                # Agents that replied in this round lose that reply too: rewards use `replies`, from the round before.
                 for talk, length in zip(talks, lengths, strict=True):
                     talk.take_back(length)
                     talk.is_cut_off = True
@@ -99,7 +101,7 @@ class DebateWorkflow(RolloutWorkflow):
         return [talk.trajectory(rewards[number], agent=number, sample=sample) for number, talk in enumerate(talks)]
 
     def _others(self, number: int, replies: list[LLMResponse]) -> list[dict[str, Any]]:
-        """One message with what the other agents have said."""
+        """Return one user message with the other agents' replies."""
         said = [
             f"{name}: {self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)}"
             for other, (name, reply) in enumerate(zip(self.agents, replies, strict=True))

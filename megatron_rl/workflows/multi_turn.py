@@ -1,4 +1,4 @@
-"""Dialogues with an environment: one trajectory each, in which what the environment says is not trained."""
+"""Dialogues with an environment: one trajectory per dialogue. The environment's messages are not trained."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EDGE_TOKENS = 16
-"""Of a prompt's end, in which a thought may be opened."""
+"""How many tokens at a prompt's end are searched for an opened `<think>`."""
 
 
 class EnvironmentTimeout(InfrastructureFailure):
-    """An environment took longer than it may: the episode has failed, and is tried again in another one."""
+    """An environment call exceeded its time limit. The episode fails and is retried with a new environment."""
 
     KIND = "world"
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """`gconfig.n_samples` dialogues per prompt, each with an environment of its own.
+    """`gconfig.n_samples` dialogues per prompt, each with its own environment.
 
-    `sequence["turns"]` counts a dialogue's replies. Each reply has at most gconfig.max_new_tokens tokens.
-    `tokens["turn_rewards"]` has each turn's reward on its reply's last token.
+    `sequence["turns"]` is the dialogue's number of replies. `tokens["turn_rewards"]` holds each turn's reward on the
+    last token of its reply. Each reply has at most gconfig.max_new_tokens tokens.
 
         workflow = MultiTurnWorkflow(
             reward, GenerationConfig(n_samples=4), tokenizer, SelfCorrection, max_tokens=2048,
@@ -73,12 +73,12 @@ class MultiTurnWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """environment(data, **environment_args) makes the world of one dialogue.
+        """environment(data, **environment_args) creates the environment of one dialogue.
 
-        max_tokens: longest dialogue, prompt and all, at most the model's context. A dialogue that has no room for
-        another reply, or has had max_turns of them, ends with the reward that it has earned. step_timeout_s: longest
-        opening, step (the reward function's part included) or close; EnvironmentTimeout after that. It ends what is
-        awaited: an environment that blocks the event loop holds all episodes.
+        max_tokens: maximum dialogue length including the prompt, at most the model's context. A dialogue ends with the
+        reward earned so far when it has no room for another reply or has had max_turns replies. step_timeout_s: time
+        limit of one opening, step (including the reward function) or close; EnvironmentTimeout is raised after it. The
+        limit cancels an await only: an environment that blocks the event loop stalls all episodes.
         """
         check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
         if max_turns < 1:
@@ -112,7 +112,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                     f"max_tokens = {self.max_tokens}: the prompt alone has {len(conversation)}; raise it, or leave "
                     f"such prompts out."
                 )
-            length = len(conversation)  # up to the last reply: whatever comes behind it may have to be taken back
+            length = len(conversation)  # up to the last reply: tokens added after it may have to be removed again
             while True:
                 try:
                     reply = await self._reply(engine, conversation, rid, key)
@@ -125,7 +125,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 length = len(conversation)
                 step = world.step(conversation, self._shown(reply), lambda reply=reply: self.reward(reply, data))
                 turn = await self._in_time(environment, f"step {conversation.replies}", step)
-                # The turn's reward counts in every case, its messages only if a reply to them has room.
+                # The turn's reward always counts; its messages count only if there is room for a reply to them.
                 reward += turn.reward
                 conversation.earn(turn.reward)
                 if not turn.messages or conversation.replies == self.max_turns:
@@ -138,7 +138,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             at_end = await self._in_time(environment, "ending", world.ended())
             reward += at_end
             conversation.earn(at_end)
-        finally:  # also of a sample that is cancelled: a world may have processes or files
+        finally:  # also runs if the sample is cancelled: an environment may hold processes or files
             await self._in_time(environment, "close", world.close())
         return conversation.trajectory(reward, turns=conversation.replies)
 
@@ -147,7 +147,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             async with asyncio.timeout(self.step_timeout_s) as limit:
                 return await answer
         except TimeoutError as error:
-            if not limit.expired():  # it is the environment's own
+            if not limit.expired():  # raised by the environment itself
                 raise
             kind = type(environment)
             raise EnvironmentTimeout(
@@ -158,22 +158,22 @@ class MultiTurnWorkflow(RolloutWorkflow):
     async def _reply(self, engine: Sampler, conversation: Conversation, rid: str, key: str | None) -> LLMResponse:
         metadata = {"sample_key": f"{key}/{conversation.replies}"} if key is not None else {}
         options = within(self.gconfig, self.max_tokens - len(conversation))
-        # A copy of the ids: the conversation's own list grows, and the reply is compared with what was asked.
+        # Copy the ids: the conversation's list grows, and the reply is compared with what the request asked.
         request = LLMRequest(rid=rid, input_ids=list(conversation.ids), gconfig=options, metadata=metadata)
         reply = await engine.agenerate(request)
         conversation.take(reply)
         return reply
 
     def _shown(self, reply: LLMResponse) -> str:
-        """Return the text of a reply that the environment sees."""
+        """Return the reply's text as the environment sees it."""
         return str(self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True))
 
 
 class World:
-    """An environment whose steps are kept, where it can save its state and the episode has a journal.
+    """An environment whose steps are journaled, if it can save its state and the episode has a journal.
 
-    A step that the killed process had done is not done again: what it said comes from the journal, and the state of the
-    last such step is restored before the first new one.
+    Steps that the killed process completed are not repeated. Their results come from the journal, and the state saved
+    after the last of them is restored before the first new step.
     """
 
     def __init__(self, environment: Environment, key: str | None, steps: KeptSteps | None) -> None:
@@ -196,7 +196,7 @@ class World:
         async def step() -> dict[str, Any]:
             return dataclasses.asdict(self._turn(await self._do("step", reply, score)))
 
-        # By the dialogue up to here: of one whose replies came out differently nothing is taken.
+        # The key covers the whole dialogue so far: if replies differ from the journal's, no journaled step is used.
         ids = hashlib.sha256(array("q", conversation.ids).tobytes()).hexdigest()
         return Turn(**await self._kept(ids, step))
 
@@ -211,14 +211,14 @@ class World:
         await self._do("close")
 
     async def _do(self, name: str, *given: Any) -> Any:
-        """Run one of the environment's coroutine functions; TypeError where it is none."""
+        """Call and await one of the environment's methods. TypeError if it returned nothing awaitable."""
         found = getattr(self._environment, name)(*given)
         if not inspect.isawaitable(found):
             raise self._wrong(name, found, f"what can be awaited: make it a coroutine function, async def {name}")
         return await found
 
     def _turn(self, found: Any) -> Turn:
-        """Return what a step gave if it is a Turn all through; TypeError otherwise."""
+        """Return a step's result after checking that it is a valid Turn; TypeError otherwise."""
         if not isinstance(found, Turn):
             raise self._wrong("step", found, "a Turn(messages=[...], reward=...), without messages at the end")
         if not is_number(found.reward):
@@ -250,7 +250,7 @@ class World:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is one finite number: numpy's and a tensor of one entry are."""
+    """Return whether a value is one finite number. NumPy numbers and one-element tensors count."""
     try:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
@@ -258,10 +258,11 @@ def is_number(value: Any) -> bool:
 
 
 class ToolUseWorkflow(MultiTurnWorkflow):
-    """Dialogues of a policy with tools: `tools` maps each tool's class to its arguments, in a config its import path.
+    """Dialogues in which the policy calls tools. `tools` maps each tool's class (in a config: its import path) to
+    arguments.
 
-    The tokenizer's chat template must show tools, and have them called as
-    <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+    The tokenizer's chat template must show the tools and ask for calls in the form <tool_call>{"name": ...,
+    "arguments": ...}</tool_call>.
 
         workflow = ToolUseWorkflow(reward, GenerationConfig(), tokenizer, {Calculator: {}}, max_tokens=4096)
         # rollout.workflow_args: {max_tokens: 4096, tools: {"megatron_rl.workflows.tools:Calculator": {}}}
@@ -281,11 +282,12 @@ class ToolUseWorkflow(MultiTurnWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """step_timeout_s: of all calls of one reply together, or of the reward function where it calls none."""
+        """step_timeout_s: time limit for all calls of one reply together, or for the reward function if it calls no
+        tool."""
         for make, args in tools.items():
             check_call(make, 0, args, key=f"rollout.workflow_args.tools: the arguments of {make.__name__}")
 
-        # New tools for each dialogue: a tool may keep state.
+        # Create new tools for each dialogue: a tool may keep state.
         def environment(data: dict[str, Any]) -> ToolUse:
             return ToolUse(data, tools=[make(**args) for make, args in tools.items()])
 
@@ -302,14 +304,14 @@ class ToolUseWorkflow(MultiTurnWorkflow):
         )
 
     def _shown(self, reply: LLMResponse) -> str:
-        """Return the whole text of a reply, with the mark of a thought that the prompt has opened."""
+        """Return the reply's whole text, prefixed with `<think>` if the prompt has opened a thought."""
         text = FORMATS["hermes"].text(self.tokenizer, reply.output_tokens, keeps=(THINK, THOUGHT))
         opened = self.tokenizer.decode(reply.input_tokens[-EDGE_TOKENS:]).rstrip().endswith(THINK)
         return f"{THINK}{text}" if opened else text
 
 
 def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
-    """Return the options of a reply for which there are `room` tokens left, at least 1."""
+    """Return the generation options for a reply with `room` tokens left. room must be at least 1."""
     longest = min(gconfig.max_new_tokens, room)
-    # GenerationConfig refuses a least length above the longest.
+    # GenerationConfig rejects min_new_tokens above max_new_tokens.
     return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

@@ -1,6 +1,6 @@
-"""A Python interpreter as a tool. What the policy writes is locked in (sandbox/lock.py): it computes and prints.
+"""A Python interpreter as a tool. The policy's program is sandboxed (sandbox/lock.py): it can only compute and print.
 
-Each call is a program of its own, in a new process that is killed at its deadline; nothing is left for the next one.
+Each call runs in a new process, which is killed at its deadline. No state is kept between calls.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from megatron_rl.workflows.tools import Tool, ToolError, middle_left_out
 LAUNCHER = str(Path(lock.__file__))
 MOST_PRINTED_BYTES = 1 << 20
 START_S = 30.0
-"""For the interpreter's start on a busy host, which is not the program's doing."""
+"""Time limit for starting the interpreter, separate from the program's limit because the host may be busy."""
 
 AT_ONCE: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""The slots of running programs, one per core and event loop. The others wait for one, and their time has not begun."""
+"""Slots for running programs: one per core in each event loop. A program's time limit starts only once it has a
+slot."""
 
 
 class Python(Tool):
-    """Runs a program and returns what it printed, with the traceback where it failed. Linux on x86_64 only.
+    """Runs a program and returns its output, including the traceback if it failed. Linux on x86_64 only.
 
     For example:
 
@@ -44,11 +45,12 @@ class Python(Tool):
     }
 
     def __init__(self, time_s: float = 5.0, memory_mib: int = 512, characters: int = 4000) -> None:
-        """characters: most that the policy is shown; of more it sees the beginning and the end."""
+        """characters: maximum output shown to the policy; the middle of a longer output is cut out."""
         self.time_s, self.memory_bytes, self.characters = time_s, memory_mib << 20, characters
 
     async def __call__(self, code: Any) -> str:
-        """ToolError for a program that is late or prints without end; one that fails has printed its traceback."""
+        """Run the program. ToolError if it exceeds its time or output limit; a program that fails just prints its
+        traceback."""
         async with AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)):
             printed = await self._run(str(code))
         return middle_left_out(printed.strip(), self.characters) or "(the program printed nothing)"
@@ -60,7 +62,7 @@ class Python(Tool):
     async def _run_with(self, threads: lock.Threads, code: str) -> str:
         loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
         limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
-        # Isolated from the user's settings, without site-packages, without writing bytecode: nothing but the library.
+        # Isolated from user settings, without site-packages or bytecode files: only the standard library is available.
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-B", LAUNCHER, *limits),
@@ -77,11 +79,11 @@ class Python(Tool):
 
         def grant() -> None:
             threads.grant()
-            if threads.listener < 0:  # closed, and its number may soon be another file's: hence the one kept here
+            if threads.listener < 0:  # closed; use the copy: the number may soon be another file's
                 loop.remove_reader(listener)
 
         try:
-            # The program is sent only once its process is locked in, and its time begins then.
+            # Send the program only after its process is locked down; its time limit starts then.
             await self._wait_until_ready(process.stdout)
             threads.take_listener()
             listener = threads.listener
@@ -92,7 +94,8 @@ class Python(Tool):
                 process.stdin.write_eof()
                 begun = loop.time()
                 printed = await self._read(process.stdout)
-                # The limit of its processor time kills it so, too, but not before all cores together can have had it.
+                # Its CPU-time limit also kills with SIGKILL, but only after all cores together could have used that
+                # time.
                 least_s = lock.cpu_limit_s(self.time_s) / (os.cpu_count() or 1)
                 if await process.wait() == -signal.SIGKILL and loop.time() - begun < least_s:
                     raise failed("was killed by the host; look for a lack of memory, in the kernel's log")
@@ -104,14 +107,14 @@ class Python(Tool):
                 loop.remove_reader(threads.listener)
             if process.returncode is None:
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)  # the process's own kill would reap it before asyncio does
-                # asyncio has a process end with its pipes, and reads none of a full one that nobody reads here.
+                    os.kill(process.pid, signal.SIGKILL)  # process.kill() would reap the process before asyncio does
+                # asyncio waits for the pipes to end, and nobody else would drain a full one.
                 while await process.stdout.read(1 << 16):
                     pass
                 await process.wait()
 
     async def _wait_until_ready(self, stream: asyncio.StreamReader) -> None:
-        """InfrastructureFailure where the interpreter does not start: that is not the program's doing."""
+        """Wait for the interpreter to start. InfrastructureFailure if it does not: the program is not to blame."""
         try:
             async with asyncio.timeout(START_S):
                 said = await stream.read(1)

@@ -1,4 +1,4 @@
-"""ReMax (arXiv 2310.10505): sampled replies, and one greedy reply whose reward is their baseline."""
+"""ReMax (arXiv 2310.10505): the reward of one greedy reply is the baseline of the sampled replies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class ReMaxWorkflow(RLVRWorkflow):
-    """`gconfig.n_samples` replies; the greedy one is not trained.
+    """`gconfig.n_samples` sampled replies, plus a greedy reply that is not trained.
 
-    Its reward is in `sequence["greedy_reward"]`, and its length, by which that may be shaped, in `greedy_tokens`.
-    keep_greedy: for a reward model, which scores trajectories, it comes as one of them, whose `is_greedy` is 1.
+    The greedy reply's reward is in `sequence["greedy_reward"]`, its length (for length-dependent shaping) in
+    `greedy_tokens`. keep_greedy: return the greedy reply as a trajectory with `is_greedy` = 1, so that a reward model,
+    which scores trajectories, can score it.
 
         workflow = ReMaxWorkflow(reward, GenerationConfig(n_samples=1), tokenizer)
         actor = PolicyActor(engine, AlgorithmConfig(advantage="remax"), temperature=1.0)

@@ -1,7 +1,7 @@
-"""From text to token ids: prompts, whole dialogues with their replies, and what is added behind a reply.
+"""Rendering and tokenization: prompts, whole dialogues with their replies, and messages that follow a reply.
 
-Every id that is trained, sampled from or served comes from here. A prompt and its reply are rendered and tokenised as
-one text. The prompt's ids must be the beginning of the whole's, as a server is sent the prompt alone.
+All token ids for training, sampling and serving are produced here. A prompt and its reply are rendered and tokenized as
+one text. The prompt's ids must be a prefix of the result, because a server is sent the prompt alone.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ARGS = "template_args"
-"""Where a tokenizer keeps the template arguments of its run: a key of its `init_kwargs`."""
+"""Key of the tokenizer's `init_kwargs` that stores the run's template arguments."""
 ROW_ARGS = "chat_template_kwargs"
-"""Column with the template arguments of one row."""
+"""Data column with the template arguments of one row."""
 REPLY = "THEREPLYSTANDSHERE"
-"""In place of the reply where a template is rendered for what comes after one: a word that no template touches."""
+"""Placeholder for the reply when rendering what follows one. No template alters this word."""
 MARK = "THEMESSAGESTANDSHERE"
-"""In place of a message's content, to see whether the template shows it."""
+"""Placeholder for a message's content, to check that the template shows it."""
 BEFORE = ("\n", ".", "a")
-"""Texts behind which an encoding is taken that has nothing of its own before it."""
+"""Candidates for the preceding text, used to tokenize a text that is not at the beginning of a prompt."""
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
-"""Errors that a template may raise over messages that it was not written for."""
+"""Errors that a template may raise for messages that it was not written for."""
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*(<think>\s*)?\Z")
 THOUGHT_END = "</think>"
@@ -50,8 +50,8 @@ def prompt_ids(
 ) -> list[int]:
     """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
 
-    A text gets the special tokens that its tokenizer puts in front (a Llama's BOS), once. Messages, and `tools` if the
-    data have them, go through the chat template. ValueError for what cannot be rendered.
+    A text gets the special tokens that its tokenizer adds in front (such as Llama's BOS), once. Messages and optional
+    `tools` go through the chat template. ValueError if the prompt cannot be rendered.
     """
     if "input_ids" in data:
         return [int(token) for token in data["input_ids"]]
@@ -65,11 +65,11 @@ def prompt_ids(
 def with_replies(
     tokenizer: PreTrainedTokenizerBase, data: dict[str, Any], replies: Sequence[str | Message]
 ) -> tuple[list[int], ...]:
-    """Return the ids of a prompt and of each reply to it, which is text, or an assistant's message of a dialogue.
+    """Return the ids of a prompt and of each reply to it. A reply is text, or an assistant message.
 
-    A reply is what the whole dialogue has behind the prompt, up to the token with which the template ends a turn, or
-    the tokenizer's EOS if the template writes no such token. ValueError where the prompt's ids are not the beginning of
-    the whole's, or the template drops a part of the reply.
+    A reply's ids are those that the whole dialogue has after the prompt, up to the template's end-of-turn token. If the
+    template writes no such token, the tokenizer's EOS is added. ValueError if the prompt's ids are not a prefix of the
+    whole's, or if the template drops a part of the reply.
     """
     if "messages" in data:
         return ChatTemplate(tokenizer).with_replies(data, replies)
@@ -80,22 +80,23 @@ def with_replies(
 
 
 class Form(abc.ABC):
-    """How messages become tokens."""
+    """Interface for converting messages to tokens."""
 
     @abc.abstractmethod
     def opening(self, data: dict[str, Any]) -> list[int]:
-        """Return the ids of a dialogue's beginning, up to where the first reply begins."""
+        """Return the ids of a dialogue's beginning, up to the first reply."""
 
     @abc.abstractmethod
     def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
-        """Return the ids that come after `reply`: what closes it, the messages, and what opens the next reply.
+        """Return the ids that follow `reply`: end-of-turn tokens that it lacks, the messages, and the opening of the
+        next reply.
 
-        calls: the tool calls that the reply made, whose results are among the messages.
+        calls: the reply's tool calls, whose results are among the messages.
         """
 
 
 class PlainText(Form):
-    """For prompts that are text or ids: a message is its content, tokenised as it is."""
+    """For prompts of text or ids: a message is its content, tokenized without a template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -125,12 +126,12 @@ class PlainText(Form):
         return ids_behind(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
 
     def _from_the_beginning(self, text: Any) -> list[int]:
-        """Return the ids of a text with the special tokens that go in front of one, each once."""
+        """Tokenize a text, with the special tokens that the tokenizer puts in front; none of them is doubled."""
         if not isinstance(text, str):
             raise ValueError(f"prompt = {shown(text)}: must be text.")
         ids = encoded(self.tokenizer, text)
         alone = encoded(self.tokenizer, text, special=True)
-        # Between what the tokenizer puts in front and what it puts behind: a text that goes on has no end.
+        # Keep only the special tokens in front: the text continues, so those at its end do not apply.
         places = [at for at in range(len(alone) - len(ids) + 1) if alone[at : at + len(ids)] == ids]
         if not places:
             return alone
@@ -139,9 +140,9 @@ class PlainText(Form):
 
 
 class ChatTemplate(Form):
-    """For prompts of `messages`, with `tools` where the data have them.
+    """For prompts of `messages`, with optional `tools`.
 
-    ValueError, which names the role or field, for messages that the template does not show as they are.
+    ValueError, naming the role or field, if the template does not show a message unchanged.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class ChatTemplate(Form):
         enable_thinking: bool = False,
         row_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """row_args: the template arguments of the row that a dialogue begins with; they win over the run's."""
+        """row_args: template arguments of the dialogue's data row; they override the run's."""
         self.tokenizer = tokenizer
         self.arguments = {"enable_thinking": enable_thinking} | tokenizer.init_kwargs.get(TEMPLATE_ARGS, {})
         if not tokenizer.chat_template:
@@ -181,7 +182,7 @@ class ChatTemplate(Form):
         return encoded(self.tokenizer, self._render(messages, tools, arguments, opens_reply=True))
 
     def with_replies(self, data: dict[str, Any], replies: Sequence[str | Message]) -> tuple[list[int], ...]:
-        """Return the ids of the prompt and of each reply; all replies have the same prompt."""
+        """Return the ids of the prompt and of each reply. All replies must have the same prompt ids."""
         messages, tools, arguments = self._read(data)
         said = [{"role": "assistant", "content": it} if isinstance(it, str) else normal_message(it) for it in replies]
         for reply in said:
@@ -189,7 +190,7 @@ class ChatTemplate(Form):
                 raise ValueError(f"reply.role = {reply['role']!r}: must be assistant.")
         ways = [arguments]
         if not self._asks_for_thoughts(data):
-            # A prompt without thoughts may close an empty one in front of a reply that has one.
+            # A prompt without thinking may end with an empty thought, which contradicts a reply that has one.
             ways.append(arguments | {"enable_thinking": True})
         first_error = None
         for way in ways:
@@ -207,7 +208,7 @@ class ChatTemplate(Form):
     def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
         added, made = answered(normal_messages(list(messages)), [normal_call(call, "tool_calls") for call in calls])
         closing, ids = self._behind_reply(self._for_template(added), made)
-        # A reply that ended by itself has generated its end already; one that was cut off is closed for it.
+        # A complete reply already contains its end-of-turn tokens; one that was cut off needs them added.
         for length in range(min(len(closing), len(reply)), 0, -1):
             if list(reply[-length:]) == ids[:length]:
                 return ids[length:]
@@ -218,7 +219,8 @@ class ChatTemplate(Form):
         return messages, normal_tools(data.get("tools")), self.arguments | self._args_of(data.get(ROW_ARGS))
 
     def _args_of(self, given: Any) -> dict[str, Any]:
-        """Return a row's arguments of the template, checked; a data frame fills those that a row lacks with None."""
+        """Return a row's template arguments, validated. None entries are dropped: a data frame fills absent fields with
+        None."""
         if given is not None and (not isinstance(given, Mapping) or TAKEN & set(given)):
             raise ValueError(f"{ROW_ARGS} = {shown(given)}: must be an object of the chat template's own arguments.")
         own = {name: value for name, value in (given or {}).items() if value is not None}
@@ -230,7 +232,7 @@ class ChatTemplate(Form):
         return "enable_thinking" in set_for_run or "enable_thinking" in (data.get(ROW_ARGS) or {})
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
-        """Give developers' messages the role `system` where the template knows no other."""
+        """Change the role `developer` to `system` if the template does not know it."""
         if all(message["role"] != "developer" for message in messages) or self._shows_developers:
             return messages
         return [it | {"role": "system"} if it["role"] == "developer" else it for it in messages]
@@ -246,13 +248,13 @@ class ChatTemplate(Form):
     def _check_shown(
         self, messages: list[Message], tools: list[Message] | None, arguments: dict[str, Any], *, of_reply: bool = False
     ) -> None:
-        """Raise ValueError, which names role and field, where the template leaves out what a message says."""
+        """Raise ValueError, naming role and field, if the template drops a message's content."""
         marked = [with_marks(message, number) for number, message in enumerate(messages)]
         named = [tool | {"function": tool["function"] | {"name": f"{MARK}T{n}W"}} for n, tool in enumerate(tools or ())]
         try:
             text = self._render(marked, named, arguments, opens_reply=not of_reply)
         except ValueError:
-            return  # it wants what the marks stand for: the real text is rendered behind this
+            return  # the template rejects the placeholders; the real text is rendered and checked later
         wanted = [
             (f"messages[{n}].{field}", mark, f" in a message of the role {message['role']}")
             for n, message in enumerate(messages)
@@ -305,17 +307,17 @@ class ChatTemplate(Form):
 
     @cached_property
     def _closing(self) -> str:
-        """What the template writes behind the words of a dialogue's last reply."""
+        """Text that the template writes after the content of a dialogue's last reply."""
         return self._text_behind([], REPLY)
 
     @cached_property
     def _turn_end(self) -> int | None:
-        """The token of its own that the template ends a reply with."""
+        """First token from `added_tokens_decoder` that the template writes after a reply; None if there is none."""
         own = self.tokenizer.added_tokens_decoder
         return next((token for token in encoded(self.tokenizer, self._closing) if token in own), None)
 
     def _up_to_the_end(self, ids: list[int]) -> list[int]:
-        """Cut a reply behind the token that ends a turn: what templates write after it, no model is asked for."""
+        """Cut a reply after its end-of-turn token: what templates write after that is never generated by a model."""
         end, eos = self._turn_end, self.tokenizer.eos_token_id
         ends = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special} | {end, eos}
         start = len(ids)
@@ -329,35 +331,35 @@ class ChatTemplate(Form):
         return [*ids, eos]
 
     def _behind_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """Return the ids behind a reply: those that close it where nothing follows, and all up to the next reply.
+        """Return the ids after a reply: those that close it if nothing follows, and all ids up to the next reply.
 
-        Rendered after a short dialogue in place of the real one, whose earlier replies a template may change (Qwen3's
-        drops what was thought): the tokens that were generated stay as they are.
+        They are rendered after a short stand-in dialogue. In the real one the template may change earlier replies
+        (Qwen3's drops their thoughts), but generated tokens must stay as they are.
         """
         try:
             return self._behind_calls(added, calls) if calls else self._behind_words(added)
         except ValueError:
             if not calls:
                 raise
-        return self._behind_words(added)  # of a template that shows results and no calls
+        return self._behind_words(added)  # for a template that shows tool results but not calls
 
     def _behind_words(self, added: list[Message]) -> tuple[list[int], list[int]]:
         whole = self._text_behind(added, REPLY)
         return ids_behind(self.tokenizer, [REPLY], self._closing), ids_behind(self.tokenizer, [REPLY], whole)
 
     def _behind_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """The same behind calls, whose own end is a part of what was generated."""
+        """Return the same for a reply with tool calls. The end of a call is part of what was generated."""
         ended = ids_behind(self.tokenizer, [REPLY], self._text_behind([], REPLY, calls))
         ids = ids_behind(self.tokenizer, [REPLY], self._text_behind(added, REPLY, calls))
         own = len(self._up_to_the_end(ended))
-        is_closed = own <= len(ended)  # otherwise the template writes no end behind a call
+        is_closed = own <= len(ended)  # otherwise the template writes no end after a call
         own -= 1
         if ids[:own] != ended[:own]:
             raise ValueError("the chat template writes a call otherwise when its result follows.")
         return ended[own:] if is_closed else [], ids[own:]
 
     def _text_behind(self, added: list[Message], reply: str, calls: list[Message] | None = None) -> str:
-        """Return what the template writes behind the reply, or behind the last argument of its last call."""
+        """Return the text that the template writes after the reply, or after the last argument of its last call."""
         said: Message = {"role": "assistant", "content": "" if calls else reply}
         if calls:
             *others, last = calls
@@ -405,7 +407,7 @@ def thinks(reply: Message) -> bool:
 
 
 def spoken(reply: Message) -> list[tuple[str, str]]:
-    """Return what a reply says and thinks, each with its field; the thought in front of the words is one of its own."""
+    """Return a reply's thoughts and words, each with its field. A thought inside the content is listed separately."""
     thought, _, words = reply["content"].rpartition(THOUGHT_END)
     parts = [(name, reply.get(name, "")) for name in THOUGHTS]
     parts += [("content", thought.rpartition("<think>")[2]), ("content", words)]
@@ -413,7 +415,7 @@ def spoken(reply: Message) -> list[tuple[str, str]]:
 
 
 def marks(message: Message, number: int) -> list[tuple[str, str]]:
-    """Return the fields of a message that a template has to show, with a word of its own for each."""
+    """Return the message fields that a template must show, each with a unique placeholder."""
     found = [("content", f"{MARK}{number}W")] if message["content"].strip() else []
     calls = range(len(message.get("tool_calls", ())))
     return found + [(f"tool_calls[{call}]", f"{MARK}{number}C{call}W") for call in calls]
@@ -431,11 +433,11 @@ def with_marks(message: Message, number: int) -> Message:
 
 
 def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return messages whose tool results all name a call, and the calls: those given, and one for each other result."""
+    """Return messages whose tool results all name a call, and the calls: `calls` plus one for each unmatched result."""
     known, made, named = {call.get("id") for call in calls}, list(calls), []
     for number, message in enumerate(messages):
         if message["role"] == "tool":
-            identity = message.get("tool_call_id") or f"call{number:05}"  # some templates want nine characters
+            identity = message.get("tool_call_id") or f"call{number:05}"  # some templates require nine characters
             message = message | {"tool_call_id": identity}
             if identity not in known:
                 function = {"name": message.get("name", "tool"), "arguments": {}}
@@ -445,11 +447,11 @@ def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Me
 
 
 def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
-    """Return the ids that a text has behind another one, the first of `before` that it leaves as it is."""
+    """Return a text's ids as they are after another text: the first of `before` whose own ids stay unchanged."""
     for other in before:
         try:
             first, ids = encoded(tokenizer, other), encoded(tokenizer, other + text)
-        except ValueError:  # a small vocabulary may not have it
+        except ValueError:  # a small vocabulary may lack it
             continue
         if ids[: len(first)] == first:
             return ids[len(first) :]
@@ -457,16 +459,16 @@ def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: 
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Return the ids of a text, if asked with the special tokens that the tokenizer puts around one.
+    """Tokenize a text; special: add the tokenizer's special tokens around it.
 
-    A chat template writes these itself. ValueError for a text that the tokenizer cannot take.
+    They are off by default because a chat template writes them itself. ValueError if the tokenizer rejects the text.
     """
     try:
         return list(tokenizer(tokenizable(text), add_special_tokens=special)["input_ids"])
-    except Exception as error:  # what tokenizers raise has no class of its own
+    except Exception as error:  # tokenizers raise no specific class
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} cannot take {shown(text)}: {error}.") from error
 
 
 def tokenizable(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can name and no tokenizer takes."""
+    """Replace lone surrogates, which JSON can contain and tokenizers reject."""
     return text.encode("utf-8", "replace").decode("utf-8")

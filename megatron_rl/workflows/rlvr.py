@@ -1,4 +1,4 @@
-"""RL with verifiable rewards: some replies to one prompt, a reward function for each."""
+"""RL with verifiable rewards: several replies to one prompt, each scored by a reward function."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """One prompt, `gconfig.n_samples` replies, one trajectory each.
+    """One prompt, `gconfig.n_samples` replies, one trajectory per reply.
 
-    def reward(completions, answer, **_):
-        return float(completions.strip() == answer)
-    workflow = RLVRWorkflow(reward, GenerationConfig(n_samples=8), tokenizer)
-    batch = engine.rollout_batch([{"prompt": "3+4=", "answer": "7"}], workflow)
+    For example:
+
+        def reward(completions, answer, **_):
+            return float(completions.strip() == answer)
+        workflow = RLVRWorkflow(reward, GenerationConfig(n_samples=8), tokenizer)
+        batch = engine.rollout_batch([{"prompt": "3+4=", "answer": "7"}], workflow)
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class RLVRWorkflow(RolloutWorkflow):
         return reply, await self.reward(reply, data)
 
     def sample_requests(self, data: dict[str, Any]) -> list[LLMRequest]:
-        """Return one request per sample, all of one rid: they share the prompt, so one server should have them."""
+        """Return one request per sample. All share one rid, so that one server gets them and reuses the prompt's KV
+        cache."""
         rid = uuid.uuid4().hex
         ids = prompt_ids(self.tokenizer, data, enable_thinking=self.enable_thinking)
         return [
@@ -60,5 +63,6 @@ class RLVRWorkflow(RolloutWorkflow):
 
 
 def sample_key(data: dict[str, Any], sample: int) -> str | None:
-    """Name sample number `sample` of this episode; the engine derives the sampling seed from it and the run's seed."""
+    """Name sample number `sample` of this episode. The engine derives the sampling seed from this name and the run's
+    seed."""
     return f"{data['sample_key']}/{sample}" if "sample_key" in data else None

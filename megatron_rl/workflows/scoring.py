@@ -1,4 +1,4 @@
-"""The parts that workflows share: the call of a reward function, and a teacher's hint in a prompt."""
+"""Shared parts of workflows: calling a reward function, and adding a teacher's hint to a prompt."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DECODED_HERE = 2048
-"""Tokens of the longest reply whose text is made on the event loop."""
+"""Maximum reply length in tokens that is decoded on the event loop; longer replies are decoded in a thread."""
 RewardFn = Callable[..., float | dict[str, float]]
-# What a reward function is given beside the prompt's data, and the run's own key, which it is not given.
+# Arguments that a reward function gets in addition to the prompt's data, and the run's `sample_key`, which it never
+# gets.
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
 
 
 def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:
-    """Return a prompt with the hint in front of its text, or of the last message; its fields stand in braces there.
+    """Return a prompt with the hint in front of its text or last message. `{field}` in the hint is replaced by the
+    field.
 
     ValueError for a field that the prompt lacks, and for a prompt of token ids.
     """
@@ -55,13 +57,13 @@ def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:
 
 
 class RewardCall:
-    """A reward function with the decoding and checks around it. Its errors go up: a crash is not a reward of 0.
+    """A reward function with decoding and checks. Its errors propagate: a crash is not a reward of 0.
 
         reward = RewardCall(my_reward, tokenizer, timeout_s=60.0)
         value = await reward(reply, {"prompt": "3+4=", "answer": "7"})
 
-    A config's rewards come as a Recipe, whose worker processes are killed at the deadline. Any other function runs in
-    a thread, which nothing can end.
+    Rewards from a config are a Recipe, whose worker processes are killed at the deadline. Any other function runs in a
+    thread, which cannot be stopped.
     """
 
     def __init__(
@@ -86,25 +88,26 @@ class RewardCall:
             self.function.check_deadline(timeout_s)
 
     async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
-        """Score a reply, by a Reward where there are several parts.
+        """Score a reply. The result is a Reward if it has several parts.
 
-        An aborted reply has none: InfrastructureFailure, so that the episode is tried again.
+        InfrastructureFailure for an aborted reply, which has no reward: the episode is retried.
         """
         if reply.stop_reason == "abort":
             words = f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
             raise InfrastructureFailure(words, kind="server")
-        # The data's own `prompt` would collide with the argument of that name, which holds the same text.
+        # The data's `prompt` would collide with the argument of the same name, which holds the same text.
         others = {name: value for name, value in data.items() if name not in OWN_ARGUMENTS}
         ids = reply.output_tokens
         prompt, completion = "", reply.text
         if self.tokenizer is not None:
             prompt = str(self.tokenizer.decode(reply.input_tokens))
-            # A tensor of them: a list is looked through entry by entry. A long one takes milliseconds, and no GIL.
+            # Decode the tensor: a list would be checked entry by entry. Decoding a long reply takes milliseconds and
+            # does not hold the GIL.
             decode = partial(self.tokenizer.decode, reply.sampled.ids, skip_special_tokens=True)
             completion = str(await asyncio.to_thread(decode) if reply.output_len > DECODED_HERE else decode())
         arguments = {"prompt": prompt, "completions": completion, **others}
         arguments |= {"prompt_ids": reply.input_tokens, "completion_ids": ids}
-        # It ends with the attempt at its episode: afterwards nobody reads the value.
+        # Cancelled with the attempt at its episode: afterwards nobody reads the value.
         with call_here():
             if isinstance(self.function, Recipe):
                 return await self._served(self.function, arguments)
@@ -116,7 +119,7 @@ class RewardCall:
         return Reward(sum(score.values()), score) if isinstance(score, dict) else score
 
     async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:
-        """Note in the span what each part gave and how long it took, as metrics."""
+        """Score by a recipe, recording each part's value and duration as metrics of the span."""
         with span_here("rewards", self.name) as span:
             try:
                 scored = await recipe.score(arguments, self.timeout_s)
@@ -126,14 +129,14 @@ class RewardCall:
                     span.args["metrics"] = {f"rollout/reward_failed/{failure.reward}": 1.0}
                 raise
             if span is not None:
-                # Failures of 0 as well: a step's metric is the mean over its replies.
+                # Record zeros for rewards that did not fail: a step's metric is the mean over its replies.
                 metrics = {f"rollout/reward/{name}": value for name, value in scored.parts.items()}
                 metrics |= {f"rollout/reward_s/{name}": seconds for name, seconds in scored.seconds.items()}
                 span.args["metrics"] = metrics | {f"rollout/reward_failed/{name}": 0.0 for name in scored.seconds}
         return scored.value
 
     def _warn_once(self, failure: RewardFailed) -> None:
-        """Log the failure once for each place: of an episode that succeeds at another attempt nobody would hear."""
+        """Log a failure once per place. Otherwise it would stay unseen if the episode succeeds at a later attempt."""
         if failure.reward and (failure.reward, failure.place) not in self._warned:
             self._warned.add((failure.reward, failure.place))
             logger.warning(
@@ -147,7 +150,7 @@ class RewardCall:
             async with asyncio.timeout(self.timeout_s) as limit:
                 return await asyncio.to_thread(self._timed, **arguments)
         except TimeoutError as error:
-            if not limit.expired():  # it is the reward's own
+            if not limit.expired():  # raised by the reward itself
                 raise
             raise RewardTimeout(
                 f"reward_fn {self.name}: no reward within {self.timeout_s:g} s; {len(self._under_way)} of its calls "
@@ -156,13 +159,13 @@ class RewardCall:
             ) from error
 
     def _timed(self, **arguments: Any) -> Any:
-        """Run the function; the span lasts as long as that does, also where nobody waits for it any more."""
+        """Run the function. Its span lasts until the function returns, even after the caller has timed out."""
         call = object()
         self._under_way.add(call)
         try:
             with span_here("rewards", self.name):
                 return self.function(**arguments)
-        except (SystemExit, StopIteration) as error:  # no future takes the one, and the other would end the event loop
+        except (SystemExit, StopIteration) as error:  # a future accepts no StopIteration, and SystemExit ends the loop
             raise RuntimeError(f"reward_fn {self.name}: ended by {type(error).__name__}: {error}") from error
         finally:
             self._under_way.discard(call)

@@ -1,4 +1,4 @@
-"""Teachers that are servers: they score the tokens of trajectories in the rollout process, while others are sampled."""
+"""Teachers on servers: they score trajectories' tokens in the rollout process while other trajectories are sampled."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONCURRENT = 32
-"""Requests at a time to one server."""
+"""Maximum concurrent requests per server."""
 
 
 class TaughtWorkflow(RolloutWorkflow):
-    """Another workflow, whose trajectories get `teacher_logprobs` of the servers of their prompt's teacher.
+    """Wraps a workflow and adds `teacher_logprobs` from the servers of the prompt's teacher to its trajectories.
 
-    Trajectories of a teacher without servers get zeros there, and their log-probabilities by the trainer's engines.
-    A server that fails, or says what cannot be, fails the attempt at the episode, which keeps its replies.
+    If a teacher has no servers, the column is zero; the trainer's engines compute its log-probabilities later. A server
+    that fails or returns an invalid answer fails this attempt at the episode. The next attempt reuses its replies.
 
         workflow = TaughtWorkflow(RLVRWorkflow(...), config.teacher.teachers, tokenizer)
         await workflow.close()
@@ -45,11 +45,11 @@ class TaughtWorkflow(RolloutWorkflow):
         timeout_s: float = 60.0,
         token_file: str = "",
     ) -> None:
-        """teachers: by the prompts' source, as of TeacherConfig. timeout_s: of one request."""
+        """teachers: by the prompts' `source` (see TeacherConfig). timeout_s: time limit of one request."""
         self.workflow, self.teachers, self.tokenizer = workflow, teachers, tokenizer
         self.enable_thinking = enable_thinking
         self._known: set[str] = set()
-        """Sources whose teacher's tokens were seen to be the policy's."""
+        """Sources whose teacher was verified to use the policy's tokens."""
         self._servers = {
             source: Servers(
                 [f"{url.rstrip('/')}/generate" for url in teacher.servers],
@@ -84,13 +84,13 @@ class TaughtWorkflow(RolloutWorkflow):
         return found
 
     async def _score(self, source: str, trajectory: Trajectory, data: dict[str, Any]) -> Tensor:
-        """Return `[N]` float32, 0 for what comes before the first token that the policy wrote."""
+        """Return the teacher's log-probabilities, `[N]` float32. Zero before the first token that the policy wrote."""
         ids, hint = trajectory.input_ids.tolist(), self.teachers[source].hint
         written = (trajectory.loss_mask | (trajectory.versions >= 0)).nonzero()
         first = int(written[0]) if len(written) else len(ids)
         row = with_hint(data, hint)
         prompt = prompt_ids(self.tokenizer, row, enable_thinking=self.enable_thinking) if hint else ids[:first]
-        # Of the first token from `start` on SGLang gives none, as if nothing had predicted it.
+        # SGLang returns no log-probability for the token at `start`, so the request starts one token early.
         asked, start = [*prompt, *ids[first:]], len(prompt) - 1
         texts = self.tokenizer is not None and source not in self._known
         body = {

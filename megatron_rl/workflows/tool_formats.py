@@ -1,4 +1,4 @@
-"""How models of several families write the calls of tools, and how their text becomes calls."""
+"""Tool-call formats of several model families, and their parsers."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextArguments = dict[str, Any]
-"""Tool -> the schema of its parameters, by which arguments that stand without quotes are read."""
+"""Tool name -> schema of its parameters, needed to parse unquoted arguments."""
 Split = Callable[[str, TextArguments], tuple[str, list[ToolCall]]]
 
 PYTHON_TAG, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME = re.compile(r"[^\s<>{}\[\]\"'=,;]++")
-"""Of a tool, in a form that does not quote it."""
+"""A tool's name in a format that does not quote it."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One family's way to write calls."""
+    """One model family's format for tool calls."""
 
     split: Split
-    """Takes a reply's text; returns it without its calls, and them."""
+    """Takes a reply's text; returns the text without its calls, and the calls."""
     sign: str
-    """A mark of the family's chat template that no other's has."""
+    """A string that only this family's chat template contains."""
     begins: tuple[str, ...] = (BEGIN,)
-    """The beginning of a call, behind text."""
+    """Strings that begin a call after other text."""
     is_whole: bool = False
-    """A reply that is nothing but a JSON object may be a call, too."""
+    """Whether a reply that is only a JSON object may also be a call."""
     forced: tuple[str, str, str] | None = None
-    """A call as a grammar has it: what stands before the name, between it and the arguments, and behind these; the name
-    and the arguments are JSON. None for a form that is no JSON."""
+    """Parts of a call for a grammar: the text before the name, between name and arguments, and after the arguments.
+    Name and arguments are JSON. None for a format that is not JSON."""
     marks: tuple[str, ...] = ()
-    """Special tokens that the form needs, and decoding would leave out."""
+    """Special tokens of the format, which decoding would otherwise drop."""
 
     def text(self, tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Sequence[str] = ()) -> str:
-        """Decode a reply without its special tokens, except those of the form and those in `keeps`."""
+        """Decode a reply without special tokens, except those of the format and those in `keeps`."""
         special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         marks = {*self.marks, *keeps}
         if not any(special.get(token) in marks for token in tokens):
@@ -67,35 +67,35 @@ class ToolFormat:
 
 
 def text_arguments(tools: list[dict[str, Any]] | None) -> TextArguments:
-    """Return the schemas by which the text of the tools' arguments is read."""
+    """Return each tool's parameter schema, needed to parse unquoted arguments."""
     return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
 
 
 def split_hermes(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Qwen 2.5 and 3, Hermes."""
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen 2.5 and 3, Hermes)."""
     return split_tool_calls(text)
 
 
 @dataclass(frozen=True)
 class Tag:
-    """One tag of a text, from `begin` to `end`."""
+    """One tag of a text, at positions `begin` to `end`."""
 
     kind: str
     name: str
     begin: int
     end: int
     is_close: bool
-    """Nothing but blanks stands between it and the next one."""
+    """Whether only whitespace stands between this tag and the next."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One tag that may come next in a call, and what the call expects after it."""
+    """One tag that may come next in a call, and the parser's state after it."""
 
     kind: str
     then: str
     is_close: bool = False
-    """The next tag must follow at once."""
+    """Whether the next tag must follow immediately."""
 
     def fits(self, tag: Tag) -> bool:
         return tag.kind == self.kind and (tag.is_close or not self.is_close)
@@ -103,36 +103,36 @@ class Step:
 
 @dataclass(frozen=True)
 class TagForm:
-    """A form of calls in tags, whose values are not quoted: a value may hold the form's own tags.
+    """A call format in tags. Values are not quoted, so a value may contain the format's own tags.
 
-    A closing tag ends a value if the rest of the reply can be read with that, so all possible readings are looked at
-    from the end on. Of several, values are as short as they can be.
+    A closing tag ends a value only if the rest of the reply can then be parsed. Feasibility is therefore computed from
+    the end backwards. Of several possible parses, the one with the shortest values is taken.
     """
 
     pattern: re.Pattern[str]
     steps: dict[str, tuple[Step, ...]]
-    """What a call expects -> the tags that may come. In `value` any others may come before them."""
+    """State -> tags that may come next. In state `value`, any other tags may precede them."""
     opens_value: str
     closes_value: str
     rule: str
     is_named_first: bool = False
-    """The tool's name follows <tool_call>, without a tag."""
+    """Whether the tool's name follows <tool_call> directly, without a tag."""
 
     def tags(self, text: str, place: int) -> list[Tag]:
         found = list(self.pattern.finditer(text, place))
         ends = [match.start() for match in found[1:]] + [len(text)]
         tags = []
-        for match, end in zip(found, ends, strict=False):  # without any there is one end too many
+        for match, end in zip(found, ends, strict=False):  # `ends` has one entry too many if there are no tags
             kind, is_named, name = match[0].removesuffix(">").partition("=")
             is_close = not text[match.end() : end].strip()
             tags.append(Tag(kind if is_named else match[0], name.strip(), match.start(), match.end(), is_close))
         return tags
 
     def readable(self, tags: list[Tag]) -> dict[str, list[bool]]:
-        """Return for what may be expected, and each tag that may come then, whether the rest can be read."""
+        """Return for each state and tag position whether the rest of the text can be parsed from there."""
         count = len(tags)
         can = {name: [False] * (count + 1) for name in (*self.steps, "text", "thought")}
-        can["text"][count] = can["thought"][count] = True  # a thought without an end is the rest
+        can["text"][count] = can["thought"][count] = True  # an unclosed thought extends to the end
         has_end = False
         for i in reversed(range(count)):
             tag = tags[i]
@@ -146,12 +146,13 @@ class TagForm:
                     can["text"][i] = can["thought"][i + 1]
                 case "</think>":
                     can["text"][i] = can["text"][i + 1]
-                case "<tool_call>":  # without an end it was cut off
+                case "<tool_call>":  # a call without an end was cut off
                     can["text"][i] = not has_end or can["call"][i + 1]
         return can
 
     def paths(self, text: str, begin: int) -> list[list[Tag]] | None:
-        """Return the tags of each call from `begin` on, without those in values; None if the text cannot be read."""
+        """Return the tags of each call from `begin` on, without tags inside values. None if the text cannot be
+        parsed."""
         tags = self.tags(text, begin)
         can = self.readable(tags)
         if not can["text"][0]:
@@ -174,7 +175,7 @@ class TagForm:
         return found
 
     def calls(self, text: str, path: list[Tag], texts: TextArguments) -> list[ToolCall]:
-        """Return the calls of one block, whose tags are `path`."""
+        """Return the calls of one block with the tags `path`."""
         found: list[ToolCall] = []
         key, faults = "", dict[int, str]()
         for tag, following in zip(path, path[1:], strict=False):
@@ -205,7 +206,7 @@ class TagForm:
         ]
 
     def swallows(self, value: str, parameters: Any) -> bool:
-        """Return whether a value seems to have lost its end: it opens another argument of the tool, and no more."""
+        """Return whether a value seems to lack its end: it opens another argument of the tool without closing it."""
         names: list[str] = []
         for tag in self.tags(value, 0):
             if tag.kind == self.opens_value:
@@ -255,7 +256,7 @@ GLM = TagForm(
 
 
 def split_llama(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
-    """The reply begins with a JSON object of name and parameters, or several: Llama 3.1 and later."""
+    """Parse a reply that begins with one or more JSON objects of name and parameters (Llama 3.1 and later)."""
 
     def read(begin: int) -> tuple[list[ToolCall], int]:
         try:
@@ -268,7 +269,7 @@ def split_llama(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
 
     if next_mark(text, PYTHON_TAG, 0) >= 0:
         return split_calls(text, PYTHON_TAG, read)
-    # Without the tag an answer may be JSON, too.
+    # Without the tag, an ordinary answer may be JSON too.
     is_thought = text.lstrip().startswith(THINK) or (ends_a_thought(text) and not text.lstrip().startswith("{"))
     place = text.find(THOUGHT) + len(THOUGHT) if is_thought and THOUGHT in text else 0
     if not text[place : place + LONGEST_CALL].lstrip().startswith("{"):
@@ -283,7 +284,7 @@ def split_llama(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
 
 
 def calls_a_tool(value: dict[str, Any], texts: TextArguments) -> bool:
-    """Return whether an object can be nothing but a call: it has arguments, and the name of a tool."""
+    """Return whether an object can only be a call: it has arguments and the name of a known tool."""
     given = [value[name] for name in ("arguments", "parameters") if name in value]
     return len(given) == 1 and isinstance(given[0], dict) and value.get("name") in list(texts)
 
@@ -294,7 +295,7 @@ COMPACT = re.compile(
 
 
 def split_mistral(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
-    """`[TOOL_CALLS]` and a JSON list of calls, or for each call `[TOOL_CALLS]name[ARGS]{...}`: Mistral."""
+    """Parse `[TOOL_CALLS]` with a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` per call (Mistral)."""
 
     def read(begin: int) -> tuple[list[ToolCall], int]:
         place = begin + len(MISTRAL)
@@ -335,9 +336,9 @@ FORMATS = {
 
 
 def tool_format(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
-    """Return the format of that name; of `auto` the one whose sign the tokenizer's chat template has, else Hermes'.
+    """Return the format called `name`. `auto` picks the format whose sign is in the chat template, else Hermes.
 
-    ValueError for a name that is none.
+    ValueError for an unknown name.
     """
     if name == "auto":
         templates = tokenizer.chat_template

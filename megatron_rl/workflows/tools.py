@@ -1,7 +1,7 @@
-"""Tools that a policy may call, and how its text calls them.
+"""Tools that a policy may call, and the parser for its calls.
 
-A tool says what it is in a schema, takes the call's arguments and returns text. What it is given is the model's: no
-tool here runs it as code.
+A tool describes itself in a schema, takes the call's arguments and returns text. Arguments are written by the model; no
+tool in this module executes them as code.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
 BEGIN, END = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
 BLANKS, BETWEEN = re.compile(r"\s*+"), re.compile(r"[\s;,]*+")
-"""After a call; between two of them."""
+"""Separators after a call, and between two calls."""
 LONGEST_CALL = 20_000
-"""Characters."""
+"""Maximum length of one call in characters."""
 MOST_DIGITS = 30
-"""Most digits of a number that the calculator shows."""
+"""Maximum digits of a number that the calculator shows."""
 
 
 class ToolError(Exception):
-    """The call was wrong, and the policy is told why: it may try again. Other errors fail the episode."""
+    """A wrong call. The policy reads the message and may try again; any other exception fails the episode."""
 
 
 class Rewarded(str):
-    """A tool's text, with a reward for the reply that called it.
+    """A tool's result text with a reward for the reply that called it.
 
     For example, at the end of a tool's `__call__`:
 
@@ -50,7 +50,7 @@ class Rewarded(str):
 
 
 class Tool(abc.ABC):
-    """A tool that a policy may call. Each sample has an object of its own, which may keep state.
+    """Base class of tools. Each sample has its own object, which may keep state.
 
     For example:
 
@@ -68,28 +68,28 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     async def __call__(self, **arguments: Any) -> str:
-        """Return what the policy is shown, `Rewarded` where the call earns something. ToolError for a wrong call."""
+        """Return the text shown to the policy, as `Rewarded` if the call earns a reward. ToolError for a wrong call."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool's description in the form of chat templates and OpenAI's API."""
+        """Schema of the tool in the form that chat templates and OpenAI's API use."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """`arguments` is an object; where the text was none, `fault` says so."""
+    """A parsed call. If it could not be parsed, `fault` says why and `arguments` is empty."""
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
     id: str = ""
-    """The one that the policy gave it, in a form that has them."""
+    """The id that the policy wrote, in formats with call ids; otherwise empty."""
 
 
 def next_mark(text: str, mark: str, place: int) -> int:
-    """Return where a mark comes next outside of thoughts; -1 if there is none. A thought without an end is the rest."""
+    """Return the position of the next mark outside of thoughts, or -1. An unclosed thought extends to the end."""
     found = text.find(mark, place)
     while found >= 0 and (thought := text.find(THINK, place, found)) >= 0:
         place = text.find(THOUGHT, thought)
@@ -100,23 +100,23 @@ def next_mark(text: str, mark: str, place: int) -> int:
 
 
 def ends_a_thought(text: str) -> bool:
-    """Return whether a text ends a thought that begins before it: the prompt may have opened one."""
+    """Return whether the text closes a thought that it does not open; the prompt may have opened it."""
     end = text.find(THOUGHT)
     return end >= 0 and text.find(THINK, 0, end) < 0
 
 
 Read = Callable[[int], "tuple[list[ToolCall], int] | None"]
-"""Takes where a mark begins; returns the calls there and where they end, or None if the reply was cut off in them."""
+"""Takes the position of a mark. Returns the calls there and their end, or None if the reply was cut off inside them."""
 
 
 def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
-    """Return a text without its calls, and them. Those in a thought are drafts, and stay in the text."""
+    """Return the text without its calls, and the calls. Calls inside a thought are drafts and stay in the text."""
     calls: list[ToolCall] = []
     kept: list[str] = []
     place = 0
     while (begin := next_mark(text, mark, place)) >= 0 and (found := read(begin)) is not None:
         if ends_a_thought(text[place:begin]):
-            calls, kept = [], []  # which is all of it up to here
+            calls, kept = [], []  # everything up to here was the thought
         kept.append(text[place if kept else 0 : begin])
         more, place = found
         calls += more
@@ -126,7 +126,8 @@ def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
 
 
 def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Split a text into the rest and its calls of the form `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`."""
     last_end = text.rfind(END)
 
     def read(begin: int) -> tuple[list[ToolCall], int] | None:
@@ -140,10 +141,10 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         end = BLANKS.match(text, end).end()
         if values and text.startswith(END, end):
             return [as_call(value) for value in values], end + len(END)
-        if values and (end == len(text) or text.startswith(BEGIN, end)):  # JSON ends by itself
+        if values and (end == len(text) or text.startswith(BEGIN, end)):  # complete JSON needs no end mark
             return [as_call(value) for value in values], end
         if start > last_end:
-            # What is no JSON and has no end was cut off.
+            # Invalid JSON without an end mark was cut off.
             fault = f"a call must end with {END}"
             return ([faulty(fault)], len(text)) if values else None
         fault = fault if not values else f"after a call's JSON must come {END}"
@@ -153,16 +154,16 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def value_at(text: str, place: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a place, and where it ends. ValueError and RecursionError for none."""
-    # Of a part: an error counts the lines before it, which for many errors in a long text would be quadratic.
+    """Return the JSON value that begins at `place`, and its end. ValueError or RecursionError if there is none."""
+    # Decode a slice: an error counts the lines before it, which is quadratic for many errors in a long text.
     value, length = DECODER.raw_decode(text[place : place + LONGEST_CALL])
     return value, place + length
 
 
 def values_at(text: str, place: int) -> tuple[list[Any], int]:
-    """Return the JSON objects that stand at a place, one behind the other or in a list, and where they end.
+    """Return the JSON objects at `place`, in sequence or in a list, and their end.
 
-    ValueError and RecursionError where the first begins as one and is none.
+    ValueError or RecursionError if the first looks like JSON but cannot be decoded.
     """
     values: list[Any] = []
     while text.startswith("{" if values else ("{", "["), start := BETWEEN.match(text, place).end()):
@@ -188,7 +189,7 @@ def faulty(fault: str, name: str = "") -> ToolCall:
 
 
 def as_call(value: Any) -> ToolCall:
-    """Return the call that an object of a name and arguments (or parameters, as Llama says) is."""
+    """Convert an object with a name and arguments (Llama: parameters) to a call."""
     if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
         return faulty("a call must be a JSON object with a name and arguments")
     if "arguments" in value and "parameters" in value:
@@ -201,13 +202,13 @@ def as_call(value: Any) -> ToolCall:
 
 
 async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
-    """Return what the policy is shown of its call, wrong or right."""
+    """Run a call and return the text shown to the policy, which is an error message if the call is wrong."""
     if call.fault:
         return f"error: {call.fault}"
     if call.name not in tools:
         return f"error: there is no tool {call.name[:100]!r}, only {', '.join(tools)}"
     tool = tools[call.name]
-    # The names are checked here and the values by the tool: what a policy writes may be of any JSON type.
+    # Argument names are checked here. The tool checks the values, which may be of any JSON type.
     known = tool.parameters.get("properties", {})
     strange = [name for name in call.arguments if name not in known]
     missing = [name for name in tool.parameters.get("required", []) if name not in call.arguments]
@@ -220,7 +221,7 @@ async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
 
 
 def middle_left_out(text: str, characters: int) -> str:
-    """Return the text, or of one that is longer than `characters` the beginning and the end."""
+    """Return the text; if it is longer than `characters`, return only its beginning and end."""
     if len(text) <= characters:
         return text
     half = characters // 2
@@ -228,7 +229,7 @@ def middle_left_out(text: str, characters: int) -> str:
 
 
 class Calculator(Tool):
-    """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. It evaluates a tree, no code.
+    """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. Evaluates a syntax tree, never code.
 
     For example:
 
@@ -249,7 +250,7 @@ class Calculator(Tool):
 
 
 def calculate(expression: str) -> Fraction:
-    """Return the value of an arithmetic expression. ToolError for anything else, for one too long or too large."""
+    """Evaluate an arithmetic expression. ToolError if it is not arithmetic, too long or too large."""
     try:
         return evaluate_expression(expression, most_digits=MOST_DIGITS)[0]
     except NotArithmetic as error:
@@ -257,11 +258,11 @@ def calculate(expression: str) -> Fraction:
 
 
 REFUSALS = (400, 413, 414, 422)
-"""HTTP statuses that say something of the query, and nothing of the service."""
+"""HTTP statuses that blame the query, not the service."""
 
 
 class Search(Tool):
-    """Asks a search service over HTTP: POST {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}.
+    """Queries a search service: POST {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}.
 
     For example:
 
@@ -274,16 +275,16 @@ class Search(Tool):
     parameters = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 
     def __init__(self, url: str, top: int = 3, timeout_s: float = 30.0, characters: int = 1000) -> None:
-        """characters: most that the policy is shown of each result."""
+        """characters: maximum characters of each result that the policy is shown."""
         self.url, self.top, self.timeout_s, self.characters = url, top, timeout_s, characters
 
     async def __call__(self, query: Any) -> str:
-        """InfrastructureFailure where the service fails: that is not the policy's fault. A query that it refuses is."""
+        """Run a query. InfrastructureFailure if the service fails, ToolError if it rejects the query."""
         body = {"query": str(query), "top": self.top}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.post(self.url, json=body) as answer:
-                # ToolError passes the `except` below: the policy reads it, and the episode goes on.
+                # ToolError is not caught below: the policy reads it, and the episode continues.
                 if answer.status in REFUSALS:
                     raise ToolError(f"the search service refuses this query (status {answer.status})")
                 answer.raise_for_status()

@@ -1,4 +1,4 @@
-"""A world in which the policy uses a tool turn after turn: each box that it opens says which one to open next."""
+"""A multi-turn environment: the policy opens boxes, and each box's note names the next box."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_rl.workflows.environments import Environment, Score, Turn
 
 
 class Trail(Environment):
-    """The boxes of a prompt of megatron_rl.data.tasks:trail. A reply opens one, and is answered with the note in it.
+    """The boxes of a prompt from megatron_rl.data.tasks:trail. A reply opens one box, and the answer is the note in it.
 
-    A dialogue has as many turns as there are boxes, and another reply than such a call ends it. Each call of the box
-    that the note before it names earns its part of 1, also behind a wrong one. The reward function is not asked.
+    A dialogue has as many turns as boxes; a reply that is not a call ends it. Opening the box that the last note named
+    earns 1 / (number of boxes), also after a wrong call. The reward function is not used.
 
     For example:
 
@@ -35,6 +35,6 @@ class Trail(Environment):
         return Turn(messages=[note] if self._turns_left else [], reward=earned)
 
     def _called(self, text: str) -> int | None:
-        """Return the box that a reply opens, None where it is no call."""
+        """Return the box that a reply opens; None if the reply is not a call."""
         calls = {f"{self.data['call']}{box}": box for box in self._notes}
         return calls.get(text)

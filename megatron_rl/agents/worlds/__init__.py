@@ -1,1 +1,1 @@
-"""Worlds that others have built, each behind the interfaces of this room: tool servers, environments, tasks, games."""
+"""Adapters for environments of other packages: tool servers, environments, task folders, games."""

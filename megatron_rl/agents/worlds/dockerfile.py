@@ -1,6 +1,6 @@
-"""Reads a Dockerfile as far as it can be had without docker: files, variables, a folder, and commands.
+"""Interprets the part of a Dockerfile that works without docker: files, variables, working folder, and commands.
 
-The base image is the host's own system. What cannot be had is refused by its line.
+The host's system replaces the base image. An unsupported line is rejected by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WRITABLE = ("app", "data", "home", "media", "mnt", "opt", "output", "root", "run", "srv", "tmp", "var", "workspace")
 CALLING = ("BASH_ENV", "ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP")
 HARMLESS = ("CMD", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL")
-"""Nothing of what they say is of use here; an image's own program is not run."""
+"""Instructions without effect here; an image's own program is not run."""
 INSTALLS = re.compile(
     r"\b(apt(-get)?|apk|yum|dnf|curl|wget|npm|uv|pip3?|conda|git)\s+(-\S+\s+)*(add|update|install|clone|https?:)"
 )
@@ -27,7 +27,7 @@ INSTALLS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command of bash and the folder that it runs in, or files by their names in the folder that they come to."""
+    """One build step: a bash command with its working folder, or files by their names in their target folder."""
 
     folder: str
     command: str = ""
@@ -36,24 +36,27 @@ class Step:
 
 @dataclass
 class Dockerfile:
-    """The lines that do something, in their order. Paths are absolute."""
+    """The effective instructions, in order. Paths are absolute."""
 
     cwd: str = "/"
     env: dict[str, str] = field(default_factory=lambda: {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"})
     steps: list[Step] = field(default_factory=list)
     folders: set[str] = field(default_factory=lambda: set(WRITABLE))
-    """Names under / that can be written to."""
+    """Names under / that are writable."""
 
     @property
     def trusted_env(self) -> dict[str, str]:
-        """The variables without those by which programs of the system would run files that can be written to."""
+        """The variables without those that could make system programs run writable files."""
         folders = [f for f in self.env["PATH"].split(":") if f.strip("/").split("/")[0] in ("usr", "bin", "sbin")]
         return {k: v for k, v in self.env.items() if k not in CALLING} | {"PATH": ":".join(folders)}
 
 
 def read_dockerfile(path: Path, context: Path, *, images: Sequence[str], skips: Sequence[str]) -> Dockerfile:
-    """images: patterns of the base images that the host's system stands in for. skips: RUN lines with one of these
-    texts are left out, as the host has what they install. ValueError names the line that cannot be had."""
+    """Read a Dockerfile. ValueError names the first unsupported line.
+
+    images: patterns of base images that the host's system may replace. skips: RUN lines that contain one of these texts
+    are skipped, because the host has what they install.
+    """
     found, arguments, stages = Dockerfile(), dict[str, str](), 0
     for line in lines_of(path.read_text(encoding="utf-8")):
         word, _, rest = line.partition(" ")
@@ -110,7 +113,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def top(path: str, refuse: Refuse) -> str:
-    """Return the name under / that holds a path."""
+    """Return the top-level folder of a path."""
     name = PurePosixPath(path).parts[1:2]
     if not name or name[0] in ("usr", "bin", "sbin", "lib", "lib64", "etc", "dev", "proc", "sys"):
         raise refuse("writes where the host's system is, which cannot be changed.")
@@ -120,7 +123,7 @@ def top(path: str, refuse: Refuse) -> str:
 
 
 def copied(rest: str, cwd: str, context: Path, refuse: Refuse) -> tuple[str, dict[str, Path]]:
-    """Return the folder that a COPY writes to, and the files by their names in it."""
+    """Return the target folder of a COPY, and the files by their names in it."""
     words = shlex.split(rest) if not rest.startswith("[") else json.loads(rest)
     if any(word.startswith(("--from", "<<", "http:", "https:", "git@")) for word in words):
         raise refuse("copies from elsewhere than the task's own files.")

@@ -1,7 +1,7 @@
-"""Tools of MCP servers, as programs that speak over stdin and stdout or at a URL (streamable HTTP).
+"""Tools of MCP servers, which run as programs over stdin and stdout or at a URL (streamable HTTP).
 
-Each dialogue has connections of its own. What a call did wrong is told to the policy; a server that cannot be reached,
-dies or hangs fails the sample, which is tried again, and is never a reward.
+Each dialogue has its own connections. The policy sees errors of its calls. If a server cannot be reached, dies or
+hangs, the sample fails and is retried; this never becomes a reward.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_rl.workflows.tools import Tool, ToolError, middle_left_out
 T = TypeVar("T")
 
 ENDING_S = 15.0
-"""Longest that a connection may take to end; a server's process is killed before."""
+"""Time limit for closing a connection. A server's process is killed earlier."""
 
 
 class ServerFailed(InfrastructureFailure):
-    """The server cannot be reached, has died or makes no sense."""
+    """The server cannot be reached, has died, or sent an invalid answer."""
 
     KIND = "mcp"
 
@@ -32,7 +32,7 @@ class ServerLate(ServerFailed):
 
 
 class McpTools(ToolUse):
-    """A policy with the tools of MCP servers; a reply that calls none is the answer, which the reward function scores.
+    """A policy with the tools of MCP servers. A reply without calls is the answer, which the reward function scores.
 
     For example:
 
@@ -44,14 +44,14 @@ class McpTools(ToolUse):
     def __init__(
         self, data: dict[str, Any], *, servers: list[dict[str, Any]], call_timeout_s: float = 60, characters: int = 4000
     ) -> None:
-        """servers: each has a `command` (and `env`), started for this dialogue, or a `url`. characters: most that the
-        policy is shown of one result."""
+        """servers: each has either a `command` (with optional `env`), which is started for this dialogue, or a `url`.
+        characters: maximum characters of one result shown to the policy."""
         super().__init__(data, tools=())
         self.characters = characters
         self._connections = [Connection(server, call_timeout_s) for server in servers]
 
     async def opening(self) -> dict[str, Any]:
-        """Connect to all servers. ServerFailed where one cannot be reached, ValueError for two tools of one name."""
+        """Connect to all servers. ServerFailed if one cannot be reached, ValueError for two tools of one name."""
         found = await together(connection.open() for connection in self._connections)
         for connection, tools in zip(self._connections, found, strict=True):
             for tool in tools:
@@ -83,7 +83,8 @@ class McpTool(Tool):
 
 
 class Connection:
-    """A connection to one server, held by a task of its own: a client's contexts end in the task that began them."""
+    """A connection to one server. One task holds it, because a client's context must be exited by the task that entered
+    it."""
 
     def __init__(self, server: dict[str, Any], call_timeout_s: float) -> None:
         command, url = server.get("command"), server.get("url")
@@ -95,7 +96,7 @@ class Connection:
         self._holder: asyncio.Task[None] | None = None
 
     async def open(self) -> list[Any]:
-        """Return the server's tools."""
+        """Connect and return the server's tools."""
         is_ready = asyncio.Event()
         self._holder = asyncio.create_task(self._hold(is_ready))
         await self._ask(is_ready.wait(), "connecting")
@@ -120,16 +121,16 @@ class Connection:
             await self._over.wait()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Return the tool's result. ToolError where it takes too long, though the server lives."""
+        """Return the tool's result. ToolError if the call is late but the server still responds."""
         try:
             return await self._ask(self._client.call_tool(tool, arguments), f"calling {tool}")
         except ServerLate:
-            # Whose fault is it? A server that answers something else is alive, so the call was too much for it.
+            # If the server answers another request it is alive, so the call itself was too slow.
             await self._ask(self._client.list_tools(cache_mode="bypass"), f"a sign of life after a late {tool}")
             raise ToolError(f"{tool} did not end within {self.call_timeout_s:g} s") from None
 
     async def _ask(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Await what the server is asked, as long as it is there."""
+        """Await a request to the server, failing if the connection ends."""
         assert self._holder is not None
         asking = asyncio.ensure_future(coroutine)
         try:
@@ -139,7 +140,7 @@ class Connection:
                 return asking.result()
             if ended:
                 self._holder.result()
-        except Exception as error:  # of the client's: a refusal, a closed pipe, a group of them
+        except Exception as error:  # from the client: a refusal, a closed pipe, a group of errors
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             raise ServerFailed(f"{self.name}: {what}: {type(error).__name__}: {error}") from error
@@ -152,5 +153,5 @@ class Connection:
         if self._holder is not None:
             await asyncio.wait([self._holder], timeout=ENDING_S)
             self._holder.cancel()
-            # How it ended was told where it mattered.
+            # `_ask` has raised its error if it mattered.
             await asyncio.gather(self._holder, return_exceptions=True)

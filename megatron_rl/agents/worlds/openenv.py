@@ -1,7 +1,7 @@
-"""OpenEnv environments over HTTP, a session at a server for each dialogue. Their own rewards count.
+"""OpenEnv environments over HTTP: each dialogue has its own session on a server. The environment gives the rewards.
 
-What an action did wrong is told to the policy; a server that cannot be reached, fails, dies or hangs fails the sample,
-which is tried again, and is never a reward.
+The policy sees errors of its actions. If a server cannot be reached, fails, dies or hangs, the sample fails and is
+retried; this never becomes a reward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.workflows.tools import Rewarded, Tool, ToolError, middle_left_o
 
 
 class OpenEnv(ToolUse):
-    """An environment whose actions are a reply's text, the JSON object in it, or calls of the environment's tools.
+    """An OpenEnv environment. Its action is the reply's text, a JSON object in it, or calls of the environment's tools.
 
     For example:
 
@@ -36,12 +36,12 @@ class OpenEnv(ToolUse):
         call_timeout_s: float = 60.0,
         characters: int = 4000,
     ) -> None:
-        """data["reset"]: what the environment's reset is given, such as a seed.
+        """data["reset"]: arguments of the environment's reset, such as a seed.
 
-        action: the field that takes a reply's text; left out, a reply has the action as a JSON object. with_tools:
-        actions are calls of the environment's tools, and a reply without one ends the episode. shown: the field of an
-        observation that the policy reads; left out, all of it. session_timeout_s: longest wait for a free session.
-        characters: most that the policy is shown of one observation.
+        action: action field that takes the reply's text; if empty, the reply contains the action as a JSON object.
+        with_tools: actions are calls of the environment's tools, and a reply without a call ends the episode. shown:
+        observation field that the policy reads; if empty, the whole observation. session_timeout_s: maximum wait for a
+        free session. characters: maximum characters of one observation shown to the policy.
         """
         super().__init__(data, tools=())
         if with_tools and action:
@@ -53,7 +53,7 @@ class OpenEnv(ToolUse):
         self.is_done, self._one_at_a_time = False, asyncio.Lock()
 
     async def opening(self) -> dict[str, Any]:
-        """Return the prompt, with what the environment shows after its reset as the last message."""
+        """Return the prompt, with the observation after the reset as its last message."""
         found = await self.session.reset(self.data.get("reset", {}))
         opening = self.data | {"messages": [*self.data["messages"], self._message(found)]}
         if not self.with_tools:
@@ -63,7 +63,7 @@ class OpenEnv(ToolUse):
         return opening | {"tools": [tool.schema for tool in self.tools.values()]}
 
     async def act(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Take a step. ToolError for an action that does not fit its schema, or comes after the end."""
+        """Take a step. ToolError if the action does not match the schema or the episode is over."""
         async with self._one_at_a_time:
             if self.is_done:
                 raise ToolError("the episode is over")
@@ -83,7 +83,7 @@ class OpenEnv(ToolUse):
 
     def _message(self, found: dict[str, Any]) -> dict[str, Any]:
         observation = found["observation"]
-        # A reset may show less than a step does.
+        # The observation of a reset may have fewer fields than that of a step.
         value = observation.get(self.shown, "") if self.shown else observation
         text = value if isinstance(value, str) else json.dumps(value)
         return {"role": "user", "content": middle_left_out(text, self.characters)}
@@ -93,7 +93,7 @@ class OpenEnv(ToolUse):
 
 
 class EnvironmentTool(Tool):
-    """A tool of an environment: a call of it is an action."""
+    """A tool of an environment. Calling it is an action."""
 
     def __init__(self, environment: OpenEnv, tool: dict[str, Any]) -> None:
         self.name, self.description, self.parameters = tool["name"], tool["description"], tool["input_schema"]
@@ -113,7 +113,7 @@ class EnvironmentTool(Tool):
 
 
 def object_in(reply: str) -> dict[str, Any]:
-    """Return the JSON object in a reply. ToolError where there is none."""
+    """Return the JSON object in a reply. ToolError if there is none."""
     try:
         return dict(json.loads(reply[reply.find("{") : reply.rfind("}") + 1]))
     except ValueError as error:
@@ -121,4 +121,4 @@ def object_in(reply: str) -> dict[str, Any]:
 
 
 async def no_score() -> float:
-    return 0.0  # the environment's rewards count
+    return 0.0  # the environment's rewards are used

@@ -1,4 +1,5 @@
-"""A session at an OpenEnv server, by the websocket protocol of openenv-core; nothing of that package is needed."""
+"""Client for a session on an OpenEnv server. It speaks openenv-core's websocket protocol without needing the
+package."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from megatron_rl.api import InfrastructureFailure
 from megatron_rl.workflows.tools import ToolError
 
 MOST_BYTES = 64 << 20
-"""Of one message of a server."""
+"""Maximum size of a server's message."""
 PAUSE_S = 0.2
-"""Between two tries for a session at a server that has no free one."""
+"""Interval between retries while a server has no free session."""
 
 
 class OpenEnvFailed(InfrastructureFailure):
@@ -25,11 +26,11 @@ class OpenEnvFailed(InfrastructureFailure):
 
 
 class NoSession(Exception):
-    """All sessions of the server are taken."""
+    """All sessions of the server are in use."""
 
 
 class Session:
-    """An environment of its own at a server, which ends with the connection.
+    """A separate environment instance on a server. It ends with the connection.
 
     For example:
 
@@ -39,7 +40,7 @@ class Session:
     """
 
     def __init__(self, url: str, *, session_timeout_s: float, call_timeout_s: float) -> None:
-        """session_timeout_s: longest wait until the server has a free session. call_timeout_s: of each answer."""
+        """session_timeout_s: maximum wait for a free session. call_timeout_s: time limit of each answer."""
         self.url = f"{url.rstrip('/').replace('http', 'ws', 1)}/ws"
         self.session_timeout_s, self.call_timeout_s = session_timeout_s, call_timeout_s
         self._client: aiohttp.ClientSession | None = None
@@ -61,18 +62,18 @@ class Session:
             raise OpenEnvFailed(f"{self.url}: gave no session within {self.session_timeout_s:g} s.") from error
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Return what comes of an action, one at a time. ToolError for one that does not fit its schema."""
+        """Return the result of an action; one action at a time. ToolError if it does not match the schema."""
         return await self._ask("step", action)
 
     async def _ask(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self.call_timeout_s):
-                with suppress(ConnectionResetError):  # its last words are still to be heard
+                with suppress(ConnectionResetError):  # its last message may still be read
                     await self._socket.send_json({"type": kind, "data": content})
                 answer = json.loads(await self._socket.receive_str())
         except TimeoutError as error:
             raise OpenEnvFailed(f"{self.url}: {kind} took longer than {self.call_timeout_s:g} s.") from error
-        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # what was received is no text: the end
+        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # no text message: it was closed
             raise OpenEnvFailed(f"{self.url}: {kind}: the server is gone: {error}") from error
         found: dict[str, Any] = answer["data"]
         if answer["type"] != "error":

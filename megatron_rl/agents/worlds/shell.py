@@ -1,4 +1,4 @@
-"""A container (sandbox/container.py) for an event loop, and its shell as a tool."""
+"""Asyncio interface to a container (sandbox/container.py), and the container's shell as a tool."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megatron_rl.workflows.tools import Tool, middle_left_out
 KEEPER = "import sys; sys.path.insert(0, sys.argv[1]); from megatron_rl.sandbox.container import main; main()"
 PACKAGES = str(Path(megatron_rl.__file__).parents[1])
 MOST_BYTES = 1 << 20
-"""Of a command's output."""
+"""Maximum size of a command's output."""
 LONGEST_LINE = 1 << 24
 VMSTAT = Path("/proc/vmstat")
 
 
 class ContainerFailed(InfrastructureFailure):
-    """The container cannot be made, or its keeper is gone: not what ran inside it."""
+    """The container cannot be created, or its keeper process has died. Programs inside are not to blame."""
 
     KIND = "container"
 
 
 class ContainerFull(ContainerFailed):
-    """No further process can be started inside."""
+    """No further process can be started in the container."""
 
 
 class Container:
-    """The keeper's other side. Each method is one request to it.
+    """Client of a container's keeper process. Each method is one request to the keeper.
 
     For example:
 
@@ -65,13 +65,13 @@ class Container:
     async def __aexit__(self, *_: object) -> None:
         if self._keeper is not None:
             if self._keeper.returncode is None:
-                self._keeper.kill()  # what runs inside dies with it
+                self._keeper.kill()  # which kills everything inside
             await self._keeper.wait()
         self._place.cleanup()
 
     @property
     def keeper_pid(self) -> int:
-        """The process that holds it: with that one all that runs inside dies."""
+        """Pid of the process that holds the container. If it dies, everything inside dies."""
         assert self._keeper is not None
         return self._keeper.pid
 
@@ -91,17 +91,18 @@ class Container:
         return dict(answer)
 
     async def begin(self, fresh: Sequence[str] = ()) -> None:
-        """Kill what still runs and begin a phase, with an empty disk at /tests, /logs or /solution where named."""
+        """Kill all running processes and begin a phase. fresh: which of tests, logs and solution get an empty disk at
+        /NAME."""
         await self._ask(do="begin", fresh=list(fresh))
 
     async def run(self, command: str, cwd: str, env: dict[str, str], *, time_s: float) -> tuple[int | None, str]:
-        """Return the exit status of a command of bash, None where it did not end in time, and its output.
+        """Run a bash command. Return its exit status (None if it exceeded `time_s`) and its output.
 
-        ContainerFull where there are too many processes: those of what runs inside, or where nothing does the host's.
+        ContainerFull if there are too many processes: the container's own, or the host's if nothing runs inside.
         """
         what = {"do": "run", "command": command, "cwd": cwd, "env": env, "time_s": time_s, "most_bytes": MOST_BYTES}
         answer = await self._ask(do="ask", what=what)
-        if "error" in answer:  # what ran there has broken its phase, and hears of it; the next finds its files
+        if "error" in answer:  # the program broke its phase and is told so; its files remain for the next one
             await self.begin()
             return None, f"all processes were ended: {answer['error']}"
         if answer.get("is_full"):
@@ -109,7 +110,7 @@ class Container:
         return answer["code"], answer["output"]
 
     async def put(self, files: dict[str, Path], folder: str) -> None:
-        """Write files and whole folders of this host, by their names there, beneath a folder in the container."""
+        """Copy files and whole folders of this host into a container folder, under the given names."""
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w") as tar:
             for name, path in files.items():
@@ -120,16 +121,16 @@ class Container:
             raise ContainerFailed(f"{answer['output']} {answer.get('error', '')}")
 
     async def end(self) -> None:
-        """Kill all that runs inside."""
+        """Kill everything that runs inside."""
         await self._ask(do="end")
 
     async def read(self, path: str) -> str | None:
-        """Return a file's text, None where there is none or a link is on its way."""
+        """Return a file's text; None if it does not exist or its path contains a link."""
         return (await self._ask(do="read", path=path.strip("/").split("/")))["text"]
 
 
 def memory_kills() -> int:
-    """Return how many processes of this host the kernel has killed for want of memory, since it was started."""
+    """Return how many processes the host's kernel has killed for lack of memory since boot."""
     with VMSTAT.open(encoding="ascii") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
 
@@ -140,7 +141,7 @@ def owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 class Shell(Tool):
-    """The shell of a container: each call is a bash of its own, and what it leaves running goes on."""
+    """Shell of a container. Each call runs a new bash; background processes continue after it."""
 
     name = "bash"
     description = "Runs a command in bash and returns what it prints. Files and background processes stay."
@@ -149,7 +150,7 @@ class Shell(Tool):
     def __init__(
         self, container: Container, cwd: str, env: dict[str, str], time_s: float, left_s: float, characters: int
     ) -> None:
-        """time_s: of one command. left_s: of all of them together."""
+        """time_s: time limit of one command. left_s: time limit of all commands together."""
         self.container, self.cwd, self.env = container, cwd, env
         self.time_s, self.left_s, self.characters = time_s, left_s, characters
 
@@ -162,7 +163,7 @@ class Shell(Tool):
             return "error: a command is at most 1 MiB of text without zeros"
         try:
             code, output = await self.container.run(str(command), self.cwd, self.env, time_s=time_s)
-        except ContainerFull:  # by what the policy has left running
+        except ContainerFull:  # because of background processes that the policy started
             return "error: no process can be started: too many are running"
         self.left_s -= clock.time() - begin
         text = middle_left_out(output.strip(), self.characters)

@@ -1,4 +1,4 @@
-"""Which paths of this host a container shows to what runs inside, by whatever name or mount they are reached."""
+"""Finds out which paths of this host are visible inside a container, by any name or mount."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 class ShownPaths:
-    """What a container shows: the host's system, and the paths in `visible`.
+    """The paths that a container shows: the host's system, and the paths in `visible`.
 
     For example:
 
@@ -20,17 +20,17 @@ class ShownPaths:
     """
 
     def __init__(self, visible: Sequence[str]) -> None:
-        # (mount point, device, place in the device's file system), the newest mount last.
+        # (mount point, device, path within the device's file system), the newest mount last.
         self._mounts = [mount_of(line) for line in MOUNTS.read_text(encoding="utf-8").splitlines()]
         self._shown = []
         for name in (*SYSTEM, *visible):
             path = Path(name).resolve()
             self._shown.append((name, path, *self._place(path)))
-            # What is mounted beneath a path is shown with it.
+            # Mounts beneath a path are shown with it.
             self._shown += [(name, *mount) for mount in self._mounts if mount[0].is_relative_to(path)]
 
     def holder(self, path: str | Path) -> str | None:
-        """Return the shown path in which another path lies, None where it is not shown."""
+        """Return the shown path that contains `path`; None if it is not shown."""
         path = Path(path).resolve()
         device, place = self._place(path)
         for name, shown, its_device, its_place in self._shown:
@@ -39,7 +39,8 @@ class ShownPaths:
         return None
 
     def _place(self, path: Path) -> tuple[str, Path]:
-        """Return a path's device, and where it is in that device's file system, which a bind mount does not change."""
+        """Return a path's device, and its path within that device's file system, which is the same through any bind
+        mount."""
         holding = [mount for mount in self._mounts if path.is_relative_to(mount[0])]
         if not holding:
             return "", path
@@ -48,6 +49,6 @@ class ShownPaths:
 
 
 def mount_of(line: str) -> tuple[Path, str, Path]:
-    """Return mount point, device and root of a line of /proc/self/mountinfo."""
+    """Parse a line of /proc/self/mountinfo into mount point, device and root."""
     device, root, point = (re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), it) for it in line.split(" ")[2:5])
     return Path(point), device, Path(root)

@@ -1,8 +1,8 @@
 """Task folders of Harbor and Terminal-Bench 2: task.toml, instruction.md, environment/Dockerfile, tests/test.sh.
 
-The policy works in a container without docker, and its verifier comes when the policy has ended: all that it left
-running is dead, and the tests, the place of the reward, the home and the temporary folder are new. So nothing that it
-did reaches the verifier but the files of its work. A verifier that runs these as programs gives them its own rights.
+The policy works in a container without docker. The verifier runs after the policy has ended. By then all its processes
+are dead, and tests, reward folder, home and temporary folder are new. So the policy can affect the verifier only
+through its work's files. A verifier that executes those files gives them its own rights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TASK = "task.toml"
 FRESH = {
     "HOME": "/logs/home",
     "TMPDIR": "/logs/tmp",
-    # Python would run modules that lie in the folder of the work, or in a home of the policy's making.
+    # Python would import modules from the working folder, or from a home that the policy prepared.
     "PYTHONSAFEPATH": "1",
     "PYTHONNOUSERSITE": "1",
 }
@@ -31,7 +31,7 @@ VERIFY = "mkdir -p /logs/home /logs/tmp /logs/verifier /logs/agent; exec bash /t
 
 
 def task_prompts(folder: str, first: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """Return a prompt for each task beneath a folder, in the order of their names: for data.train."""
+    """Return one prompt per task beneath a folder, in order of their names. For data.train."""
     paths = sorted(path.parent for path in Path(folder).rglob(TASK))
     chosen = paths[first:][:count]
     if not chosen:
@@ -44,7 +44,8 @@ def task_prompts(folder: str, first: int = 0, count: int | None = None) -> list[
 
 
 class TaskFolder(ToolUse):
-    """The task folder in data["task"], worked on with a shell. A reply without a call ends it, as does the last turn.
+    """The task folder in data["task"], worked on with a shell. A reply without a call, or the last turn, ends the
+    episode.
 
     For example:
 
@@ -65,9 +66,10 @@ class TaskFolder(ToolUse):
         disk_mib: int = 256,
         memory_mib: int = 2048,
     ) -> None:
-        """images: patterns of the base images that this host's system stands in for. skips: RUN lines with one of
-        these texts are left out. visible: paths of this host that are shown there, read-only, such as a Python.
-        reward: which one counts of a reward.json. disk_mib is memory; memory_mib is for each process."""
+        """images: patterns of base images that this host's system may replace. skips: RUN lines that contain one of
+        these texts are skipped. visible: host paths shown read-only in the container, such as a Python installation.
+        reward: key that counts in a reward.json. disk_mib: size of the disk, which is held in memory. memory_mib: limit
+        of each process."""
         super().__init__(data, tools=())
         self.path, self.reward, self.visible = Path(data["task"]).resolve(), reward, list(visible)
         refuse_visible(self.visible)
@@ -105,11 +107,11 @@ class TaskFolder(ToolUse):
         return await super().step(reply, no_score)
 
     async def ended(self) -> float:
-        """Return what the verifier gives. ContainerFailed where it gives nothing on an untouched container either."""
+        """Return the verifier's reward. ContainerFailed if the verifier gives none on an untouched container either."""
         verdict = await self._verify(self.container)
         if verdict is not None:
             return verdict
-        # Did the policy break the verifier, or is it broken by itself? An untouched container tells.
+        # An untouched container shows whether the policy broke the verifier or the verifier is broken itself.
         untouched = self._new_container()
         try:
             await self._build(untouched)
@@ -122,9 +124,9 @@ class TaskFolder(ToolUse):
         return 0.0
 
     async def _verify(self, container: Container) -> float | None:
-        """Return the reward, None where there is none: the verifier failed, was killed, or came to no end.
+        """Return the reward; None if the verifier failed, was killed or did not end.
 
-        ContainerFailed where the host had no room for it, whatever it says then.
+        ContainerFailed if the host ran out of memory while it ran, whatever its result.
         """
         settings = self.settings.get("verifier", {})
         await container.begin(["tests", "logs"])
@@ -150,7 +152,7 @@ class TaskFolder(ToolUse):
 
 
 def refuse_visible(visible: Sequence[str]) -> None:
-    """Raise ValueError for a path in `visible` that is in a task folder or holds one: another task's counts too."""
+    """Raise ValueError for a path in `visible` that is in a task folder, or contains one; this includes other tasks."""
     for name in visible:
         path = Path(name).resolve()
         tasks = [place for place in (path, *path.parents) if (place / TASK).exists()]
@@ -160,7 +162,7 @@ def refuse_visible(visible: Sequence[str]) -> None:
 
 
 def refuse_shown(task: Path, shown: ShownPaths) -> None:
-    """Raise ValueError for a task folder whose tests or solution a container shows to the policy."""
+    """Raise ValueError if a container would show the policy this task's tests or solution."""
     secret = [task / name for name in ("tests", "solution")]
     links = [path for folder in secret for path in folder.rglob("*") if path.is_symlink()]
     for path in (task, *secret, *links):
@@ -172,11 +174,11 @@ def refuse_shown(task: Path, shown: ShownPaths) -> None:
 
 
 async def no_score() -> float:
-    return 0.0  # the verifier's counts
+    return 0.0  # the verifier's reward is used
 
 
 def as_number(text: str | None, name: str) -> float | None:
-    """Return the reward that a verifier wrote, None where it is no finite number, whatever the text is."""
+    """Parse a verifier's reward; None for anything but a finite number."""
     try:
         value = json.loads(text or "")
         value = float(value[name] if isinstance(value, dict) else value)

@@ -1,7 +1,7 @@
-"""Games of the package textarena: alone, or with the policy in all seats. Their own rewards count.
+"""Games of the textarena package, played alone or with the policy in all seats. The game gives the rewards.
 
-Each game is played in a process of its own, forked from one that has imported the package, since games draw from the
-process's random numbers and read whatever a policy writes. One that fails, dies or hangs fails its sample.
+Each game runs in its own process, because games use the global random state and parse untrusted text. Processes are
+forked from one that has imported the package. If a game raises, dies or hangs, its sample fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GameFailed(InfrastructureFailure):
-    """A game has raised, its process has died, or it is late."""
+    """A game raised an exception, its process died, or it is late."""
 
     KIND = "game"
 
@@ -35,14 +35,15 @@ class GameFailed(InfrastructureFailure):
 def game_prompts(
     count: int, first: int = 0, text: str = "Play this game. Answer with your move."
 ) -> list[dict[str, Any]]:
-    """Return prompts of games that begin as the seeds `first` and on make them: for data.train."""
+    """Return `count` prompts whose games are seeded from `first` on. For data.train."""
     return [{"messages": [{"role": "system", "content": text}], "seed": first + number} for number in range(count)]
 
 
 class TextGames(RolloutWorkflow):
-    """`gconfig.n_samples` games for each prompt, all of one beginning: a trajectory for each seat, with its reward.
+    """`gconfig.n_samples` games per prompt, all with the same seed. Each seat gives a trajectory with its own reward.
 
-    `sequence["agent"]` is the seat, `sequence["sample"]` the game. One without turns or tokens for its end has 0.
+    `sequence["agent"]` is the seat and `sequence["sample"]` the game. A game that runs out of turns or tokens has
+    reward 0.
 
         workflow = TextGames(reward, GenerationConfig(n_samples=4), tokenizer, "TicTacToe-v0", max_tokens=2048, seats=2)
     """
@@ -61,8 +62,8 @@ class TextGames(RolloutWorkflow):
         move_timeout_s: float = 60.0,
         enable_thinking: bool = False,
     ) -> None:
-        """max_tokens, max_turns: of one seat's dialogue, prompt and all. games_at_once: processes of all episodes; the
-        next game waits until one has ended. reward_fn is not asked: the game scores."""
+        """max_tokens, max_turns: limits of one seat's dialogue, including the prompt. games_at_once: maximum processes
+        over all episodes; further games wait. reward_fn is not used, because the game gives the reward."""
         if seats < 1 or max_turns < 1 or games_at_once < 1:
             raise ValueError(
                 f"seats = {seats}, max_turns = {max_turns}, games_at_once = {games_at_once}: at least 1 each."
@@ -121,14 +122,14 @@ class TextGames(RolloutWorkflow):
         return found
 
     def close(self) -> None:
-        """End all games. Without it they end with this process."""
+        """Stop all games. Otherwise they stop with this process."""
         if self._pool is not None:
             self._pool.close()
 
     async def _reply(
         self, engine: Sampler, talk: Conversation, added: list[int], rid: str, key: str | None
     ) -> LLMResponse | None:
-        """Return a seat's reply to what it is told, None where it has no turns or tokens left."""
+        """Return a seat's reply; None if the seat has no turns or tokens left."""
         length = len(talk)
         if talk.replies and (talk.replies == self.max_turns or length + len(added) >= self.max_tokens):
             return None
@@ -140,7 +141,7 @@ class TextGames(RolloutWorkflow):
         request = LLMRequest(rid=rid, input_ids=list(talk.ids), gconfig=options, metadata=metadata)
         try:
             reply = await engine.agenerate(request)
-        except ContextOutgrown:  # of the server's context
+        except ContextOutgrown:  # the server's context is too short
             if talk.replies == 0:
                 raise
             talk.take_back(length)

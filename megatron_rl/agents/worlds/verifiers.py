@@ -1,7 +1,7 @@
-"""Environments of the package verifiers: their rollout asks the agents' proxy, their rubric gives the reward.
+"""Environments of the verifiers package: their rollout calls the agents' proxy, and their rubric gives the reward.
 
-Each rollout is an agent's run, in a process forked from one that has loaded the environment. A rollout that failed and
-a reward function that raised, which the package counts as 0, fail the sample.
+Each rollout is an agent run, in a process forked from one that has loaded the environment. If the rollout fails or a
+reward function raises, which the package counts as 0, the sample fails.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def verifiers_prompts(
     *,
     import_from: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a prompt for each row of the environment's data set, or of the one for evaluation: for data.train.
+    """Return a prompt per row of the environment's training (or evaluation) data set. For data.train.
 
-    import_from: the config's run.import_from, which `data.prompts` gives to who asks for it.
+    import_from: the config's run.import_from, which `data.prompts` passes to functions with this parameter.
     """
     load = resolve(environment, key="environment", kind="environment", import_from=import_from)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         world = load(**environment_args or {})
-    finally:  # an environment takes them for its own end, and this process has its own
+    finally:  # the environment may replace the handlers, and this process needs its own
         for number, handler in handlers.items():
             signal.signal(number, handler)
     rows = world.get_eval_dataset() if held_out else world.get_dataset()
     chosen = [rows[number] for number in range(len(rows))[first:][:count]]
     if not chosen:
         raise ValueError(f"environment = {environment!r}: has {len(rows)} rows, and none from {first} on.")
-    # A table fills up the keys that only other rows' messages have.
+    # A table gives each message the keys of all others, with None as their value.
     messages = [[{k: v for k, v in message.items() if v is not None} for message in row["prompt"]] for row in chosen]
     return [{"messages": prompt, "row": row} for prompt, row in zip(messages, chosen, strict=True)]
 
 
 class VerifiersWorkflow(AgentWorkflow):
-    """`gconfig.n_samples` rollouts of an environment for each of its rows (`verifiers_prompts`).
+    """`gconfig.n_samples` rollouts of an environment per row (`verifiers_prompts`).
 
     For example:
 
@@ -78,7 +78,8 @@ class VerifiersWorkflow(AgentWorkflow):
         tool_format: str = "auto",
         log_folder: str = "",
     ) -> None:
-        """environment: a `load_environment`, called with environment_args. reward_fn is not asked: rubrics score."""
+        """environment: a `load_environment`, called with environment_args. reward_fn is not used, because rubrics give
+        the reward."""
         if not isinstance(environment, str):
             check_call(environment, 0, environment_args or {}, key="rollout.workflow_args.environment_args")
         path = path_of(environment, key=KEY, what="rollouts run")
@@ -98,14 +99,14 @@ class VerifiersWorkflow(AgentWorkflow):
 
 
 class Rollout:
-    """An agent that leads one rollout through a loaded environment and returns its reward."""
+    """An agent that runs one rollout in a loaded environment and returns its reward."""
 
     def __init__(self, environment: str, environment_args: dict[str, Any]) -> None:
         self.name = f"environment {environment}"
         self.world = resolve(environment, key=KEY, kind="environment", import_from=None)(**environment_args)
         self.failures: list[Exception] = []
         for rubric in rubrics_of(self.world):
-            # A function without weight is a metric, which no reward is made of.
+            # A function without weight is only a metric.
             pairs = zip(rubric.funcs, rubric.weights, strict=True)
             rubric.funcs = [self._watched(function) if weight else function for function, weight in pairs]
 
@@ -118,7 +119,7 @@ class Rollout:
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
             state = await self.world.rollout(data["row"], OpenAIChatCompletionsClient(client), "policy", {})
             error = TimeoutError("its own time limit") if state.get("timed_out") else state.get("error")
-            # An empty reply, a call that cannot be read or a full context is the policy's doing: the rubric scores it.
+            # An empty reply, an unreadable call or a full context is the policy's fault: the rubric scores it.
             is_policys = isinstance(error, InvalidModelResponseError | ToolError) or state.get("prompt_too_long")
             if error is not None and not is_policys:
                 raise InfrastructureFailure(f"{self.name}: {type(error).__name__}: {error}", kind="world") from error
@@ -142,7 +143,7 @@ class Rollout:
 
 
 def rubrics_of(world: Any) -> Iterator[Any]:
-    """Yield an environment's rubrics: it may be a group of environments, and a rubric one of rubrics."""
+    """Yield all rubrics of an environment. Environments and rubrics may be groups."""
     parts = [*getattr(world, "envs", ()), *getattr(world, "rubrics", ()), getattr(world, "rubric", None)]
     for part in filter(None, parts):
         yield from rubrics_of(part)
