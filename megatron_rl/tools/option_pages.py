@@ -1,6 +1,6 @@
-"""Every option as a page: `megatron-rl options [SECTION]` prints it, and docs/options.md keeps it.
+"""Generates the reference of all options, for `megatron-rl options [SECTION]` and docs/options.md.
 
-Names, types, defaults, rules and texts are those of megatron_rl.config, so nothing about an option is written twice.
+Names, types, defaults, rules and texts come from megatron_rl.config, so nothing about an option is written twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH = 120
 
 
 def options_text(name: str = "") -> str:
-    """Return the options of a section, the one of a dotted key, or all of them. ValueError where there is none."""
+    """Describe all options, those of a section, or the one with a dotted key. ValueError for an unknown name."""
     options = described_options()
     chosen = [option for option in options if name in ("", option.section, dotted(option))]
     if not chosen:
@@ -48,7 +48,7 @@ def options_markdown() -> str:
 
 
 def rewrite(page: Path) -> Path:
-    """Put the options as they are now between a page's two marks. ValueError for a page without marks."""
+    """Replace the text between a page's two marks with the current options. ValueError if the marks are missing."""
     text = page.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page}: has no lines {BEGIN.strip()} and {END.strip()}, where the options go; add them.")
@@ -70,15 +70,15 @@ def heading(section: str) -> str:
 
 
 def about(section: str) -> list[str]:
-    """Return what the section's own docstring says, as lines."""
+    """Return the section's docstring as wrapped lines."""
     kind = SECTIONS.get(section)
-    # A dataclass without a docstring is given its signature.
+    # A dataclass without a docstring has its signature as __doc__: skip it.
     text = "" if kind is None or not kind.__doc__ or kind.__doc__.startswith(f"{kind.__name__}(") else kind.__doc__
     return textwrap.wrap(" ".join(text.split()), WIDTH)
 
 
 def entry(option: DescribedOption, *, quote: str = "", bullet: str = "") -> str:
-    """Return one option: its key, type and default in the first line, then its text and its rule."""
+    """Describe one option: key, default and type on the first line, then its text, its rule and its resume behavior."""
     default = f" = {option.default}" if option.default else ""
     lines = [f"{bullet}{quote}{dotted(option)}{default}{quote} ({option.type})"]
     resume = ON_RESUME.get(dotted(option), TAKEN)

@@ -1,6 +1,6 @@
-"""The embedded rollout server, which speaks SGLang's HTTP protocol where no SGLang can run.
+"""The embedded rollout server. It speaks SGLang's HTTP protocol on machines that cannot run SGLang.
 
-The way of a request: `server.py` (HTTP) -> `protocol.py` (checks and responses) -> `batcher.py` (which rows run next)
+Path of a request: `server.py` (HTTP) -> `protocol.py` (validation and responses) -> `batcher.py` (which rows run next)
 -> `forward_passes.py` -> `transformer.py` (over the KV cache) and `sampling.py` (the next token) -> back.
-`reply_text.py` turns tokens into text where a tokenizer exists. Weights come by `weight_endpoints.py`.
+`reply_text.py` turns tokens into text if the model has a tokenizer. `weight_endpoints.py` receives weight updates.
 """

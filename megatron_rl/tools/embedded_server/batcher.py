@@ -1,14 +1,14 @@
-"""Continuous batching: which requests run in the next forward pass, in which rows of the KV cache.
+"""Continuous batching: decides which requests run in the next forward pass, and in which rows of the KV cache.
 
-One thread runs `Batcher.run` and alone touches the model, the cache and the requests; others talk to it through
-`submit`, `abort`, `pause`, `resume` and `call`. A request waits at the door (while paused or while an update waits),
-then in the queue, then runs in a row:
+One thread runs `Batcher.run`. Only that thread touches the model, the cache and the requests; other threads call
+`submit`, `abort`, `pause`, `resume` and `call`. A new request waits at the door (while paused, or while a weight update
+is pending), then in the queue, then runs in a row:
 
     submit -> door -> waiting -> running -> finished
                         ^------- retracted: its row is needed, or a pause sends it back
 
-Each turn: admit, prefill at most `prefill_tokens_per_turn`, decode one token of every row that is ready. Tested: tokens
-and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
+Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token of every ready row.
+Tests assert that tokens and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
 """
 
 import logging
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 FAILED = "The embedded server failed: "
 MEMORY = ("weights", "kv_cache")
-"""The parts of a server's memory that can be released, as SGLang calls them."""
+"""SGLang's names for the parts of a server's memory that can be released."""
 RELEASED = "released"
-"""The weight version where there are no weights, or none that were published. No policy version has this name."""
+"""Weight version after the weights are released, until new ones are published. No policy version has this name."""
 
 
 class Stopped(RuntimeError):
-    """The batcher's thread has ended and runs nothing more."""
+    """Raised for a request or command that cannot run because the batcher's thread has ended."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Command:
 
 @dataclass
 class Stats:
-    """Counters since the start."""
+    """Counters since the server started. tokens_per_s is the latest throughput, averaged over at least one second."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -60,7 +60,7 @@ class Stats:
 
 
 class Batcher:
-    """Runs requests in the rows of a KV cache, all of them together.
+    """Continuous batching over the rows of one KV cache.
 
         batcher = Batcher(decoder, max_running_requests=8, context_length=512, max_total_tokens=4096)
         threading.Thread(target=batcher.run).start()
@@ -68,7 +68,7 @@ class Batcher:
         batcher.submit(request).result().output
         batcher.stop()
 
-    decode_text: makes text of tokens, for stop strings.
+    decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class Batcher:
         self.prefill_tokens_per_turn = prefill_tokens_per_turn
         self.stats = Stats()
         self.failure: str | None = None
-        """The reason why the batcher can run no more; set once, after a forward pass raised or its thread died."""
+        """Reason why the batcher can no longer run. Set after a forward pass raised or its thread died, never reset."""
         self.has_died = False
-        """The thread has ended though nobody stopped it: this server must be started again."""
+        """The thread ended without `stop`. The server must be restarted."""
         self.paused = False
         self.released: set[str] = set()
-        """Parts of MEMORY that are not there: nothing can be generated then."""
+        """Parts of MEMORY that are released. Nothing is generated unless this is empty."""
         self._door: deque[Request] = deque()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._accepted: set[Request] = set()
-        """All requests between the door and their end, wherever a turn has them."""
+        """All requests that have left the door and are not finished."""
         self._commands: deque[_Command] = deque()
         self._stopping = False
         self._has_ended = False
@@ -119,14 +119,14 @@ class Batcher:
     # Called from any thread
 
     def submit(self, request: Request) -> Future:
-        """Queue a request; the future gives the request itself once `finish_reason` is set."""
+        """Queue a request. The future's result is the request itself, once it has finished."""
         return self._hand_over(request, self._door)
 
     def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
         """Run `function` in the batcher's thread between two turns.
 
-        An exclusive one waits until every request accepted before it has finished, and holds new ones at the door; on a
-        paused batcher it runs at once.
+        exclusive: wait until all accepted requests have finished, and hold new requests at the door meanwhile. On a
+        paused batcher an exclusive call runs at once.
         """
         return self._hand_over(_Command(function, exclusive), self._commands)
 
@@ -143,25 +143,28 @@ class Batcher:
         return Stopped(self.failure or "the server is shutting down")
 
     def abort(self, rid: str | None) -> Future:
-        """Abort one request, or all of them with None. Unknown ids are ignored."""
+        """Abort the request `rid`, or all requests if None. Unknown ids are ignored."""
         return self.call(lambda: self._abort(lambda request: rid is None or request.rid == rid))
 
     def abort_request(self, request: Request) -> Future:
         return self.call(lambda: self._abort(lambda other: other is request))
 
     def pause(self, mode: str) -> Future:
-        """Stop between two turns. `abort` ends all accepted requests, `retract` sends running ones back to the queue
-        without their keys, `in_place` freezes them."""
+        """Pause generation between two turns.
+
+        mode: `abort` ends all accepted requests, `retract` returns running ones to the queue and drops their keys,
+        `in_place` keeps running ones in their rows.
+        """
 
         def run() -> None:
-            # Those that came before the pause are part of it: aborted with the others, or queued before later ones.
+            # The pause covers requests that arrived before it: abort them too, or queue them ahead of later ones.
             if not self.paused:
                 self._open_door()
             self.paused = True
             if mode == "abort":
                 self._abort(lambda request: request.accepted)
             elif mode == "retract":
-                for request in reversed(self._running[:]):  # the last first, so that the queue has them in order
+                for request in reversed(self._running[:]):  # each goes to the queue's front, so reverse keeps the order
                     self._retract(request)
 
         return self.call(run)
@@ -177,14 +180,14 @@ class Batcher:
         return self.call(self.flush_now)
 
     def require(self, *tags: str) -> None:
-        """Raise ValueError where one of these parts of the memory is released."""
+        """Raise ValueError if one of these parts of MEMORY is released."""
         if missing := [tag for tag in tags if tag in self.released]:
             raise ValueError(
                 f"{' and '.join(missing)}: released by /release_memory_occupation; call /resume_memory_occupation first"
             )
 
     def stop(self) -> None:
-        """End `run`; requests that still wait are aborted."""
+        """End `run` and abort all unfinished requests."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -204,7 +207,7 @@ class Batcher:
     # Called in the batcher's thread
 
     def flush_now(self) -> bool:
-        """Forget all keys and values; False, and nothing done, while requests hold or await them."""
+        """Drop all cached keys and values. Does nothing and returns False while requests use or wait for the cache."""
         if not self.can_flush():
             return False
         self.kv_rows.forget_prefixes()
@@ -214,7 +217,7 @@ class Batcher:
         return not self._running and (self.paused or not (self._waiting or self._door))
 
     def release(self, tags: Iterable[str]) -> None:
-        """Free parts of MEMORY; ValueError, and nothing freed, while requests hold or await the cache."""
+        """Free parts of MEMORY. ValueError, with nothing freed, while requests use or wait for the cache."""
         if not self.can_flush():
             raise ValueError(
                 f"release_memory_occupation: {self.running_requests} running and {self.waiting_requests} queued "
@@ -229,14 +232,17 @@ class Batcher:
                 self.kv_rows.free()
 
     def regain(self, tags: Iterable[str]) -> None:
-        """Undo `release`, but for what was in the memory."""
+        """Allocate released parts of MEMORY again. Their contents are not restored."""
         for tag in set(tags) & self.released:
             self.released.remove(tag)
             if tag == "weights":
                 self.model.allocate()
 
     def weights_changed(self, version: str | None) -> None:
-        """Keys of the old weights are never reused for new requests; running requests close a span."""
+        """Start a new epoch and set the version after a weight update. None keeps the version.
+
+        New requests then reuse no keys of the old weights. Running requests close their version span.
+        """
         self.kv_rows.epoch += 1
         self.set_version(version)
 
@@ -248,10 +254,10 @@ class Batcher:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Run until `stop`. Whatever else ends the thread is logged, and leaves nobody waiting for a response."""
+        """Run until `stop`. Any other end of the thread is logged. Either way, all open requests get a response."""
         try:
             self._run()
-        # Nobody else would hear of it: the thread's end is all that is left of a bug, and /health must say so.
+        # The bug is reported nowhere else, and /health must report it.
         except BaseException as error:
             logger.critical("the batcher's thread died; the server must be started again", exc_info=True)
             self.has_died = True
@@ -269,7 +275,7 @@ class Batcher:
             with self._wake:
                 while not (self._stopping or self._can_turn()):
                     self._wake.wait()
-                    # Time without work is no part of the throughput.
+                    # Idle time does not count for the throughput.
                     self._window = (time.monotonic(), self.stats.generated_tokens)
                 if self._stopping:
                     break
@@ -278,7 +284,7 @@ class Batcher:
                 continue
             try:
                 self._turn()
-            # Whatever a forward pass may raise, clients must get a response and /health must turn to 503.
+            # Whatever a forward pass raises, clients must get a response and /health must answer 503.
             except Exception as error:
                 logger.exception("the batcher failed; %d requests end with status 500", len(self._accepted))
                 self._fail(f"{type(error).__name__}: {error}")
@@ -291,18 +297,18 @@ class Batcher:
     def _run_commands(self) -> None:
         while (command := self._next_command()) is not None:
             if not command.done.set_running_or_notify_cancel():
-                continue  # its client is gone
+                continue  # its client has disconnected
             try:
                 command.done.set_result(command.run())
-            # The caller gets whatever was raised; this thread serves everyone else.
+            # The error goes to the caller; this thread must survive to serve the others.
             except Exception as error:
                 command.done.set_exception(error)
 
     def _next_command(self) -> _Command | None:
-        """Take the first command that may run now."""
-        with self._wake:  # other threads append, and nobody may while one looks through
+        """Remove and return the first command that may run now, or None."""
+        with self._wake:  # other threads must not append during the iteration
             must_wait = not self.paused and bool(self._running or self._waiting)
-            # Later commands (an abort, a pause) may be what ends the wait of an exclusive one.
+            # A later abort or pause may be what ends the wait of an exclusive command.
             command = next((c for c in self._commands if not (c.exclusive and must_wait)), None)
             if command is not None:
                 self._commands.remove(command)
@@ -314,17 +320,17 @@ class Batcher:
             self._abort(lambda request: True)
             return
         self._admit()
-        # Bounded, so that prompts delay the next token of those that are decoding by no more than this.
+        # This budget bounds how long prefill delays the next token of the decoding requests.
         budget = self.prefill_tokens_per_turn
         while computed := prefill(self.model, self.kv_rows, self._running, budget):
             budget -= computed
-            self._admit()  # requests that waited for a prefix computed just now
+            self._admit()  # requests that waited for the prefix just computed
         self._decode()
         self._count()
 
     def _open_door(self) -> None:
-        # An update waits until those before it have finished; whoever comes later gets the new weights, and cannot
-        # keep it waiting for ever.
+        # A weight update waits for the requests accepted before it. Later ones stay at the door until it is done, or
+        # they could delay it forever.
         with self._wake:
             if any(command.exclusive for command in self._commands):
                 return
@@ -339,7 +345,7 @@ class Batcher:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        # For all that wait at once: one row at a time the cache would be copied for each.
+        # Resize once for all waiting requests: growing row by row would copy the cache each time.
         running = len(self._running)
         self._fit(min(running + len(self._waiting), self.kv_rows.max_rows), self._longest(), least_rows=max(running, 1))
         deferred: list[Request] = []
@@ -347,9 +353,9 @@ class Batcher:
             request, running = self._waiting.popleft(), len(self._running)
             if not self._fit(running + 1, max(self._longest(), len(request.tokens)), least_rows=running + 1):
                 self._waiting.appendleft(request)
-                break  # nobody overtakes it: a long prompt would never come to run
+                break  # no request may overtake it, or a long prompt might never run
             prefix = self.kv_rows.find_prefix(request)
-            # A running request computes what this one would: wait for its keys, as all but the first of a group do.
+            # A running request is computing the same prefix, as the first sample of a group does: wait for its keys.
             if prefix.more_is_coming:
                 deferred.append(request)
                 continue
@@ -367,10 +373,10 @@ class Batcher:
         return max((len(request.tokens) for request in self._running), default=0)
 
     def _fit(self, rows: int, tokens: int, *, least_rows: int) -> bool:
-        """Make the cache hold `rows` rows of `tokens` tokens, or as many rows as memory allows.
+        """Resize the cache to `rows` rows of `tokens` tokens, or to as many rows as memory allows.
 
-        False, and nothing changed, if that would be fewer than `least_rows`. The youngest requests are retracted when
-        fewer rows than run fit.
+        Returns False and changes nothing if fewer than `least_rows` rows fit. If fewer rows fit than requests are
+        running, the youngest requests are retracted.
         """
         if rows <= len(self.kv_rows) and tokens <= self.cache.capacity:
             return True
@@ -394,12 +400,12 @@ class Batcher:
 
     def _decode(self) -> None:
         ready = [r for r in self._running if r.filled == len(r.tokens) - 1]
-        for request in [r for r in ready if r.room <= 0]:  # max_new_tokens = 0 asks for the prompt's scores alone
+        for request in [r for r in ready if r.room <= 0]:  # max_new_tokens = 0: only the prompt is scored
             self._finish(request, {"type": "length", "length": len(request.output)})
         ready = [r for r in ready if r.room > 0]
         if not ready:
             return
-        # Where all have grown too long to fit together, this retracts the youngest, which then have no row.
+        # If the requests have grown too long to fit together, this retracts the youngest. Those then have no row.
         self._fit(len(self._running), max(len(r.tokens) for r in ready), least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
         chosen, logprobs = next_tokens(self.model, self.kv_rows, batch, self.eos_token_ids)
@@ -414,7 +420,7 @@ class Batcher:
         request.first_token_s = request.first_token_s or time.monotonic()
         self.kv_rows.advance(request, 1)
         reason: dict[str, Any] | None = None
-        # As SGLang ends a request whose logits are NaN; JSON has no NaN to send.
+        # SGLang ends a request with NaN logits like this. JSON has no NaN, so the log-probability is sent as 0.
         if math.isnan(logprob):
             self.kv_rows.wipe(request)
             reason = {"type": "stop", "matched": "NaN happened"}
@@ -431,7 +437,7 @@ class Batcher:
             request.on_progress(request)
 
     def _matched_stop(self, request: Request) -> str | None:
-        # A token is at least one byte, so this many tokens hold every stop string that ends in the newest token.
+        # A token is at least one byte, so this many tokens contain every stop string that ends in the newest token.
         tail = max(len(stop.encode()) for stop in request.params.stop) + 4
         text = self.decode_text(request.output[-tail:], request.params.skip_special_tokens)
         return next((stop for stop in request.params.stop if stop in text), None)
@@ -443,7 +449,7 @@ class Batcher:
             self._running.remove(request)
             if request.routes_from is not None and request.filled == len(request.tokens) - 1:
                 request.routes = self.cache.routes[request.row, request.routes_from : request.filled].clone()
-            # Keys from before an update are of no use to new requests.
+            # New requests cannot use keys from before a weight update.
             self.kv_rows.release(request, keep=self.kv_rows[request.row].epoch == self.kv_rows.epoch)
         self._accepted.discard(request)
         request.end_span(self.weight_version)
@@ -455,7 +461,10 @@ class Batcher:
             request.done.set_result(request)
 
     def _fail(self, cause: str) -> None:
-        """After a turn raised: its bookkeeping may be half done, so start from what was accepted."""
+        """Finish all accepted requests with status 500, after a turn raised.
+
+        The turn may have left queues and rows half updated, so they are reset.
+        """
         self.failure = cause
         for request in list(self._accepted):
             request.row = None
@@ -470,7 +479,7 @@ class Batcher:
         if self.failure is not None:
             message, status = FAILED + self.failure, 500
         for queue in (self._door, self._waiting):
-            with self._wake:  # other threads append at the door
+            with self._wake:  # other threads append to the door
                 taken = [request for request in queue if chosen(request)]
                 for request in taken:
                     queue.remove(request)
@@ -489,5 +498,5 @@ class Batcher:
 
 
 def _aborted(message: str, status: int | None) -> dict[str, Any]:
-    """Return SGLang's reason. With a status the client gets an HTTP error in place of what was generated."""
+    """Return SGLang's finish reason for an abort. With a status, the client gets an HTTP error instead of the reply."""
     return {"type": "abort", "message": message, "status_code": status, "err_type": None}

@@ -1,9 +1,9 @@
-"""Reads the bodies of requests, within bounds: of size, of time, of memory for all together, and of JSON's own cost.
+"""Reads request bodies, with limits on size, time, total memory and the cost of parsing.
 
-A body that its sender announces or sends too large is refused, as is one that comes too slowly. Where all that are
-under way together take too much memory, the largest is dropped. JSON is read in threads of its own, two bodies at a
-time, so that the event loop goes on answering; what has so many lists and objects that Python's collector would hold
-every thread for seconds is refused before it is read.
+A body is refused if its announced or actual size is too large, or if it arrives too slowly. If all bodies in progress
+together need too much memory, the largest is dropped. JSON is parsed in separate threads, two bodies at a time, so that
+the event loop stays responsive. A body with too many lists and objects is refused before parsing: Python's garbage
+collector would block all threads for seconds.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from aiohttp.web import RequestPayloadError
 from megatron_rl.tools.embedded_server.connections import Connections
 
 MAX_BODY_BYTES = 16 * 1024**2
-"""Of a request but one that brings weights; dozens of prompts of the longest context."""
+"""Maximum size of a body without weights. Enough for dozens of prompts of the longest context."""
 ALL_BODIES_BYTES = 512 * 1024**2
-"""Of all that are being read, or wait to be used, at the same time."""
+"""Maximum total size of all bodies that are being read or are in use."""
 FIRST_S = 20.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""A body has FIRST_S and what it takes at this rate."""
+"""A body must arrive within FIRST_S plus its size divided by this rate."""
 MOST_CONTAINERS = 200_000
 MOST_VALUES = 2_000_000
 MOST_QUOTES = 1_000_000
-"""A body's opening brackets, commas and quotes, which are counted before it is read: about as many Python objects."""
+"""Maximum opening brackets, commas and quotes of a body, counted before parsing. They estimate the Python objects."""
 
 Result = TypeVar("Result")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class RequestFailed(Exception):
-    """A request ends with this message and this HTTP status."""
+    """Ends a request with this message and this HTTP status."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -47,7 +47,7 @@ class RequestFailed(Exception):
 
 @dataclass(eq=False)
 class _Held:
-    """A body that is being read, or was and is still needed."""
+    """A body that is being read or is still in use."""
 
     deadline: asyncio.Timeout
     size: int = 0
@@ -56,7 +56,7 @@ class _Held:
 
 
 class Bodies:
-    """Lives in the event loop's thread, one in each application.
+    """Reader of request bodies, one per application. Runs in the event loop's thread.
 
     call = await http.app[BODIES].json(http, lambda body: parse_generate(body, limits, text))
     async with http.app[BODIES].raw(http, most=2**27) as content:
@@ -71,10 +71,10 @@ class Bodies:
     async def json(
         self, http: web.Request, use: Callable[[Any], Result], *, is_slow: Callable[[Any], bool] = lambda _: False
     ) -> Result:
-        """Return what `use` makes of the body in a thread; ValueError where it is not JSON, or `use` raises it.
+        """Parse the body and return `use(body)`, both in a thread. ValueError if it is not JSON, or from `use`.
 
-        is_slow: says of a body that `use` may take seconds, as text does. Such ones are used one after the other, and
-        hold nobody else.
+        is_slow: returns True if `use` may take seconds, such as for text to tokenize. Slow bodies are processed one at
+        a time in another thread, so that they do not delay others.
         """
 
         def read() -> tuple[bool, Any]:
@@ -84,12 +84,12 @@ class Bodies:
         loop = asyncio.get_running_loop()
         async with self.raw(http) as raw:
             must_wait, result = await loop.run_in_executor(self._readers, read)
-            if must_wait:  # the objects are made again, so that those of bodies that wait take no memory
+            if must_wait:  # parse again later: a waiting body then holds no parsed objects
                 result = await loop.run_in_executor(self._slow, lambda: use(parse(raw)))
             return result
 
     async def object(self, http: web.Request) -> dict[str, Any]:
-        """Return the JSON object of the body; an empty one where there is none."""
+        """Return the JSON object of the body; an empty one if there is no body."""
         async with self.raw(http) as raw:
             body = await asyncio.get_running_loop().run_in_executor(self._readers, parse, raw or b"{}")
         if not isinstance(body, dict):
@@ -98,14 +98,17 @@ class Bodies:
 
     @asynccontextmanager
     async def raw(self, http: web.Request, most: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
-        """Read the body; within this block it counts as held."""
+        """Read the body of at most `most` bytes. It counts towards ALL_BODIES_BYTES until this block ends.
+
+        RequestFailed if it is too large, too slow or dropped; ValueError if it is cut off.
+        """
         too_large = f"{http.method} {http.path}: the body must have at most {most:,} bytes; send several requests"
         announced = http.content_length
         if announced is not None and announced > most:
             raise RequestFailed(too_large, 413)
         if http.version >= HttpVersion11 and http.headers.get("Expect", "").lower() == "100-continue":
             await http.writer.write(CONTINUE)
-            http.writer.output_size = 0  # the response has not begun
+            http.writer.output_size = 0  # aiohttp must not take these bytes for a started response
         pieces, allowed_s = [], FIRST_S + (most if announced is None else announced) / SLOWEST_BYTES_PER_S
         held = _Held(asyncio.timeout(allowed_s))
         self._held.add(held)
@@ -135,7 +138,7 @@ class Bodies:
         if sum(held.size for held in self._held) > ALL_BODIES_BYTES:
             largest = max((held for held in self._held if not held.is_whole), key=lambda held: held.size)
             largest.is_dropped, largest.size = True, 0
-            largest.deadline.reschedule(0)  # ends it in its own coroutine, which says why
+            largest.deadline.reschedule(0)  # times out in its own coroutine, which reports the reason
 
 
 BODIES = web.AppKey("bodies", Bodies)

@@ -1,11 +1,11 @@
-"""The connections of the embedded server, kept so that nobody can shut the others out.
+"""The connections of the embedded server, limited so that no client can lock out the others.
 
-A connection is a stranger's until a whole request came on it that the guard let in. There may be so many strangers and
-so many connections; whoever comes then takes the place of the oldest stranger of the peer that has most of them, or of
-a client between two requests. A stranger has HEADERS_S to ask for something, and whoever does not read a response is
-cut off. So the run's own clients, which ask at once and have the token, always get in.
+A connection is a stranger until the guard has accepted a complete request on it. Both strangers and connections are
+limited in number. Above a limit, a new connection replaces the oldest stranger of the peer that has most of them, or a
+known client that is idle. A stranger must send a request within HEADERS_S, and a client that does not read its response
+is cut off. The run's own clients have the token and send at once, so they always get in.
 
-asyncio's own accept loop tries a thousand times at once where the process has no file left, and logs each.
+asyncio's own accept loop is not used: if no file descriptor is left, it retries a thousand times at once and logs each.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron_rl.launch import open_files
 logger = logging.getLogger(__name__)
 
 OTHER_FILES = 160
-"""File descriptors that are left for everything but clients."""
+"""File descriptors reserved for everything except client connections."""
 MOST_CONNECTIONS = 16_384
 MOST_STRANGERS = 512
 HEADERS_S = 10.0
 PROMPT_S = 1.0
-"""Whoever came within it may only not have been heard yet."""
+"""Grace period for new strangers: the server may not have read their request yet."""
 LOOK_EVERY_S = 1.0
 FIRST_RESPONSE_S = 30.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""A response has to be taken within FIRST_RESPONSE_S and what it takes at this rate."""
+"""A client must read a response within FIRST_RESPONSE_S plus its size divided by this rate."""
 NO_FILE_LEFT_S = 0.2
 
 
@@ -44,17 +44,17 @@ class _Connection:
     peer: str
     transport: asyncio.Transport
     since_s: float
-    """The time at which it was accepted, or last began or ended a request."""
+    """Time when it was accepted, or last started or finished a request."""
     is_known: bool = False
     requests: int = 0
-    """Under way: 1 or 0."""
+    """Requests in progress: 0 or 1."""
     is_heard: bool = False
-    """The request that is under way needs no body and is being answered."""
+    """Its current request has no body, so it is already being answered."""
     response_until_s: float | None = None
 
 
 class Connections:
-    """Lives in the event loop's thread.
+    """All open connections. Runs in the event loop's thread.
 
     connections = Connections()
     tasks = [asyncio.create_task(connections.accept(listener, runner.server))]
@@ -69,7 +69,7 @@ class Connections:
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
 
     async def accept(self, listener: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
-        """Accept connections for as long as it is not cancelled."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         while True:
@@ -77,27 +77,27 @@ class Connections:
                 client, address = await loop.sock_accept(listener)
             except ConnectionError:
                 continue
-            except OSError as error:  # no file or no memory is left
+            except OSError as error:  # out of file descriptors or memory
                 logger.error("cannot accept a connection: %s", error)
                 self._close_one(strangers_only=False)
                 await asyncio.sleep(NO_FILE_LEFT_S)
                 continue
             try:
                 transport, _ = await loop.connect_accepted_socket(make, client)
-            except OSError:  # it is gone again
+            except OSError:  # the client has already disconnected
                 client.close()
                 continue
             self._open[transport] = _Connection(str(address[0]), transport, time.monotonic())
             await self._keep_within_bounds()
 
     async def look_after(self) -> None:
-        """Cut off who says nothing or reads nothing, for as long as it is not cancelled."""
+        """Close connections that send no request or do not read their response, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             now = time.monotonic()
             for connection in self._living():
                 pending = connection.transport.get_write_buffer_size()
-                if not pending or connection.requests:  # a stream has a deadline for each piece
+                if not pending or connection.requests:  # a stream has a timeout per chunk
                     connection.response_until_s = None
                 elif connection.response_until_s is None:
                     connection.response_until_s = now + FIRST_RESPONSE_S + pending / SLOWEST_BYTES_PER_S
@@ -107,7 +107,7 @@ class Connections:
 
     @contextmanager
     def request(self, http: web.Request) -> Iterator[None]:
-        """Within this block a request is under way on its connection."""
+        """Mark the connection as handling a request while this block runs."""
         connection = self._open.get(http.transport) if http.transport is not None else None
         if connection is None:
             yield
@@ -120,7 +120,7 @@ class Connections:
             connection.requests, connection.since_s, connection.is_heard = 0, time.monotonic(), False
 
     def welcome(self, http: web.Request) -> None:
-        """This client is no stranger any more."""
+        """Mark the request's connection as known: it is no longer a stranger."""
         if http.transport in self._open:
             self._open[http.transport].is_known = True
 
@@ -139,9 +139,9 @@ class Connections:
         return list(self._open.values())
 
     def _close_one(self, *, strangers_only: bool) -> bool:
-        """Close what is least of a loss; False where everyone is being answered."""
-        # Of too many strangers a silent one goes first. Of too many in all one that is late and silent, and then a
-        # client between two requests, which only has to connect again.
+        """Close the most expendable connection. False if all are being answered."""
+        # If there are too many strangers, close a silent one first. If there are too many connections, close a late and
+        # silent stranger, or else an idle known client, which can simply reconnect.
         living, now = self._living(), time.monotonic()
         strangers = [connection for connection in living if not connection.is_known]
         silent = [connection for connection in strangers if not connection.is_heard]
@@ -153,7 +153,7 @@ class Connections:
             if connection.is_known and not connection.requests and not connection.transport.get_write_buffer_size()
         ]
         for candidates in (silent, strangers) if strangers_only else (late_and_silent, idle, late):
-            # Of the peer that has most: one host cannot push out the others.
+            # Choose from the peer with most candidates, so that one host cannot displace the others.
             if candidates:
                 crowd = Counter(connection.peer for connection in candidates)
                 most = max(crowd.values())

@@ -1,6 +1,6 @@
-"""The part of a Hugging Face `config.json` that the embedded server's forward pass needs, and its rotary frequencies.
+"""Reads the parts of a Hugging Face `config.json` that the embedded server's forward pass needs.
 
-Unlike the trainer's Architecture it knows Llama-like models and Qwen3's mixtures only, and refuses all others by name.
+Supports only Llama-like models and Qwen3's mixtures, unlike the trainer's Architecture. Other models raise ValueError.
 """
 
 import math
@@ -32,21 +32,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN | {"head_dim": 128},
     "qwen3_moe": _QWEN | _MIXTURE,
 }
-"""By model_type, the values of keys that config.json lacks: transformers' own, whose import takes seconds."""
+"""Per model_type, transformers' defaults for keys that config.json lacks. Copied, as importing it takes seconds."""
 KINDS = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in some layers."""
+    """Sizes of the mixture-of-experts layers."""
 
     count: int
     per_token: int
     size: int
-    """Width of one."""
+    """Intermediate size of one expert."""
     renormalised: bool
-    """The chosen experts' weights sum to 1."""
+    """The chosen experts' weights are rescaled to sum to 1."""
     layers: frozenset[int]
+    """Layers that are mixtures, counted from 0."""
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Experts":
@@ -96,7 +97,7 @@ class DecoderConfig:
                 f"with SGLang"
             )
         raw = DEFAULTS[kind] | said
-        if "num_local_experts" in said:  # as transformers 5 writes it
+        if "num_local_experts" in said:  # transformers 5's name for it
             raw["num_experts"] = said.get("num_experts", said["num_local_experts"])
         window = raw.get("sliding_window") if kind == "mistral" else None
         if window is not None and window < raw["max_position_embeddings"]:
@@ -112,10 +113,10 @@ class DecoderConfig:
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
         heads = raw["num_attention_heads"]
-        # What a family has by its code and not by its config: biases of qwen2, norms of qwen3.
+        # Some features are in a family's code, not in its config: qwen2's biases (qkv_bias), qwen3's norms (qk_norm).
         attention_bias = bool(raw.get("attention_bias", False))
         eos = raw.get("eos_token_id")
-        # Chat models list here the tokens that end a turn, beside the one that ends a text.
+        # Chat models list the end-of-turn tokens here, in addition to the end-of-text token.
         if (folder / "generation_config.json").is_file():
             eos = read_object(folder / "generation_config.json").get("eos_token_id", eos)
         return cls(
@@ -142,7 +143,7 @@ class DecoderConfig:
 
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Rotary frequencies `[head_dim / 2]` float32, with the rope scalings `default`, `linear` and `llama3`."""
+    """Return the rotary frequencies `[head_dim / 2]` float32. Rope scaling may be `default`, `linear` or `llama3`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
@@ -157,7 +158,7 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         periods = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        # 0 below `low` periods in the original context (scaled by factor), 1 above `high` (kept), a ramp between.
+        # Below `low` periods in the original context: 0 (scaled by factor). Above `high`: 1 (kept). Between: linear.
         keep = ((periods - low) / (high - low)).clamp(0, 1)
         return frequencies * (keep + (1 - keep) / rope["factor"])
     raise ValueError(f"config.json: rope_type = {kind!r}; the embedded server knows default, linear and llama3")

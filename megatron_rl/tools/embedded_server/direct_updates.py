@@ -1,6 +1,7 @@
-"""Updates that need no process group: buckets in shared memory, and changes of the weights that are held.
+"""Weight updates that need no process group: buckets in shared memory, and deltas to the current weights.
 
-Each function checks all of an update and returns what writes it, to be called where nothing else uses the weights.
+Each function validates a whole update and returns a function that writes it. Call that one while nothing else uses the
+weights.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ SENT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def shared_tensors(body: dict[str, Any], specs: list[TensorSpec], model: Decoder) -> Callable[[], None]:
-    """Read the bucket of a handle, which is mapped until it is written."""
+    """Map a request's shared-memory bucket. Return the function that writes it to the weights and then unmaps it."""
     for spec in specs:
         model.check_tensor(spec.name, spec.shape)
     flat = [open_bucket(field(body, "shared_memory", dict), sum(spec.nbytes for spec in specs))]
 
     def write() -> None:
-        # Out of the list, or whoever holds this function would hold the memory.
+        # Pop the bucket, or a reference to this function would keep the memory mapped.
         for spec, tensor in zip(specs, unpack_bucket(flat.pop(), specs), strict=True):
             model.write(spec.name, tensor)
 
@@ -35,13 +36,13 @@ def shared_tensors(body: dict[str, Any], specs: list[TensorSpec], model: Decoder
 
 
 def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
-    """Read packed changes; also returns the version that the weights then have."""
+    """Decode a packed delta. Return the function that applies it, and the resulting weight version."""
     runs, version = unpack(body)
     decoded = [(run, *_decoded(run, model)) for run in runs]
 
     def write() -> None:
         for run, places, values in decoded:
-            if run.name in model.parameters:  # a tied head is not
+            if run.name in model.parameters:  # a tied head has no parameter of its own
                 model.forget_checksum(run.name)
                 part = model.part(run.name, run.start, run.change.count)
                 put(part, places.to(model.device), values.to(model.device), is_added=run.change.values == "added")
@@ -50,7 +51,10 @@ def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
 
 
 def _decoded(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
-    """The places and values of a run, in the dtype of the weights."""
+    """Return the places and values of a run, in the weight's dtype.
+
+    ValueError if the run has another dtype, unless it replaces all values.
+    """
     own = model.part(run.name, run.start, run.change.count).dtype
     sent = next((dtype for dtype in SENT if str(dtype) == f"torch.{run.dtype}"), None)
     if sent is None or (sent != own and (run.change.places, run.change.values) != ("all", "whole")):

@@ -1,6 +1,6 @@
-"""Fields of a JSON object that a client sent: their types, their ranges, and how a message shows a value.
+"""Type and range checks of the fields of a client's JSON object, and abbreviated values for error messages.
 
-A value is never shown whole: it may be megabytes long, or nested deeper than repr() can follow.
+A value is never shown whole: it may be megabytes long, or nested too deeply for repr().
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import reprlib
 from typing import Any
 
 MOST_LETTERS = 4096
-"""Of a string that names something: a version, a group, a path."""
+"""Maximum length of a string field, such as a version, a group or a path."""
 _REQUIRED: Any = object()
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
@@ -18,12 +18,12 @@ _SHORT.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """Return `repr(value)`, cut where it is long or deep."""
+    """Return `repr(value)`, abbreviated if long or deeply nested."""
     return _SHORT.repr(value)
 
 
 def field(body: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """The field, or its default where it is missing or null; ValueError where it is required or of another type."""
+    """Return the field, or its default if missing or null. ValueError if it is required or invalid."""
     value = body.get(name)
     if value is None:
         if default is _REQUIRED:
@@ -39,7 +39,7 @@ def field(body: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED)
 
 
 def integer(body: dict[str, Any], name: str, low: int, high: int, default: Any = _REQUIRED) -> Any:
-    """The integer of a field in [low, high], or its default where it is missing or null."""
+    """Return an integer field, or its default if missing or null. ValueError if it is outside [low, high]."""
     value = field(body, name, int, default)
     if type(value) is int and not low <= value <= high:
         raise ValueError(f"{name} = {value}: must be an integer in [{low}, {high}]")
@@ -47,7 +47,7 @@ def integer(body: dict[str, Any], name: str, low: int, high: int, default: Any =
 
 
 def flag(body: dict[str, Any], name: str) -> bool:
-    """The truth of a field; false where it is missing or null."""
+    """Return a boolean field; False if missing or null."""
     value = body.get(name)
     if value is not None and type(value) is not bool:
         raise ValueError(f"{name} = {shown(value)}: must be true or false")

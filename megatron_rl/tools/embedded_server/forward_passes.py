@@ -1,7 +1,7 @@
-"""The two forward passes of a turn: prompt tokens of many rows at once, and the next token of every row that is ready.
+"""The two forward passes of a turn: prefill of many rows at once, and decoding of one token per ready row.
 
-For the batcher's thread alone, which decides who runs and what becomes of the tokens. Both passes count what they wrote
-with the rows of the cache; a prompt is prefilled up to its last token, which `next_tokens` decodes like all others.
+Only the batcher's thread calls them. The batcher chooses the requests and handles the new tokens. `prefill` records in
+`KVRows` what it wrote. It skips a prompt's last token, which `next_tokens` decodes like any other.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, Span
 
 LOGIT_ROWS = 256
-"""Rows of logits computed at a time when a prompt is scored: a vocabulary's width of float32 each."""
+"""Rows of float32 logits computed at a time when a prompt is scored. Bounds their memory."""
 
 
 def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget: int) -> int:
-    """Compute at most `budget` tokens of these requests, the first ones first; return how many it computed."""
+    """Prefill at most `budget` tokens of these requests, in order. Return how many were computed."""
     spans, owners, tokens = [], [], []
     for request in requests:
         count = min(len(request.tokens) - 1 - request.filled, budget)
@@ -42,7 +42,7 @@ def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget
 
 
 def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None:
-    """Append log-probabilities of the prompt tokens after those of `span`, at temperature 1 like SGLang's."""
+    """Append the log-probabilities of the prompt tokens that follow those of `span`, at temperature 1 as in SGLang."""
     stop = min(span.start + span.count, len(request.prompt) - 1)
     for begin in range(max(request.next_score, span.start), stop, LOGIT_ROWS):
         end = min(begin + LOGIT_ROWS, stop)
@@ -54,7 +54,7 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
 def next_tokens(
     model: Decoder, kv_rows: KVRows, batch: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> tuple[list[int], list[float]]:
-    """Return the next token of each request and its log-probability. `batch` is in the order of its rows."""
+    """Sample one token per request; return the tokens and their log-probabilities. `batch` must be sorted by row."""
     hidden = model.decode(
         [r.tokens[-1] for r in batch], [r.filled for r in batch], [r.row for r in batch], kv_rows.cache
     )
@@ -63,6 +63,6 @@ def next_tokens(
         if request.params.adjusts_logits:
             stop_ids = request.params.stop_ids(eos_token_ids)
             sampling.adjust_logits(row, request.params, request.prompt, request.output, stop_ids)
-    # By place in the reply and not by turn: a reply that is retracted and goes on draws what it would have drawn.
+    # The uniform depends on the position in the reply, not on the turn, so retraction does not change a reply.
     uniforms = [sampling.uniform(r.seed, r.generated) for r in batch]
     return sampling.sample(logits, [r.params for r in batch], uniforms)

@@ -1,8 +1,8 @@
-"""The guard of the embedded server: judges by the head of a request who may ask for what, before its body is read.
+"""Access control of the embedded server. It decides from a request's headers, before the body is read.
 
-With a token, clients must send it, but for OPEN_PATHS. Without one, which only a server on this host's own address may
-be, everybody on the host may generate and nobody may change anything; a web page may not even ask: what a browser sends
-for one has another page's Origin or, where that page's name was made to lead here, another Host.
+With a token, clients must send it, except for OPEN_PATHS. Only a server on a loopback address may have no token. Then
+any process on the host may generate, but none may change the server. Requests from web pages are refused: a browser
+sends the page's own Origin or, after DNS rebinding, the page's own Host.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 60.0
 MOST_IN_WINDOW = 20
 MOST_KINDS = 256
-"""Of log lines: how many of one wording pass in a window, and how many wordings are told apart."""
+"""LogRate passes MOST_IN_WINDOW lines of one wording per WINDOW_S, and tracks at most MOST_KINDS wordings."""
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
-"""Open to everyone."""
+"""Paths that need no token."""
 GENERATION_PATHS = (
     *("/generate", "/v1/chat/completions", "/v1/loads", "/v1/models"),
     *("/model_info", "/get_model_info", "/server_info", "/get_server_info"),
 )
-"""Open too where a server has no token; whatever is left changes the server or shows its weights."""
+"""Paths that a server without a token also allows. All others change the server or reveal its weights."""
 
 
 def guard(token: str | None, host: str, connections: Connections) -> Callable:
-    """Refuse what may not be asked, and turn what handlers raise into responses."""
+    """Return the middleware that refuses forbidden requests and turns handlers' exceptions into responses."""
 
     @web.middleware
     async def check(http: web.Request, handler: Handler) -> web.StreamResponse:
@@ -51,7 +51,8 @@ def guard(token: str | None, host: str, connections: Connections) -> Callable:
                     response: web.StreamResponse = refusal
                 else:
                     _refuse_head(http, token)
-                    # Known by its token; without one by a whole request, which `Bodies` sees where there is a body.
+                    # A token makes a client known. Without tokens a complete request does; `Bodies` reports those
+                    # that have a body.
                     is_known = not http.can_read_body if token is None else http.path not in OPEN_PATHS
                     if is_known:
                         connections.welcome(http)
@@ -68,24 +69,24 @@ def guard(token: str | None, host: str, connections: Connections) -> Callable:
                 response = error_response(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
-            # A bug of ours: the client gets a response, the log the traceback, and the server lives on.
+            # A bug in the server: respond, log the traceback and keep running.
             except Exception as error:
                 logger.exception("%s %s failed", http.method, http.path[:200])
                 response = error_response(f"internal error: {type(error).__name__}: {str(error)[:500]}", 500)
             if not http.content.at_eof() and not response.prepared:
-                response.force_close()  # nobody will read the rest
+                response.force_close()  # the rest of the body is never read
             return response
 
     return check
 
 
 async def invite_later(_: web.Request) -> None:
-    """Answer `Expect: 100-continue` when the body is read, and not before the guard has looked at the request."""
+    """Send no `100 Continue` yet. `Bodies.raw` sends it, after the guard has accepted the request."""
 
 
 def _refusal(http: web.Request, token: str | None) -> web.Response | None:
     if token is not None:
-        # In constant time, or a guesser could measure how many letters are right.
+        # Compare in constant time, or an attacker could measure how many characters are right.
         sent = http.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
             return json_response({"error": "Unauthorized"}, 401)
@@ -115,7 +116,7 @@ def _refuse_head(http: web.Request, token: str | None) -> None:
 
 
 def _refuse_pages(http: web.Request, host: str) -> None:
-    """Refuse what a browser may have sent for a page of somebody else."""
+    """Refuse requests that a browser may have sent for a foreign web page."""
     hosts = http.headers.getall("Host", [])
     if len(hosts) != 1 or not _leads_here(f"//{hosts[0]}", host):
         raise RequestFailed(
@@ -133,7 +134,7 @@ def _refuse_pages(http: web.Request, host: str) -> None:
 def _leads_here(url: str, host: str) -> bool:
     try:
         parts = urlsplit(url)
-        name, _ = (parts.hostname or "").rstrip("."), parts.port  # ValueError where it is no number
+        name, _ = (parts.hostname or "").rstrip("."), parts.port  # ValueError if the port is not a number
     except ValueError:
         return False
     if parts.username is not None or parts.path or parts.query or parts.fragment:
@@ -150,7 +151,7 @@ def _is_mapped_loopback(name: str) -> bool:
 
 
 class LogRate(logging.Filter):
-    """Lets a message of one wording through so many times a minute, and says how often it was left out after that.
+    """Log filter that limits how often a message of one wording passes, and reports how many were dropped.
 
     handler.addFilter(LogRate())
     """
@@ -158,12 +159,12 @@ class LogRate(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
-        """(logger, wording) -> when its window began, and how many came in it."""
+        """(logger, wording) -> (start of its window, messages in the window)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now = (record.name, str(record.msg)[:200]), time.monotonic()
         if len(self._kinds) >= MOST_KINDS and kind not in self._kinds:
-            self._kinds.clear()  # some lines more than allowed, but no memory without end
+            self._kinds.clear()  # bounds the memory, at the cost of a few extra lines
         since, count = self._kinds.get(kind, (now, 0))
         if now - since > WINDOW_S:
             left_out = count - MOST_IN_WINDOW

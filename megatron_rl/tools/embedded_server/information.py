@@ -1,4 +1,4 @@
-"""Health, model, load and metrics of the embedded server, in SGLang's shapes."""
+"""Endpoints for health, model, load and metrics of the embedded server, with SGLang's response shapes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HEALTH_TIMEOUT_S = 20.0
 
 
 class InformationEndpoints:
-    """Lives in the event loop's thread, and only reads what the batcher's writes.
+    """Endpoints that report the server's state. Runs in the event loop's thread and only reads the batcher's state.
 
-    options: of the command line, as /server_info repeats them.
+    options: command-line options that /server_info shows.
     """
 
     def __init__(self, batcher: Batcher, weights: WeightEndpoints, options: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class InformationEndpoints:
 
     @property
     def model_name(self) -> str:
-        """SGLang renames a model whose weights were replaced from disk."""
+        """Served model name. As in SGLang, weights loaded from another folder change it to that folder."""
         path = self.weights.model_path
         replaced = path != self.options["model_path"]
         return path if replaced else self.options["served_model_name"] or path
@@ -55,16 +55,16 @@ class InformationEndpoints:
         return web.Response(status=200 if self.batcher.failure is None else 503)
 
     async def health_generate(self, http: web.Request) -> web.Response:
-        """Healthy is a server that generates a token, be it another request's: all rows may be taken for long.
+        """Respond 200 if the server generates a token within HEALTH_TIMEOUT_S, else 503.
 
-        However many ask at the same time, it generates one.
+        A token of any request counts, because all rows may be in use. Concurrent calls share one check.
         """
-        # A paused server is well and generates nothing; a supervisor must not restart it during a publication.
+        # A paused server generates nothing but is healthy: a supervisor must not restart it during a weight update.
         if self.batcher.paused or self.batcher.released or self.batcher.failure is not None:
             return await self.health(http)
         if self.health_check is None or self.health_check.done():
             self.health_check = asyncio.create_task(self._generates())
-        # Shielded, as it is also for those who asked meanwhile and have not hung up.
+        # Shield the shared check: one client that disconnects must not cancel it for the others.
         if not await asyncio.shield(self.health_check):
             return web.Response(status=503)
         return await self.health(http)

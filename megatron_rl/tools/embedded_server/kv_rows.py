@@ -1,7 +1,7 @@
-"""The rows of the KV cache: which request holds which, what finished requests left behind, and how many there are.
+"""Allocates the rows of the KV cache to requests, keeps finished rows for prefix reuse, and resizes the cache.
 
 A row is free, held by a running request, or kept after its request finished because a later prompt may share a prefix.
-Keys of earlier weights (an older epoch) are never given to a new request.
+A new request never reuses keys of earlier weights (an older epoch).
 """
 
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import KVCache
 
 MIN_PREFIX = 8
-"""Copying a shorter prefix costs more than computing it."""
+"""Minimum length of a reused prefix. Copying a shorter one costs more than computing it."""
 MIN_CAPACITY = 64
 NEVER = -1
-"""The epoch of a row whose keys nobody may use."""
+"""Epoch of a row whose keys must not be reused."""
 
 
 @dataclass(eq=False)
 class Row:
-    """`tokens` of the running request, or of the finished one; the keys of the first `filled` of them are there."""
+    """One cache row: the tokens of its running or finished request. The first `filled` of them have keys and values."""
 
     tokens: list[int] = field(default_factory=list)
     filled: int = 0
@@ -29,7 +29,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The start that a new request may reuse: `length` tokens of row `row`, or more once a running prefill is done."""
+    """The longest reusable prefix of a new request: `length` tokens of row `row`.
+
+    more_is_coming: a running request will soon have a longer one, which is worth waiting for.
+    """
 
     row: int | None
     length: int
@@ -37,7 +40,7 @@ class Prefix:
 
 
 class KVRows:
-    """The table of the cache's rows. Used by the batcher's thread alone.
+    """The table of the cache's rows. Only the batcher's thread uses it.
 
     rows = KVRows(cache, max_rows=8, context_length=512, max_total_tokens=4096, reuse_prefixes=True)
     rows.resize(*rows.size_for(1, tokens=100, longest=0))
@@ -55,7 +58,7 @@ class KVRows:
         self.max_total_tokens = max(max_total_tokens, context_length)
         self.reuse_prefixes = reuse_prefixes
         self.epoch = 0
-        """Counts weight updates."""
+        """Number of weight updates."""
         self._rows: list[Row] = []
         self._clock = 0
         self._copies: list[tuple[int, int, list[int]]] = []
@@ -77,17 +80,18 @@ class KVRows:
     # Size
 
     def free(self) -> None:
-        """Give back all memory of the cache; nothing may run. It grows again with the next requests."""
+        """Free all memory of the cache. No request may be running. The cache grows again with the next requests."""
         self._rows.clear()
         self._copies.clear()
         self.cache.resize(0, 0, [])
 
     def size_for(self, rows: int, tokens: int, longest: int) -> tuple[int, int]:
-        """(rows, capacity) that hold `rows` rows of `tokens` tokens, with fewer rows where memory does not allow them.
+        """Return the cache size (rows, capacity) for `rows` rows of `tokens` tokens.
 
-        Shrinks the capacity again before it gives up rows, but not below `longest`, the longest running request.
+        If that exceeds max_total_tokens, first the capacity shrinks, but not below `tokens` and `longest`, the longest
+        running request. Then the number of rows shrinks.
         """
-        # Powers of two: a cache that grows copies all of itself, and so does it a few times only.
+        # Sizes are powers of two, because a growing cache copies all its contents: so it grows only a few times.
         capacity = max(self.cache.capacity, self._capacity_for(tokens))
         wanted = max(len(self), min(_power_of_two(rows), self.max_rows))
         if wanted * capacity > self.max_total_tokens:
@@ -99,7 +103,7 @@ class KVRows:
         return min(_power_of_two(max(tokens, MIN_CAPACITY)), self.context_length)
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Move the running rows first, then as many kept ones as fit, the most recently used first."""
+        """Resize the cache. Running rows come first, then as many kept rows as fit, most recently used first."""
         self.copy_prefixes()
         running = [i for i, row in enumerate(self._rows) if row.request]
         kept = [i for i, row in enumerate(self._rows) if not row.request and row.epoch == self.epoch]
@@ -111,10 +115,10 @@ class KVRows:
             if row.request is not None:
                 row.request.row = index
 
-    # Requests come and go
+    # Admission and release
 
     def find_prefix(self, request: Request) -> Prefix:
-        # The last token is always computed, and so are the tokens whose log-probabilities were asked for.
+        # Always compute the last token, and the tokens whose log-probabilities were requested.
         limit = len(request.tokens) - 1
         if request.next_score is not None:
             limit = min(limit, request.next_score)
@@ -126,25 +130,25 @@ class KVRows:
                 continue
             common = _common_prefix(row.tokens, request.tokens, limit)
             length = min(common, row.filled)
-            # Of equal ones prefer a finished row, which the request can take over without a copy.
+            # If equal, prefer a finished row: the request can take it over without a copy.
             if length >= MIN_PREFIX and (length > best_length or (length == best_length and row.request is None)):
                 best, best_length = index, length
             if row.request is not None:
                 coming = max(coming, min(common, len(row.tokens) - 1))
-        # A prompt that is being computed whole, as by the first sample of a group, is worth waiting for in any case.
+        # Always wait for a request that is computing this whole prompt, such as the first sample of a group.
         waits = coming > best_length and (coming == limit or coming >= best_length + MIN_PREFIX)
         return Prefix(best, best_length, waits)
 
     def admit(self, request: Request, prefix: Prefix) -> None:
-        """Give the request a row. Its prefix is there after `copy_prefixes`."""
+        """Give the request a row. The row holds the prefix only after `copy_prefixes`."""
         if prefix.row is not None and self._rows[prefix.row].request is None:
             index = prefix.row
         else:
-            # First a row whose keys nobody can use any more, then the one that was not used for longest.
+            # Prefer a row whose keys are useless, then the least recently used one.
             free = [i for i, row in enumerate(self._rows) if row.request is None]
             index = min(free, key=lambda i: (self._rows[i].epoch == self.epoch, self._rows[i].last_used, i))
         if prefix.row not in (None, index):
-            # In order, because a row read by one copy may be the target of a later one.
+            # Keep the order: the source of one copy may be the target of a later one.
             if not self._copies or self._copies[-1][:2] != (prefix.row, prefix.length):
                 self._copies.append((prefix.row, prefix.length, []))
             self._copies[-1][2].append(index)
@@ -153,18 +157,18 @@ class KVRows:
         row.tokens, row.filled, row.epoch, row.request = request.tokens, prefix.length, self.epoch, request
 
     def copy_prefixes(self) -> None:
-        # One copy for all requests of a group: most prefixes are a prompt's that is sampled several times.
+        # One copy serves all samples of a group, which is the usual case.
         for source, length, targets in self._copies:
             self.cache.copy_prefix(source, targets, length)
         self._copies.clear()
 
     def advance(self, request: Request, count: int) -> None:
-        """The keys of `count` more tokens are in the request's row."""
+        """Record that the keys of `count` more tokens are in the request's row."""
         request.filled += count
         self._rows[request.row].filled = request.filled
 
     def release(self, request: Request, *, keep: bool) -> None:
-        """Take the request out of its row; `keep` leaves its keys for later requests with the same prefix."""
+        """Take the request out of its row. keep: later requests with the same prefix may reuse its keys."""
         row = self._rows[request.row]
         self._clock += 1
         row.request, row.last_used = None, self._clock
@@ -174,7 +178,7 @@ class KVRows:
         request.row = None
 
     def wipe(self, request: Request) -> None:
-        """Zero the keys of a request that met NaN: masked positions must stay finite for whoever comes next."""
+        """Zero the row of a request that produced NaN. The next request in it needs finite masked positions."""
         self.cache.clear_row(request.row)
         self._rows[request.row].epoch = NEVER
 
@@ -184,7 +188,7 @@ def _power_of_two(value: int) -> int:
 
 
 def _common_prefix(a: list[int], b: list[int], limit: int) -> int:
-    """Length of the common prefix, at most `limit`, by bisection over slice comparisons (which run in C)."""
+    """Return the length of the common prefix, at most `limit`. Bisects slice comparisons, which run in C."""
     low, high = 0, min(len(a), limit)
     if a[:high] == b[:high]:
         return high

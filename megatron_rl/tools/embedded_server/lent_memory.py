@@ -1,6 +1,6 @@
-"""Memory that a server lends to others on its device, by SGLang's tags: weights, kv_cache.
+"""Releases a server's memory to other processes on its device, by SGLang's tags weights and kv_cache.
 
-Released weights are gone: once they are resumed the memory holds anything, until new ones are published.
+Released weights are lost. After a resume their memory is undefined until new weights are published.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron_rl.tools.embedded_server.fields import shown
 from megatron_rl.tools.embedded_server.responses import json_response, read_object, wait
 
 WITHOUT_MEMORY = "cuda_graph"
-"""A tag of SGLang's for what this server does not have."""
+"""An SGLang tag that is accepted without effect: this server has no CUDA graphs."""
 
 
 class MemoryEndpoints:
-    """Lives in the event loop's thread; memory changes in the batcher's."""
+    """Endpoints that release and resume memory. Runs in the event loop's thread; memory changes in the batcher's."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -50,7 +50,7 @@ class MemoryEndpoints:
 
 
 def return_freed_memory() -> None:
-    """Have the C library give freed pages back to the system, which it keeps for itself (glibc; others do not)."""
+    """Return freed memory to the operating system. glibc would keep it; with other C libraries this does nothing."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:

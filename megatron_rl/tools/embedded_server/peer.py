@@ -1,8 +1,8 @@
-"""Weights from server to server: one that comes late takes those of a peer, which goes on serving.
+"""Weight transfer between servers: a server that joins late copies the weights of a peer, which keeps serving.
 
-Tensors travel one by one, as safetensors, so that neither side holds a second model. The peer copies each between two
-turns, and only while it has the version that was asked for. What the other one has in between is worth nothing, which
-the name that it was given for it says.
+Tensors are sent one by one, as safetensors, so neither side needs memory for a second model. The peer copies each one
+between two turns, and only if it still has the requested version. Until all tensors are copied, the receiver holds a
+useless mixture of weights. The caller therefore chooses a `weight_version` for them that no policy version has.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron_rl.tools.embedded_server.responses import read_object, wait
 from megatron_rl.tools.embedded_server.weight_endpoints import refusals_as_responses, success
 
 HEADER_BYTES = 64 * 1024
-"""More than an error or the head of a safetensors file of one tensor takes."""
+"""Upper bound for an error body, and for the safetensors header of one tensor."""
 PEER_TIMEOUT_S = 60.0
-"""Longest that a peer may take over one tensor."""
+"""Maximum time to connect to the peer, and to wait for its next bytes."""
 
 
 class PeerEndpoints:
-    """Lives in the event loop's thread; weights are read and written in the batcher's."""
+    """Endpoints for weight transfer. Runs in the event loop's thread; the batcher's reads and writes the weights."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -39,7 +39,7 @@ class PeerEndpoints:
         ]
 
     async def give(self, http: web.Request) -> web.Response:
-        """Answer one tensor of `peer_version`, as a safetensors file."""
+        """Respond with one tensor as a safetensors file. Refused unless the server has version `peer_version`."""
         body = await read_object(http)
         name, version = field(body, "name", str), field(body, "peer_version", str)
 
@@ -57,10 +57,10 @@ class PeerEndpoints:
         return web.Response(body=safetensors.torch.save({name: tensor}), content_type="application/octet-stream")
 
     async def take(self, http: web.Request) -> web.Response:
-        """Load the weights that `peer_url` has under `peer_version`, and call them `weight_version`.
+        """Copy the weights of version `peer_version` from `peer_url`, and name them `weight_version`.
 
-        With the caller's own key, which is the peer's as well. A caller that hangs up ends it: some tensors are the
-        peer's then and some the old ones.
+        Forwards the caller's token, which the peer must accept too. If the caller disconnects, the copy stops, and the
+        server holds a mixture of old and new tensors.
         """
         body = await read_object(http)
         url, version = field(body, "peer_url", str), field(body, "peer_version", str)
@@ -75,14 +75,14 @@ class PeerEndpoints:
                 tensor = await self._fetch(session, url, {"name": name, "peer_version": version}, most)
                 if (tensor.dtype, tensor.shape) != (own.dtype, own.shape):
                     raise ValueError(f"{name}: the peer's is {describe(tensor)} and this server's {describe(own)}")
-                await wait(being_written)  # the next one is on its way meanwhile
+                await wait(being_written)  # only now: writing the previous tensor overlaps with this fetch
                 being_written = self._write(name, tensor, own_version)
                 count += 1
         await wait(being_written)
         return success(f"Took {count} tensors of {url}.")
 
     async def _fetch(self, session: aiohttp.ClientSession, url: str, body: dict[str, str], most: int) -> Tensor:
-        """Ask for a tensor that takes `most` bytes at most."""
+        """Request one tensor from the peer; ValueError if that fails or the response exceeds `most` bytes."""
         try:
             async with session.post(f"{url}/peer_tensor", json=body, allow_redirects=False) as response:
                 if response.content_length is None or response.content_length > most:

@@ -1,6 +1,6 @@
-"""SGLang's `/generate` and OpenAI's chat: JSON bodies to requests, finished requests to JSON. No HTTP.
+"""Converts JSON bodies of SGLang's `/generate` and OpenAI's chat to requests, and finished requests to JSON. No HTTP.
 
-Whatever is wrong with a body raises ValueError with the field, the value and the rule; the HTTP layer answers 400.
+An invalid body raises ValueError that names the field, the value and the rule. The HTTP layer answers it with 400.
 """
 
 import time
@@ -15,7 +15,7 @@ from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams, derive_seed
 
-# Fields of SGLang's GenerateReqInput that would change the response, with the values that do not.
+# Unsupported fields of SGLang's GenerateReqInput, each with the values that are accepted because they have no effect.
 _UNSUPPORTED = {
     "input_embeds": (None,),
     "image_data": (None, []),
@@ -51,13 +51,13 @@ _CHAT_SAMPLING = {
 
 
 MAX_SAMPLES = 4096
-"""Of all prompts of one call."""
+"""Maximum samples of one call, summed over its prompts."""
 MAX_MESSAGES = 4096
 MAX_DEPTH = 8
-"""Of what lies within a message."""
+"""Maximum nesting of values inside a message."""
 MAX_ID_LETTERS = 256
 LETTERS_PER_TOKEN = 32
-"""No text of a context's length has more, on average: it is refused before it is tokenised, which would take long."""
+"""Assumed upper bound of characters per token. A longer text is refused before tokenization, which would be slow."""
 MAX_SCALARS = 64
 
 
@@ -67,11 +67,11 @@ class Limits:
     context_length: int
     tells_routes: bool = False
     tells_weights: bool = False
-    """Of the experts in them."""
+    """Routes include the experts' weights."""
 
     @property
     def letters(self) -> int:
-        """Of all texts or messages of a call."""
+        """Maximum characters of all texts or messages of a call."""
         return max(2**20, LETTERS_PER_TOKEN * self.context_length)
 
 
@@ -81,7 +81,7 @@ class GenerateCall:
 
     requests: list[Request]
     single: bool
-    """The response is an object instead of a list."""
+    """The response is one object instead of a list."""
     stream: bool
     return_logprob: bool
     return_text_in_logprobs: bool
@@ -91,13 +91,13 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A checked chat body, and not the body itself, which may be large."""
+    """The validated fields of a chat body. The body itself, which may be large, is not kept."""
 
     prompt: list[int] | None
-    """None where the messages are still to be rendered."""
+    """Token ids; None if `messages` must be rendered."""
     messages: list[dict[str, Any]]
     options: dict[str, Any]
-    """Of the model's template."""
+    """Variables for the model's chat template."""
     params: SamplingParams
     rid: str | None
     logprobs: bool
@@ -107,12 +107,12 @@ class ChatCall:
 
 
 def is_text(body: Any) -> bool:
-    """The prompts are still to be tokenised, which takes long for long ones."""
+    """Return True if the body has text or messages, which are slow to tokenize."""
     return isinstance(body, dict) and (body.get("text") is not None or body.get("messages") is not None)
 
 
 def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | None = None) -> GenerateCall:
-    """adapter: the name of the one that is in the weights."""
+    """Check a `/generate` body. adapter: name of the adapter merged into the weights, which lora_path must match."""
     _check_object(body, _UNSUPPORTED)
     if (named := body.get("lora_path")) != adapter:
         has = "no adapter" if adapter is None else f"the adapter {adapter!r}, and answers with no other weights"
@@ -146,7 +146,7 @@ def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | 
 
 
 def _routes_from(body: dict[str, Any], limits: Limits) -> int | None:
-    """Return the position from which routes are asked for, None where they are not."""
+    """Return the first position whose expert routes are requested, or None if none are."""
     start = body.get("routed_experts_start_len", 0)
     if type(start) is not int or start < 0:
         raise ValueError(f"routed_experts_start_len = {shown(start)}: must be an integer >= 0")
@@ -163,18 +163,18 @@ def _routes_from(body: dict[str, Any], limits: Limits) -> int | None:
 def make_requests(
     prompt: list[int], params: SamplingParams, rid: Any, limits: Limits, text: Text | None, logprob_start: int
 ) -> list[Request]:
-    """One request per sample; for n > 1 with ids of their own, like SGLang."""
+    """Make one request per sample. As in SGLang, samples of n > 1 get generated ids instead of `rid`."""
     _check_rid(rid)
     if params.stop and text is None:
         raise ValueError("sampling_params.stop needs a tokenizer, and the model folder has none; use stop_token_ids")
     if logprob_start > len(prompt):
         raise ValueError(f"logprob_start_len = {logprob_start}: must be at most the prompt's {len(prompt)} tokens")
-    # Asking for more than the context holds is no error with SGLang: the reply ends there.
+    # As in SGLang, max_new_tokens beyond the context is no error: the reply ends at the context length.
     params = replace(params, max_new_tokens=min(params.max_new_tokens, limits.context_length - len(prompt)))
     requests = []
     for i in range(params.n):
         own = params
-        # With one seed all samples would be the same reply.
+        # With a common seed, all samples would be identical.
         if params.n > 1 and params.sampling_seed is not None:
             own = replace(params, sampling_seed=derive_seed(params.sampling_seed, i))
         own_rid = rid if rid is not None and params.n == 1 else uuid.uuid4().hex
@@ -186,7 +186,7 @@ def make_requests(
 def generate_response(
     request: Request, call: GenerateCall, version: str, text: Text | None, tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return SGLang's response to one request; `tokens` cuts it to the first so many, for a stream chunk."""
+    """Return SGLang's response to one request. tokens: for a stream chunk, include only the first `tokens` tokens."""
     output = request.output[:tokens]
     finished = tokens is None
     response = {
@@ -216,7 +216,7 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
     reason = request.finish_reason if finished else None
     version = request.weight_version or version
     info: dict[str, Any] = {"id": request.rid, "finish_reason": reason, "weight_version": version}
-    # SGLang leaves these out for a request that was aborted before it ran.
+    # SGLang omits these for a request that was aborted before it ran.
     if request.started or reason is None or reason["type"] != "abort":
         cached = request.cached_tokens
         info |= {
@@ -225,7 +225,7 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
             "cached_tokens_details": {"device": cached, "host": 0} if cached else None,
             "num_retractions": request.retractions,
         }
-    # The reply's last tokens belong to no closed span yet; an unfinished one is cut to what a stream has sent.
+    # The last tokens of a running request are in no closed span yet. Spans are clipped to the tokens in this chunk.
     spans, begin = [], 0
     for span_version, end in [*request.spans, (version, len(output))]:
         if min(end, len(output)) > begin:
@@ -238,9 +238,9 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
 
 
 def timing(request: Request) -> dict[str, float]:
-    """Return when a finished request came, in wall-clock seconds, and how long it took, as SGLang with metrics on."""
+    """Return a finished request's arrival time (wall clock) and latencies in seconds, as SGLang with metrics does."""
     times = {
-        # Measured by the monotonic clock, which nobody sets, and told by the wall's.
+        # Durations are measured with the monotonic clock, which is never adjusted, and then converted to wall time.
         "request_received_ts": time.time() - (time.monotonic() - request.created_s),
         "queue_time": (request.started_s or request.finished_s) - request.created_s,
         "e2e_latency": request.finished_s - request.created_s,
@@ -251,13 +251,17 @@ def timing(request: Request) -> dict[str, float]:
 
 
 UNDECODED = "\ufffd"
-"""Stands in a text for bytes that are no character."""
+"""Replacement character: the decoder's output for bytes that are not valid UTF-8."""
 MOST_BYTES = 4
-"""Of a character in UTF-8, each of which may be a token."""
+"""Maximum bytes of a UTF-8 character. Each byte may be a separate token."""
 
 
 def reply_text(request: Request, output: list[int], finished: bool, text: Text | None) -> str:
-    """The text without the stop token or string that ended it, unless no_stop_trim."""
+    """Decode the reply; "" without a tokenizer.
+
+    Unless no_stop_trim is set, the stop token or stop string at the end is removed. A trailing incomplete UTF-8
+    character of an unfinished reply is removed too.
+    """
     if text is None:
         return ""
     params = request.params
@@ -267,15 +271,16 @@ def reply_text(request: Request, output: list[int], finished: bool, text: Text |
         output = output[:-1]
     reply = text.decode(output, params.skip_special_tokens)
     if not finished and reply.endswith(UNDECODED):
-        # The first bytes of a character, which wait for the others. Fewer tokens, as they may spoil whole ones too.
+        # The last tokens are an incomplete character. Decode fewer tokens, because the incomplete bytes can also turn
+        # complete characters before them into replacement characters.
         shorter = (text.decode(output[:-held], params.skip_special_tokens) for held in range(1, MOST_BYTES))
         reply = next((it for it in shorter if not it.endswith(UNDECODED)), reply.rstrip(UNDECODED))
-    # Found by its last few tokens, a stop string may read otherwise in the text as a whole, and then stays.
+    # The stop string was found in the decoded last few tokens. The decoded whole may differ; then nothing is trimmed.
     return reply.partition(matched)[0] if trim and matched in params.stop and matched in reply else reply
 
 
 def parse_chat(body: Any, limits: Limits, text: Text | None) -> ChatCall:
-    """Check an OpenAI chat body; `input_ids` in place of messages skips the template."""
+    """Check an OpenAI chat body. A body with `input_ids` instead of messages skips the chat template."""
     _check_object(body, _CHAT_UNSUPPORTED)
     prompt, messages = None, []
     if body.get("input_ids") is not None:
@@ -310,10 +315,10 @@ def parse_chat(body: Any, limits: Limits, text: Text | None) -> ChatCall:
 
 
 def chat_requests(call: ChatCall, limits: Limits, text: Text | None) -> list[Request]:
-    """The requests of a call, whose messages are rendered by the model's own template."""
+    """Make the requests of a call. Messages are rendered with the model's own chat template."""
     prompt = call.prompt
     if prompt is None:
-        assert text is not None  # parse_chat has seen to that
+        assert text is not None  # parse_chat requires a tokenizer for messages
         prompt = text.render(call.messages, call.options)
         _check_ids(prompt, limits)
     return make_requests(prompt, call.params, call.rid, limits, text, -1)
@@ -414,7 +419,7 @@ def _check_messages(messages: Any, limits: Limits) -> None:
 
 
 def _letters(value: Any, name: str, depth: int) -> int:
-    """Count the letters to render, every value as at least one."""
+    """Count the characters of all keys and strings. Every value counts at least 1, so empty values are limited too."""
     if isinstance(value, str):
         return len(value) + 1
     if not isinstance(value, dict | list):
@@ -427,7 +432,7 @@ def _letters(value: Any, name: str, depth: int) -> int:
 
 
 def _prompts(body: dict[str, Any], limits: Limits, text: Text | None) -> tuple[list[list[int]], bool]:
-    """The prompts as token ids (range not checked yet), and whether the caller sent a batch."""
+    """Return the prompts as token ids (range not checked yet), and True if the caller sent a batch."""
     ids, texts = body.get("input_ids"), body.get("text")
     if (ids is None) == (texts is None):
         raise ValueError("exactly one of input_ids and text must be given")
@@ -456,7 +461,7 @@ def _prompts(body: dict[str, Any], limits: Limits, text: Text | None) -> tuple[l
 def _check_ids(ids: Any, limits: Limits) -> None:
     if not isinstance(ids, list) or not ids:
         raise ValueError("input_ids: must be a non-empty list of token ids")
-    if len(ids) >= limits.context_length:  # SGLang's words
+    if len(ids) >= limits.context_length:  # clients may match SGLang's message
         raise ValueError(
             f"The input ({len(ids)} tokens) is longer than the model's context length ({limits.context_length} tokens)."
         )

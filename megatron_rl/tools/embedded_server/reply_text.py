@@ -1,4 +1,4 @@
-"""Text of the embedded server: decoding always, prompts and chat templates on demand. Optional: ids need none of it."""
+"""The embedded server's tokenizer: decodes replies, encodes prompts, renders chats. Optional: token ids need none."""
 
 import inspect
 import json
@@ -16,13 +16,13 @@ COMMON_OPTIONS = frozenset(
         *("enable_thinking", "thinking", "thinking_budget", "reasoning_effort"),
     )
 )
-"""Taken also where the model's template does not read them, as other servers do."""
+"""Template options that are accepted even if the model's template does not use them, as in other servers."""
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 TEMPLATE_ERRORS = (
     *(TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError),
     *(RecursionError, MemoryError),
 )
-"""Errors that the model's template may raise over messages that it was not written for."""
+"""Errors that a chat template may raise for messages it does not support."""
 
 
 class Text:
@@ -39,7 +39,7 @@ class Text:
 
     @classmethod
     def load(cls, folder: Path) -> "Text | None":
-        """None where the folder has no tokenizer.json: the server then speaks token ids only."""
+        """Load the tokenizer. None if the folder has no tokenizer.json; the server then supports token ids only."""
         return cls(folder) if (folder / "tokenizer.json").is_file() else None
 
     @property
@@ -55,7 +55,7 @@ class Text:
 
     @cached_property
     def _hf(self) -> Any:
-        # transformers takes seconds to import, and RL clients send ids: only texts and chats pay for it.
+        # Import lazily: transformers takes seconds, and RL clients send token ids and never need it.
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._folder)
@@ -64,10 +64,10 @@ class Text:
         return self._hf.encode(text)
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Token ids of a chat by the model's own template, ending where the assistant speaks.
+        """Render a chat with the model's own template and return its token ids, up to where the assistant speaks.
 
-        options: variables of the template, and `add_generation_prompt` and `continue_final_message`. ValueError for
-        others, first of all a template: nobody who asks for text may bring one, which is a program.
+        options: the template's variables, `add_generation_prompt` and `continue_final_message`. ValueError for others.
+        In particular, a client cannot pass its own chat template, because a template is a program.
         """
         own = (self._hf.chat_template if isinstance(self._hf.chat_template, str) else "") if options else ""
         known = {*COMMON_OPTIONS, *WORD.findall(own)} - self._taken_names
@@ -77,9 +77,9 @@ class Text:
                 f"may set; known are {', '.join(sorted(COMMON_OPTIONS))}, and what the template itself reads"
             )
         options = {"add_generation_prompt": not options.get("continue_final_message")} | options
-        from megatron_rl.workflows.messages import normal_messages  # with all workflows, as seldom as the tokenizer
+        from megatron_rl.workflows.messages import normal_messages  # lazy: this imports all workflows
 
-        messages = normal_messages(messages)  # as other servers do before they render
+        messages = normal_messages(messages)  # other servers normalize messages before rendering, too
         try:
             text = self._hf.apply_chat_template(messages, tokenize=False, **options)
         except TEMPLATE_ERRORS as error:
@@ -88,6 +88,6 @@ class Text:
 
     @cached_property
     def _taken_names(self) -> set[str]:
-        """Names that transformers itself gives a template, or takes as an argument."""
+        """Names that transformers passes to a template itself, or takes as arguments."""
         arguments = set(inspect.signature(self._hf.apply_chat_template).parameters) - COMMON_OPTIONS
         return {*arguments, *self._hf.special_tokens_map, "messages", "raise_exception", "strftime_now"}

@@ -1,4 +1,4 @@
-"""One prompt and its reply, as they travel between the HTTP layer and the batcher."""
+"""The request object that the HTTP layer passes to the batcher: one prompt and its reply."""
 
 import random
 import time
@@ -14,7 +14,7 @@ from megatron_rl.tools.embedded_server.sampling import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its reply. Fields up to `on_progress` are the caller's; the others belong to the batcher.
+    """One prompt and its reply. The caller sets the fields up to `on_progress`; the batcher owns the others.
 
     request = Request(rid="a", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=16, sampling_seed=1))
     batcher.submit(request).result()
@@ -25,9 +25,9 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     logprob_start: int | None = None
-    """Score the prompt from this position on (None: no scoring)."""
+    """First prompt position whose log-probability is computed (None: no scoring)."""
     routes_from: int | None = None
-    """Tell the routes of its tokens from this position on (None: tell none)."""
+    """First position whose expert routes are returned (None: no routes)."""
     on_progress: Callable[["Request"], None] | None = None
     """Called in the batcher's thread after every token."""
     done: Future = field(default_factory=Future)
@@ -37,24 +37,27 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     routes: Tensor | None = None
-    """`[tokens, layers, slots]` int32, packed: of all tokens but the last, from `routes_from` on, at its end."""
+    """`[tokens, layers, slots]` int32, packed (megatron_rl/routes.py). Set when the request finishes.
+
+    Covers the tokens from `routes_from` on, except the last token.
+    """
     filled: int = 0
-    """Tokens whose keys and values lie in the row."""
+    """Number of tokens whose keys and values are in the cache row."""
     row: int | None = None
     cached_tokens: int = 0
     retractions: int = 0
     accepted: bool = False
-    """Past the door."""
+    """Has moved from the batcher's door to its queue."""
     started: bool = False
-    """Has been in a row."""
+    """Has been given a cache row at least once."""
     spans: list[tuple[str, int]] = field(default_factory=list)
-    """(weight version, number of output tokens when it ended), oldest first."""
+    """(weight version, output tokens at the end of the span), oldest first."""
     finish_reason: dict[str, Any] | None = None
     weight_version: str | None = None
-    """The version when it finished."""
+    """Weight version when the request finished."""
     created_s: float = field(default_factory=time.monotonic)
     started_s: float = 0.0
-    """The time at which it was first in a row; 0 before. So for the next two."""
+    """Time when it first got a cache row. This and the next two are monotonic seconds, 0 until the event."""
     first_token_s: float = 0.0
     finished_s: float = 0.0
 
@@ -69,27 +72,26 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Tokens of the output so far."""
         return len(self.tokens) - len(self.prompt)
 
     @property
     def room(self) -> int:
-        """Tokens it may still generate."""
+        """Number of tokens still allowed by max_new_tokens."""
         return self.params.max_new_tokens - self.generated
 
     @property
     def next_score(self) -> int | None:
-        """The next prompt position whose prediction is to be scored."""
+        """Next prompt position whose hidden state is needed for scoring; None if there is none."""
         if self.logprob_start is None:
             return None
         position = self.logprob_start + len(self.input_logprobs)
         return position if position < len(self.prompt) - 1 else None
 
     def end_span(self, version: str) -> None:
-        """The tokens since the last span were sampled with `version`."""
+        """Record that the output tokens since the last span were sampled with `version`."""
         begin = self.spans[-1][1] if self.spans else 0
         if self.generated > begin:
-            # One step each: the event loop may be reading them for a stream.
+            # One atomic list operation each: the event loop may be reading `spans` for a stream.
             if self.spans and self.spans[-1][0] == version:
                 self.spans[-1] = (version, self.generated)
             else:

@@ -1,4 +1,4 @@
-"""The responses of all endpoints: SGLang's shapes, and errors as JSON."""
+"""Helpers that all endpoints share: JSON responses, errors as JSON, and reading a body's object."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def read_object(http: web.Request) -> dict[str, Any]:
-    """Return the JSON object of the body; an empty one where there is none."""
+    """Return the JSON object of the body; an empty one if there is no body."""
     return await http.app[BODIES].object(http)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a server's command line that make it a run's: who may use it, and where it registers."""
+"""Command-line arguments that tie a server to a run: its address, its token and its registration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_run_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for a registration that no trainer could use, or a server that all reach and nobody guards."""
+    """Raise ValueError if no trainer could use the registration, or if other hosts reach a server without a token."""
     if (args.register is not None) != bool(args.run):
         raise ValueError("--register and --run: must be given together; the run is the last part of its run.folder")
     if args.register is not None and args.host in ("0.0.0.0", "::"):
@@ -48,7 +48,7 @@ def port_number(text: str) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen there; ValueError says why that is not possible."""
+    """Return a socket that listens on this address; ValueError with the reason if that is impossible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
@@ -64,5 +64,5 @@ def listen(host: str, port: int) -> socket.socket:
 def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may lead anywhere
+    except ValueError:  # a host name may resolve to any address
         return False

@@ -1,7 +1,7 @@
-"""The next token: sampling parameters as SGLang names them, and the draw.
+"""Sampling of the next token, with SGLang's sampling parameters.
 
-Token k of a request uses one uniform number that depends on (seed, k) only, so a reply does not depend on what else is
-in the batch. The log-probability of a token is that of softmax(logits / temperature), before top-k, top-p and min-p.
+Token k of a request uses one uniform number that depends only on (seed, k), so a reply does not depend on the rest of
+the batch. A token's log-probability is that of softmax(logits / temperature), before top-k, top-p and min-p.
 """
 
 import math
@@ -17,12 +17,12 @@ from megatron_rl.tools.embedded_server.fields import shown
 
 _MASK64 = (1 << 64) - 1
 GREEDY_BELOW = 1e-6
-"""Temperatures; SGLang's bound. Dividing by less would overflow."""
+"""Temperatures below this are greedy (SGLang's bound). Dividing by a smaller temperature would overflow."""
 HOTTEST = 1e37
-"""Temperatures above are this one, which float32 has with its inverse: long before, all tokens are as likely."""
+"""Higher temperatures are lowered to this. float32 holds it and its inverse; sampling is uniform far below it."""
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
-"""A limit on texts that are looked at again for every token."""
+"""Maximum length of a stop string. Stop strings are searched for after every token."""
 GRAMMARS = {"json_schema", "regex", "ebnf", "structural_tag"}
 NOT_SUPPORTED = GRAMMARS | {"stop_regex", "custom_params", "beam_width"}
 
@@ -72,14 +72,14 @@ class SamplingParams:
         )
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that end a reply. SGLang's ignore_eos switches off stop_token_ids as well."""
+        """Return the tokens that end a reply. As in SGLang, ignore_eos also disables stop_token_ids."""
         return frozenset() if self.ignore_eos else self.stop_token_ids | eos_token_ids
 
     @classmethod
     def parse(cls, body: Any, vocab_size: int, names: Mapping[str, str] | None = None) -> "SamplingParams":
-        """Check a JSON object field by field; raises ValueError naming the field, the value and the rule.
+        """Check a JSON object field by field; ValueError that names the field, the value and the rule.
 
-        names: what the client calls a field, where that is not `sampling_params.` and its name here.
+        names: field -> the client's name for it, for error messages. The default is `sampling_params.<field>`.
         """
 
         def named(name: str) -> str:
@@ -96,7 +96,7 @@ class SamplingParams:
                     remedy = "leave it out, or serve the model with SGLang" if name in GRAMMARS else "leave it out"
                     raise ValueError(f"{named(name)} is not supported by the embedded server; {remedy}")
             elif name == "stream_interval":
-                continue  # only thins out stream chunks
+                continue  # affects only how often stream chunks are sent
             elif name not in _CHECKS:
                 raise ValueError(f"unknown field {named(name)}; known are {', '.join(sorted(_CHECKS))}")
             elif value is not None:
@@ -179,7 +179,7 @@ _CHECKS = {
 
 
 def mix64(value: int) -> int:
-    """The finalizer of splitmix64: a bijection of 64-bit integers whose output bits all depend on all input bits."""
+    """Apply splitmix64's finalizer: a bijection of 64-bit integers. Every output bit depends on every input bit."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -187,20 +187,20 @@ def mix64(value: int) -> int:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a request with n > 1."""
+    """Return the seed of sample `index` of a request with n > 1."""
     return mix64(mix64(seed & _MASK64) + index)
 
 
 def uniform(seed: int, k: int) -> float:
-    """The number in [0, 1) that draws token k of a request with this seed."""
-    # The 53 bits that a float64 between 0 and 1 has.
+    """Return the uniform number in [0, 1) for token k of a request with this seed."""
+    # A float64 has 53 bits of precision.
     return (mix64(mix64(seed & _MASK64) ^ k) >> 11) * 2.0**-53
 
 
 def adjust_logits(
     row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: frozenset[int]
 ) -> None:
-    """Apply penalties, biases and min_new_tokens to one row `[V]` in place, as SGLang does: before the temperature."""
+    """Apply penalties, logit_bias and min_new_tokens to one row `[V]` in place; like SGLang, before the temperature."""
     if params.repetition_penalty != 1:
         ids, penalty = torch.tensor(sorted({*prompt, *output}), device=row.device), params.repetition_penalty
         row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
@@ -217,9 +217,9 @@ def adjust_logits(
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Draw one token per row of `[B, V]` float32 logits. Returns ids and their log-probabilities.
+    """Sample one token per row of `[B, V]` float32 logits. Return the ids and their log-probabilities.
 
-    A row with NaN gives a NaN log-probability and an arbitrary id inside the vocabulary.
+    A row that contains NaN gets a NaN log-probability and an arbitrary id inside the vocabulary.
     """
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
     probs = torch.softmax(logits if (temperatures == 1).all() else logits / temperatures.float()[:, None], -1)
@@ -235,8 +235,8 @@ def sample(
         chosen = _invert_cdf(kept, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
         if greedy:
             chosen[greedy] = probs[greedy].argmax(-1)
-    # Always of the unfiltered distribution, and by the operator and the number that the trainer's have: of the same
-    # logits both are the same bits, in whatever batch.
+    # Log-probabilities are those of the unfiltered distribution. The trainer uses the same operator and temperature
+    # value, so equal logits have bitwise equal log-probabilities in trainer and server, in any batch.
     logprobs = torch.zeros(len(params), device=logits.device)
     for temperature in {p.temperature for p in params}:
         labels = chosen.where(temperatures == temperature, -100)  # rows of other temperatures are not read
@@ -245,16 +245,16 @@ def sample(
 
 
 def _invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first id whose cumulative weight exceeds uniform * total; rows of `[B, V]` need not sum to 1."""
+    """Return each row's first id whose cumulative weight exceeds uniform * total. Rows `[B, V]` need not sum to 1."""
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]
-    # Rounding may lift the target to the total, which no entry exceeds: stay just below it.
+    # Rounding may raise the target to the total, which no entry exceeds. Stay just below it.
     target = torch.minimum((uniforms[:, None] * total).float(), total * (1 - 2.0**-23))
     return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
 
 def filter_probs(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zero what top-k, top-p and min-p exclude, each judged on the unfiltered `[B, V]` distribution like SGLang."""
+    """Zero what top-k, top-p or min-p exclude. As in SGLang, each filter looks at the unfiltered `[B, V]` probs."""
     vocab_size = probs.shape[1]
 
     def column(values: list[float]) -> Tensor:
@@ -262,12 +262,12 @@ def filter_probs(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     top_k = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
     top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
-    # Almost always the head of the sorted row decides; sorting the whole vocabulary costs ten times as much.
+    # The top 1024 almost always suffice. Sorting the whole vocabulary costs ten times as much.
     for width in (min(1024, vocab_size), vocab_size):
         values, ids = probs.topk(width)
         rank = torch.arange(width, device=probs.device)
         keep = (rank < top_k) & (values.cumsum(-1) - values <= top_p) & (values >= min_p * values[:, :1])
-        # Where the last of the head is excluded in every row, so is all that is less likely.
+        # If every row excludes its least likely candidate, it excludes all less likely tokens too.
         if width == vocab_size or not keep[:, -1].any():
             break
     return torch.zeros_like(probs).scatter_(1, ids, values * keep)

@@ -1,8 +1,8 @@
 """`megatron-rl serve MODEL --backend sglang`: one real SGLang server under a supervisor, registered for a run.
 
-Registered is what answers: while the supervisor restarts the server, its lease runs out. Of a server over several nodes
-(SGLang's --nnodes), each node has such a command; the head's registers, and all end where one ends, as none of the
-processes can join the others again.
+The registration is valid only while the server answers: its lease expires during a restart. For a server that spans
+several nodes (SGLang's --nnodes), run this command on each node. Only the head node registers. If one node's process
+ends, all of them end, because SGLang's processes cannot rejoin.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def node_of(config: RolloutConfig) -> int:
-    """Return which node of its server this is: as --node-rank says, or its task's number in a step of Slurm."""
+    """Return this node's rank within its server: --node-rank, or else the Slurm task's SLURM_PROCID.
+
+    ValueError if neither gives a rank in [0, --nnodes).
+    """
     given = config.server_option("--node-rank") or os.environ.get("SLURM_PROCID", "")
     if not given.isdecimal() or int(given) >= config.nodes_per_server:
         raise ValueError(
@@ -66,7 +69,7 @@ def node_of(config: RolloutConfig) -> int:
 
 def main(argv: list[str]) -> None:
     args, server_args = parser().parse_known_args(argv)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # srun hands on the second alone
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # srun forwards only SIGUSR1
         signal.signal(number, lambda *_: sys.exit(0))  # the supervisor stops its server on the way out
     ended, reason = threading.Event(), []
     try:
@@ -98,7 +101,7 @@ def main(argv: list[str]) -> None:
         args.model,
         args.log_folder,
         dtype=args.dtype,
-        host=args.host if node == 0 else "127.0.0.1",  # the head alone is asked anything, but whether it is well
+        host=args.host if node == 0 else "127.0.0.1",  # other nodes answer only the supervisor's health checks
         dummy_weights=args.load_format == "dummy",
         on_death=give_up,
     )

@@ -1,7 +1,7 @@
-"""The embedded rollout server: SGLang's HTTP protocol (0.5.21: weight sessions) over one model on one device.
+"""The embedded rollout server: SGLang's HTTP protocol, version 0.5.21 with weight sessions, for one model and device.
 
-The event loop parses and answers; the batcher's thread runs the model. Clients get SGLang's statuses and shapes, an
-error is `{"error": {"message": ...}}`, and no body can stop the server. Start:
+The event loop handles HTTP; the batcher's thread runs the model. Status codes and response shapes are SGLang's. An
+error is `{"error": {"message": ...}}`. No request body can crash the server. Start it with
 `python -m megatron_rl.tools.embedded_server.server`.
 """
 
@@ -56,23 +56,23 @@ SECONDS = re.compile(r"\d{1,4}(\.\d{1,6})?", re.ASCII)
 CPU_CONTEXT_LENGTH = 4096
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0
-"""Longest that the rest of a refused body is read, so that its sender reads the refusal."""
+"""Maximum time to drain a refused body. A sender that is still writing would otherwise miss the refusal."""
 CHUNK_S = 30.0
-"""Longest that a client may take to read a piece of a streamed response."""
+"""Maximum time a client may take to read one chunk of a streamed response."""
 MOST_LIVE_REQUESTS = 65_536
 MOST_LIVE_TOKENS = 2**25
-"""Of the prompts of all requests that run or wait; what they may generate is not counted."""
+"""Maximum prompt tokens of all running and waiting requests. Reply tokens are not counted."""
 CACHE_SHARE = 0.3
-"""Share of the device's memory that the KV cache may take."""
+"""Default KV cache budget: share of the GPU's free memory, or of the host's total memory on CPU."""
 
 
 class RolloutServer:
-    """Generation by HTTP, beside the other endpoints. Lives in the event loop's thread.
+    """The HTTP application: generation here, all other endpoints in their own classes. Runs in the event loop's thread.
 
         server = RolloutServer(batcher, text, model_path="/models/qwen3", options={})
         runner = web.AppRunner(server.app(token, host, connections))
 
-    The batcher runs in a thread of its own; `main` below puts the two together.
+    The batcher runs in a separate thread, which `open_to_clients` starts.
     """
 
     def __init__(self, batcher: Batcher, text: Text | None, *, model_path: str, options: dict[str, Any]):
@@ -88,7 +88,7 @@ class RolloutServer:
         )
         self.live: dict[str, Request] = {}
         self.live_tokens = 0
-        """Of the prompts of those."""
+        """Prompt tokens of the requests in `live`."""
 
     def app(self, token: str | None, host: str, connections: Connections) -> web.Application:
         app = web.Application(middlewares=[guard(token, host, connections)])
@@ -144,13 +144,13 @@ class RolloutServer:
         return web.Response(body=await asyncio.to_thread(write), content_type="application/json")
 
     def _submit(self, requests: list[Request]) -> list[asyncio.Future]:
-        if not self.batcher.paused:  # else they wait, with those that were on their way when it was
+        if not self.batcher.paused:  # a paused server queues requests, whether or not its memory is released
             self.batcher.require(*MEMORY)
         own = {request.rid for request in requests}
         if twice := next((r.rid for r in requests if r.rid in self.live or len(own) < len(requests)), None):
             raise ValueError(f"Duplicate request ID detected: {twice}")
         tokens = sum(len(request.prompt) for request in requests)
-        # A call alone is let in however large it is, or it could never be.
+        # An idle server accepts a call of any size: one above the limits would otherwise never be accepted.
         if self.live and (
             len(self.live) + len(requests) > MOST_LIVE_REQUESTS or self.live_tokens + tokens > MOST_LIVE_TOKENS
         ):
@@ -165,8 +165,10 @@ class RolloutServer:
         return [asyncio.wrap_future(self.batcher.submit(request)) for request in requests]
 
     async def _run(self, requests: list[Request]) -> None:
-        """Run to the end; RequestFailed where one could not. A client that hangs up cancels this coroutine, and with
-        it the requests."""
+        """Run all requests to completion; RequestFailed if one failed.
+
+        If the client disconnects, this coroutine is cancelled and aborts the requests.
+        """
         futures = self._submit(requests)
         try:
             await asyncio.gather(*futures)
@@ -186,7 +188,7 @@ class RolloutServer:
 
     async def _stream(self, http: web.Request, call: protocol.GenerateCall) -> web.StreamResponse:
         (request,), loop, progress = call.requests, asyncio.get_running_loop(), asyncio.Event()
-        # The batcher's thread goes on meanwhile: a slow reader gets several tokens in one piece.
+        # The batcher does not wait for the reader: a slow client gets several tokens per chunk.
         request.on_progress = lambda _: loop.call_soon_threadsafe(progress.set)
         (done,) = self._submit([request])
         done.add_done_callback(lambda _: progress.set())
@@ -196,13 +198,13 @@ class RolloutServer:
             while not done.done():
                 await progress.wait()
                 progress.clear()
-                # Log-probabilities, which the batcher appends last: so many tokens have all that is sent of them.
+                # The batcher appends a token's log-probability last, so this many tokens are complete.
                 count = None if done.done() else len(request.logprobs)
                 part = protocol.generate_response(request, call, self.batcher.weight_version, self.text, count)
                 async with asyncio.timeout(CHUNK_S):
                     await response.write(b"data: " + orjson.dumps(part) + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
-        except TimeoutError:  # nobody reads: what is left in the buffer must not be kept
+        except TimeoutError:  # the client has stopped reading: drop the connection with its write buffer
             if http.transport is not None:
                 http.transport.abort()
         finally:
@@ -245,7 +247,7 @@ class RolloutServer:
 
 
 def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
-    """Load the model and start nothing yet."""
+    """Build the server and load its model. No thread is started. ValueError for arguments that do not fit the model."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES[("bfloat16" if device.type == "cuda" else "float32") if args.dtype == "auto" else args.dtype]
     config = DecoderConfig.read(folder)
@@ -273,7 +275,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         weight_version=args.weight_version,
         reuse_prefixes=not args.disable_radix_cache,
     )
-    # What /server_info repeats: all but paths that are nobody's business, and the run's name.
+    # /server_info shows these to every client, so private paths and the run's name are excluded.
     options = {k: v for k, v in vars(args).items() if k not in ("token_file", "model", "ready_file", "register", "run")}
     options |= {"model_path": str(folder), "dtype": str(dtype).removeprefix("torch."), "device": device.type}
     return RolloutServer(batcher, text, model_path=str(folder), options=options)
@@ -285,13 +287,13 @@ def default_total_tokens(model: Decoder) -> int:
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     config = model.config
-    # Keys and values.
+    # Factor 2: keys and values.
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     return int(memory * CACHE_SHARE / per_token)
 
 
 def watch_parent(pid: int) -> None:
-    """End this process within 2 s of the death of process `pid`, so that no server outlives its run."""
+    """Start a thread that exits this process within 2 s of the death of `pid`, so that no server outlives its run."""
     parent = os.getppid()
 
     def alive() -> bool:
@@ -301,7 +303,7 @@ def watch_parent(pid: int) -> None:
             return False
         except PermissionError:
             pass
-        return os.getppid() == parent  # the pid may be another process's by now
+        return os.getppid() == parent  # the pid may have been reused by another process
 
     def watch() -> None:
         while alive():
@@ -316,7 +318,10 @@ def watch_parent(pid: int) -> None:
 async def open_to_clients(
     server: RolloutServer, listener: socket.socket, *, host: str, token: str | None
 ) -> AsyncIterator[asyncio.Event]:
-    """Answer clients within this block. The event is set once it cannot go on, which the block's end then raises."""
+    """Serve clients inside this block. Yields an event that is set when serving fails.
+
+    On leaving the block, the failure is raised: RuntimeError if the batcher's thread died.
+    """
     batcher, loop, over = server.batcher, asyncio.get_running_loop(), asyncio.Event()
 
     def run_batcher() -> None:
@@ -327,7 +332,7 @@ async def open_to_clients(
     connections = Connections()
     runner = web.AppRunner(
         server.app(token, host, connections),
-        handler_cancellation=True,  # or a client that hangs up would keep its request running
+        handler_cancellation=True,  # aborts the requests of a client that disconnects
         access_log=None,
         shutdown_timeout=2,
         keepalive_timeout=KEEPALIVE_S,
@@ -357,7 +362,7 @@ async def open_to_clients(
 
 
 async def serve(server: RolloutServer, listener: socket.socket, args: argparse.Namespace, token: str | None) -> None:
-    """Serve until SIGTERM or SIGINT; RuntimeError where the batcher's thread has died."""
+    """Serve until SIGTERM or SIGINT; RuntimeError if the batcher's thread died."""
     batcher = server.batcher
     async with open_to_clients(server, listener, host=args.host, token=token) as stop:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -365,7 +370,7 @@ async def serve(server: RolloutServer, listener: socket.socket, args: argparse.N
         port = listener.getsockname()[1]
         url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
         if args.ready_file is not None:
-            # Renamed, so that whoever waits for the file reads all of the URL.
+            # Rename is atomic: a process that polls for this file never reads a partial URL.
             partial = args.ready_file.with_name(f"{args.ready_file.name}.{os.getpid()}")
             partial.write_text(url)
             partial.replace(args.ready_file)
@@ -419,7 +424,7 @@ def main(argv: list[str] | None = None) -> None:
         token_file = token_file_of(args)
         token = None if token_file is None else token_in(token_file, key="--token-file")
         DecoderConfig.read(args.model)
-        listener = listen(args.host, args.port)  # before the model is loaded, which takes long
+        listener = listen(args.host, args.port)  # before the slow model load, so that a port in use fails at once
         server = build_server(args.model, args)
     except ValueError as error:
         raise SystemExit(f"megatron-rl serve: {error}") from None

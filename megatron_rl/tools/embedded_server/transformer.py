@@ -1,8 +1,8 @@
 """Decoder-only models (Llama, Mistral, Qwen2, Qwen3 and its mixtures) in plain torch, with a KV cache of rows.
 
-Owns the weights and the cache memory; knows nothing of requests. Every HF tensor name is a view of the tensor the
-forward pass multiplies with, so an update is a `copy_` by HF name and a checksum reads what is used. Tested: logits
-equal transformers' to 1e-5 in float32; decoding row by row equals the full forward.
+Owns the weights and the cache memory; knows nothing of requests. Every HF tensor name maps to a view of the tensor that
+the forward pass uses: a weight update is a `copy_` by HF name, and a checksum covers the weights in use. Tests assert
+that float32 logits equal those of transformers to 1e-5, and that decoding row by row equals the full forward pass.
 """
 
 import math
@@ -25,9 +25,9 @@ from megatron_rl.weights.update_group import checksum
 class KVCache:
     """Keys and values of `rows` sequences: per layer `[rows, kv_heads, capacity, head_dim]`, zero where never written.
 
-    Masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and whoever leaves NaN in
-    a row calls `clear_row`. Beside them the routes of a mixture, `[rows, capacity, layers, slots]` int32 as
-    megatron_rl/routes.py packs experts and weights: whoever takes a prefix has its tokens' routes, too.
+    Masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and a row that received
+    NaN must be cleared with `clear_row`. Also holds the expert routes `[rows, capacity, layers, slots]`, int32 as
+    packed by megatron_rl/routes.py, so that a reused prefix has its routes too.
 
         cache = KVCache(decoder.config, torch.float32, torch.device("cpu"))
         cache.resize(rows=4, capacity=64, kept=[])
@@ -48,7 +48,7 @@ class KVCache:
         return torch.zeros(rows, heads, capacity, head_dim, dtype=self.dtype, device=self.device)
 
     def resize(self, rows: int, capacity: int, kept: Sequence[tuple[int, int, int]]) -> None:
-        """Reallocate; `kept` lists (old row, new row, tokens). Layer by layer, so the extra memory is one layer's."""
+        """Reallocate; `kept` lists (old row, new row, tokens). Needs extra memory for only one layer at a time."""
         for layers in (self.keys, self.values):
             for i, old in enumerate(layers):
                 layers[i] = new = self._empty(rows, capacity)
@@ -70,7 +70,7 @@ class KVCache:
 
 
 PADDED_SHARE = 0.75
-"""Prompts are padded to a common length for attention down to this share of the longest."""
+"""Prompts of at least this share of the longest are padded to its length, and attend in one batch."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
-    """The model. Not thread-safe: one thread runs it and writes its weights.
+    """A decoder-only model and its weights. Not thread-safe: one thread runs it and writes its weights.
 
     decoder = Decoder(DecoderConfig.read(folder), dtype=torch.float32, device=cpu, context_length=512)
     decoder.load(folder)
@@ -125,14 +125,14 @@ class Decoder:
         )
         angles = torch.outer(torch.arange(context_length).float(), inverse_frequencies(config.rope, config.head_dim))
         self.cos, self.sin = (f(angles).to(device=device, dtype=dtype)[:, None] for f in (torch.cos, torch.sin))
-        # Row of `qk_norm` for each query and key head, which are normed in one go.
+        # Row of `qk_norm` for each query and key head; all of them are normalized in one operation.
         self._norm_of_head = torch.tensor([0] * config.num_heads + [1] * config.num_kv_heads, device=device)
 
     def _new(self, name: str, *shape: int) -> Tensor:
         return self._new_fused([(name, shape[0])], *shape[1:])
 
     def _new_fused(self, parts: list[tuple[str, int]], *rest: int) -> Tensor:
-        """Make one tensor for one matrix product, and register its parts under their HF names."""
+        """Allocate one tensor for one fused matrix product, and register its parts under their HF names."""
         whole = torch.empty(sum(rows for _, rows in parts), *rest, dtype=self.dtype, device=self.device)
         views = whole.split([rows for _, rows in parts])
         self.parameters.update((name, view) for (name, _), view in zip(parts, views, strict=True))
@@ -190,8 +190,10 @@ class Decoder:
     # Weights
 
     def weight(self, name: str) -> Tensor | None:
-        """Return a weight by its HF name. The head of a tied model is its embedding, to be read and not to be written:
-        SGLang takes one that is sent and ignores it."""
+        """Return a weight by its HF name, or None.
+
+        The head of a tied model is its embedding. It can be read but not written: like SGLang, `write` ignores it.
+        """
         return self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
 
     def check_tensor(self, name: str, shape: Sequence[int]) -> None:
@@ -203,8 +205,10 @@ class Decoder:
             raise ValueError(f"{name}: shape {list(shape)} must be {list(own.shape)}; send the whole tensor")
 
     def memory_of(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """A weight's own memory, to be overwritten with a whole tensor of this dtype before anything reads it; None
-        where it is kept otherwise, so that `write` has to convert it."""
+        """Return a weight's memory, so that a whole tensor of this dtype can be received into it directly.
+
+        None if the weight has another dtype or is not contiguous; then `write` has to convert. Forgets its checksum.
+        """
         own = self.parameters.get(name)
         if own is None or own.dtype != dtype or not own.is_contiguous():
             return None
@@ -212,8 +216,10 @@ class Decoder:
         return own
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into its weight, unless it is that memory itself, and take the checksum of what is there then,
-        while the processor's cache still has it."""
+        """Copy a tensor into its weight, unless it already is that memory, and compute the weight's checksum.
+
+        The checksum is cheapest now, while the data is in the CPU cache. A tied head is ignored.
+        """
         own = self.parameters.get(name)
         if own is not None:
             if own is not tensor:
@@ -221,7 +227,10 @@ class Decoder:
             self._checksums[name] = checksum(own)
 
     def part(self, name: str, start: int, count: int) -> Tensor:
-        """Return some numbers of a weight, row-major, to be changed in place; ValueError where it has no such ones."""
+        """Return elements [start, start + count) of a weight, flattened, as a view that can be changed in place.
+
+        ValueError if the weight does not exist or is smaller.
+        """
         own = self.weight(name)
         if own is None or start + count > own.numel():
             size = "no such tensor" if own is None else f"{own.numel()} numbers"
@@ -232,7 +241,7 @@ class Decoder:
         self._checksums.pop(name, None)
 
     def load(self, folder: Path) -> None:
-        """Read all weights of an HF folder. Names and shapes are checked before the first write."""
+        """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ."""
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ValueError(f"model {folder}: no *.safetensors there")
@@ -252,14 +261,14 @@ class Decoder:
             self.write(name, handle.get_tensor(name))
 
     def draw(self) -> None:
-        """Fill all weights with small random numbers: a stand-in until the trainer sends its own."""
+        """Fill all weights with small random values (norms with 1), until the trainer sends the real ones."""
         self._checksums.clear()
         for name, weight in self.parameters.items():
             weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
 
     def free(self) -> None:
-        """Give back the memory of the weights; nothing may read or write them until `allocate`."""
-        # Storages, not tensors: all names and fused matrices are views, which come back with the storage in `allocate`.
+        """Free the memory of the weights. Nothing may read or write them until `allocate`."""
+        # Free storages, not tensors: all names and fused matrices are views, which `allocate` makes valid again.
         storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self.parameters.values())}
         self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
         self._checksums.clear()
@@ -267,18 +276,15 @@ class Decoder:
             storage.resize_(0)
 
     def allocate(self) -> None:
-        """Undo `free`: the weights are there again, with anything in them."""
+        """Allocate the memory of the weights again after `free`. Their values are undefined."""
         for storage, size in self._freed:
             storage.resize_(size)
         self._freed = []
 
     def checksums(self) -> dict[str, str]:
-        """HF name -> checksum of the tensor's bytes as they lie in the memory that the forward pass reads.
-
-        Kept until that tensor is written again.
-        """
+        """Return HF name -> checksum of the bytes that the forward pass reads. Cached until the tensor changes."""
         missing = self.parameters.keys() - self._checksums.keys()
-        # Threads, because torch lets go of the interpreter while it sums.
+        # Threads help, because torch releases the GIL while it sums.
         with ThreadPoolExecutor(max_workers=4) as pool:
             fresh = pool.map(lambda name: checksum(self.parameters[name]), missing)
             self._checksums |= zip(missing, fresh, strict=True)
@@ -287,11 +293,11 @@ class Decoder:
     # Forward
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` -> `[T, V]` float32."""
+        """Return float32 logits `[T, V]` of hidden states `[T, H]`."""
         return _linear(hidden, self.head).float()
 
     def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
-        """Run the packed tokens `[T]` of several rows, write their keys and values, return hidden states `[T, H]`.
+        """Run the packed tokens `[T]` of several rows and write their keys and values. Return hidden states `[T, H]`.
 
         Each row must already hold positions [0, span.start).
         """
@@ -304,12 +310,12 @@ class Decoder:
         scale = self.config.head_dim**-0.5
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # With a slice between two index tensors torch puts their dim first: this place is [T, kv_heads, head_dim].
+            # With a slice between two index tensors torch puts the indexed dim first: this is [T, kv_heads, head_dim].
             cache.keys[i][rows, :, positions] = k
             cache.values[i][rows, :, positions] = v
             out = torch.empty_like(q)
             for index, valid in fresh:
-                # Padding stands on the right, where causal attention never looks.
+                # Padding is on the right, where causal attention never looks.
                 padded = (x[index].transpose(1, 2) for x in (q, k, v))
                 result = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale, enable_gqa=True)
                 out[index[valid]] = result.transpose(1, 2)[valid]
@@ -323,13 +329,13 @@ class Decoder:
         return self._forward(tokens, positions, attend, cache.routes, rows)
 
     def decode(self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache) -> Tensor:
-        """Run one token of each row (`rows` ascending), write its key and value, return hidden states `[B, H]`."""
+        """Run one token of each row and write its key and value. Return hidden states `[B, H]`. `rows` must ascend."""
         low, high, longest = rows[0], rows[-1] + 1, max(positions) + 1
         gapless = high - low == len(rows)
         at = torch.tensor(positions, device=self.device)
         row = torch.tensor(rows, device=self.device)
-        # Rows between `low` and `high` that do not run are computed and thrown away: cheaper than gathering the cache.
-        # They attend to one position: to none, their softmax would be NaN.
+        # Idle rows between `low` and `high` are computed and discarded, which is cheaper than gathering the cache. They
+        # attend to one position, because a softmax over none is NaN.
         lengths = torch.ones(high - low, dtype=torch.int64, device=self.device)
         lengths[row - low] = at + 1
         allowed = torch.arange(longest, device=self.device) < lengths[:, None]
@@ -344,7 +350,7 @@ class Decoder:
             keys, values = cache.keys[i][low:high, :, :longest], cache.values[i][low:high, :, :longest]
             if not gapless:
                 q = torch.zeros(high - low, *q.shape[1:], dtype=q.dtype, device=q.device).index_copy_(0, row - low, q)
-            # The query heads that share a key head stand in for the sequence dim, so nothing is repeated.
+            # The query heads that share a key head take the sequence dim, so keys and values need not be repeated.
             q = q.reshape(high - low, kv_heads, -1, head_dim)
             if self.dtype == torch.float32:
                 scores = torch.matmul(q * scale, keys.transpose(2, 3)).add_(mask)
@@ -357,7 +363,7 @@ class Decoder:
         return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache.routes, row)
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taken: Tensor, rows: Tensor) -> Tensor:
-        """taken: the cache's routes, in whose `rows` those of the tokens are written."""
+        """Run all layers; return hidden states. taken: the cache's routes, written at [rows, positions]."""
         c = self.config
         hidden = self.embedding[tokens]
         cos, sin = self.cos[positions], self.sin[positions]
@@ -368,7 +374,7 @@ class Decoder:
             qk, v = qkv[:, :rotated], qkv[:, rotated:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
-            # Hugging Face's rotation: an element turns with the one half a head further, not with its neighbour.
+            # Hugging Face's rotary layout pairs an element with the one half a head further, not with its neighbour.
             first, second = qk.chunk(2, -1)
             qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
             out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
@@ -384,7 +390,7 @@ class Decoder:
 
 
 def _mixture(x: Tensor, layer: _Layer, experts: Experts) -> tuple[Tensor, Tensor]:
-    """`[T, H]` -> what the chosen experts make of it, weighted, and the routes `[T, slots]`."""
+    """Return the weighted sum `[T, H]` of the chosen experts' outputs for `x` `[T, H]`, and the routes `[T, slots]`."""
     weights, chosen = _linear(x, layer.router).float().softmax(-1).topk(experts.per_token)
     if experts.renormalised:
         weights /= weights.sum(-1, keepdim=True)
@@ -398,7 +404,7 @@ def _mixture(x: Tensor, layer: _Layer, experts: Experts) -> tuple[Tensor, Tensor
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # For float32, F.linear calls MKL's sgemm, which is 2 to 3 times slower than oneDNN's on AMD and on few rows.
+    # For float32, F.linear calls MKL's sgemm. oneDNN's is 2 to 3 times faster on AMD and for few rows.
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
@@ -407,12 +413,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _plan_prefill(
     spans: Sequence[Span], device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, slice, Tensor]]]:
-    """Plan how the packed tokens attend.
+    """Plan the attention of the packed tokens. Return two lists.
 
-    Spans from position 0, grouped by similar length: (`[n, longest]` packed index of each token, `[n, longest]` which
-    of them are not padding). Spans that continue a row: (row, part of the pack, `[count, start + count]` mask).
+    1. Spans from position 0, grouped by similar length: (`[n, longest]` packed index of each token, `[n, longest]`
+       bool, False for padding).
+    2. Spans that continue a row: (row, slice of the packed tokens, `[count, start + count]` mask).
     """
-    # Longest first, so that each group's first span is its longest and padding wastes at most 1 - PADDED_SHARE of it.
+    # Longest first: each group's first span is its longest, and padding wastes at most 1 - PADDED_SHARE of it.
     begins = [0]
     for span in spans:
         begins.append(begins[-1] + span.count)
@@ -430,6 +437,6 @@ def _plan_prefill(
     for group in groups:
         steps = torch.arange(group[0][1], device=device)
         begin, count = torch.tensor(group, device=device).T[:, :, None]
-        # Padding repeats a span's last token, which is computed once more and not read.
+        # Padding repeats a span's last token; the result is not read.
         fresh.append((begin + torch.minimum(steps, count - 1), steps < count))
     return fresh, continued

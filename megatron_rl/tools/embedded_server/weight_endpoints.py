@@ -1,9 +1,10 @@
-"""The weight endpoints: update groups, sessions, updates over a group or from disk, checksums.
+"""The weight endpoints: update groups, update sessions, updates over a group or from disk, adapters, checksums.
 
-An update is checked as a whole before anything is received. A paused server receives tensors into the weights
-themselves, which nobody reads meanwhile: a broadcast that breaks leaves a part of the new ones, and INCOMPLETE as the
-weight version until the next one is whole. Flat buckets, and all that a server receives while it generates, change the
-first weight once they are there as a whole, so that a broken one leaves the old weights.
+An update is validated as a whole before anything is received. It is then received in one of two ways:
+
+- In place, if the server is paused and a bucket is not flattened: tensors are received into the weights themselves. A
+  broken broadcast leaves old and new weights mixed; the weight version is then INCOMPLETE until an update succeeds.
+- Aside, otherwise: weights change only after all buckets have arrived. A broken broadcast leaves the old weights.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ from megatron_rl.weights.adapter_rules import AdaptedMatrices
 from megatron_rl.weights.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 INCOMPLETE = "incomplete"
-"""The weight version after an update that broke on its way."""
+"""Weight version after an update that failed halfway."""
 MOST_RANKS = 100_000
 MOST_JOINING = 4
 MOST_NUMBERS = 2**20
-"""Of one response."""
+"""Maximum weight elements in one response."""
 HOST_NAME = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 MAX_DELTA_BYTES = 128 * 1024**2
-"""A trainer sends parcels of about half of that."""
+"""Maximum size of one delta update. The trainer's parcels are about half of it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class WeightEndpoints:
-    """Lives in the event loop's thread; the weights themselves change in the batcher's.
+    """Endpoints that update and check weights. Runs in the event loop's thread; weights change in the batcher's thread.
 
     One update is begin_weight_update, any number of update_weights_from_... and end_weight_update. The trainer pauses
-    generation before it, compares checksums by weights_checker after it, and then continues.
+    generation before the update. After it, the trainer compares checksums with weights_checker and resumes generation.
     """
 
     def __init__(self, batcher: Batcher, model_path: str):
         self.batcher = batcher
         self.model_path = model_path
-        """The folder that the weights were last read from."""
+        """Folder from which the weights were last loaded."""
         self.adapter: str | None = None
-        """The name of the adapter that is merged into the weights."""
+        """Name of the adapter merged into the weights."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         self._joining: set[str] = set()
-        """Groups that a thread is trying to join."""
+        """Names of groups that a thread is trying to join."""
         self._session_open = False
         self._wire = asyncio.Lock()
-        """Held while a bucket arrives: buckets arrive one after the other, in the order of their requests."""
+        """Held while a request's buckets arrive. Requests receive one at a time, in the order they were made."""
 
     def routes(self) -> list[web.RouteDef]:
         posts = {
@@ -102,7 +103,7 @@ class WeightEndpoints:
         device = self.batcher.model.device if backend == "nccl" else torch.device("cpu")
 
         def join() -> None:
-            """Join in a thread, which lives until it has or gives up, also where the client is gone."""
+            """Join the group. Runs in a thread until it succeeds or fails, even if the client disconnects."""
             try:
                 self._groups[name] = (
                     join_update_group(
@@ -126,7 +127,7 @@ class WeightEndpoints:
         async with self._wire:
             if name not in self._groups:
                 raise ValueError(f"group_name = {shown(name)}: no such group")
-            # In a thread, also the last reference: gloo waits for what is still on the wire.
+            # The thread also drops the last reference, because gloo then waits for pending transfers.
             await in_thread(lambda: leave_update_group(self._groups.pop(name)[0]))
         return success(f"Left group {name}.")
 
@@ -149,12 +150,12 @@ class WeightEndpoints:
     async def update_from_distributed(self, http: web.Request) -> web.Response:
         body = await read_object(http)
         self._require_session("update_weights_from_distributed")
-        # SGLang has one bucket in a request; several, of as many groups, arrive at the same time.
+        # SGLang takes one bucket per request. Here a request may have several, sent concurrently on separate groups.
         parts = field(body, "parts", list, [body])
         arrivals = [self._arrival(part) for part in parts]
         if field(body, "abort_all_requests", bool, False):
             await wait(self.batcher.abort(None))
-        # Refused before anything is received: what has arrived in the weights themselves cannot be undone.
+        # Refuse before anything is received: tensors received in place cannot be undone.
         if self.batcher.paused:
             self._refuse_flush(body)
         if self.batcher.paused and not all(arrival.flattened for arrival in arrivals):
@@ -179,7 +180,7 @@ class WeightEndpoints:
         return Arrival(specs, *self._groups[name], load_format is not None)
 
     async def update_from_tensor(self, http: web.Request) -> web.Response:
-        """Read a bucket in shared memory. The response says that it was read: the trainer may fill it again."""
+        """Update from a bucket in shared memory. After the response, the trainer may refill the bucket."""
         body = await read_object(http)
         self._require_session("update_weights_from_tensor")
         if "serialized_named_tensors" in body:
@@ -192,7 +193,7 @@ class WeightEndpoints:
         return success(f"Succeeded to update {len(specs)} tensors.")
 
     async def update_from_delta(self, http: web.Request) -> web.Response:
-        """Change the weights that are held. SGLang has no such endpoint."""
+        """Apply a delta to the current weights. SGLang has no such endpoint."""
         self._require_session("update_weights_from_delta")
         async with http.app[BODIES].raw(http, MAX_DELTA_BYTES) as body:
             write, version = await in_thread(lambda: changes(body, self.batcher.model))
@@ -204,7 +205,7 @@ class WeightEndpoints:
             raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
     async def _receive_aside(self, arrivals: list[Arrival], body: dict[str, Any]) -> str | None:
-        """Receive buckets while the server may be generating, write them between two turns; return what broke it."""
+        """Receive buckets while the server generates, then write them between two turns. Return the error, or None."""
         try:
             async with self._wire:
                 tensors = await in_thread(lambda: list(arriving(arrivals, {})))
@@ -214,9 +215,9 @@ class WeightEndpoints:
         return None
 
     async def _receive_in_place(self, arrivals: list[Arrival], body: dict[str, Any]) -> str | None:
-        """Receive buckets into the weights, in the thread that reads them; return what broke it.
+        """Receive buckets into the weights, in the batcher's thread. Return the error, or None.
 
-        A member that dies ends this at once; one that hangs does at the group's deadline, which is the publisher's too.
+        Fails at once if a group member dies. If one hangs, it fails at the group's timeout, which the publisher shares.
         """
 
         def receive() -> str | None:
@@ -251,7 +252,7 @@ class WeightEndpoints:
         )
 
     async def load_adapter(self, http: web.Request) -> web.Response:
-        """Merge an adapter in PEFT's format into the weights. Unlike SGLang, this server has one at a time."""
+        """Merge an adapter in PEFT format into the weights. Unlike SGLang, this server holds only one at a time."""
         body = await read_object(http)
         name, folder = field(body, "lora_name", str), field(body, "lora_path", str)
         if self.adapter is not None:
@@ -269,7 +270,7 @@ class WeightEndpoints:
         return success(f"Unloaded adapter {name}.")
 
     async def _write_matrices(self, folder: str, *, is_merged: bool) -> None:
-        """Write the matrices of an adapter's folder, with it or as the model's folder has them."""
+        """Write the matrices that an adapter changes: with the adapter merged, or as in the model's folder."""
 
         def write() -> None:
             matrices = AdaptedMatrices(self.model_path, folder)
@@ -281,7 +282,7 @@ class WeightEndpoints:
             raise ValueError(f"lora_path = {shown(folder)}: {error}") from error
 
     def _refuse_flush(self, body: dict[str, Any]) -> bool:
-        """Return whether the update flushes the cache; ValueError where paused requests hold it."""
+        """Return True if the update flushes the cache; ValueError if paused requests still use the cache."""
         flush = field(body, "flush_cache", bool, True)
         if flush and self.batcher.running_requests:
             raise ValueError(
@@ -291,13 +292,13 @@ class WeightEndpoints:
         return flush
 
     def _update(self, change: Callable[[], str | None], body: dict[str, Any]) -> Future:
-        """Change the weights between two turns: when all requests have finished, or at once if paused.
+        """Call `change` between two turns: when all requests have finished, or at once if paused.
 
-        `change` may return what broke it on its way, and so does the future then.
+        `change` returns None, or an error if it failed halfway. The future returns the same.
         """
         version = field(body, "weight_version", str, None)
 
-        # Looked at once more: before this turn the server may have been paused, or its memory lent.
+        # Check again here: since the request the server may have been paused, or its memory released.
         def run() -> str | None:
             self.batcher.require("weights")
             flush = self._refuse_flush(body)
@@ -351,7 +352,7 @@ class WeightEndpoints:
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Run `function` in a thread that does not keep the process: one may wait for a trainer that is gone."""
+    """Run `function` in a daemon thread: it may wait for a dead trainer, which must not block the process's exit."""
     done: Future = Future()
 
     def run() -> None:
@@ -363,12 +364,12 @@ async def in_thread(function: Callable[[], Any]) -> Any:
             done.set_result(result)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
-    # The caller may be cancelled by a client that hangs up, which must not cancel what the thread will set.
+    # If the client disconnects, the caller is cancelled. Shield the future, which the thread still has to set.
     return await asyncio.shield(wait(done))
 
 
 def refusals_as_responses(handler: Handler) -> Handler:
-    """Make a handler respond to what it refuses in SGLang's shape for updates, not in that of `/generate`."""
+    """Wrap a handler so that a ValueError becomes a 400 in SGLang's shape for weight updates, not in `/generate`'s."""
 
     async def answered(http: web.Request) -> web.StreamResponse:
         try:
@@ -407,12 +408,15 @@ class Arrival:
     specs: list[TensorSpec]
     group: dist.ProcessGroup
     device: torch.device
-    """A device on which the group's backend can receive."""
+    """Device on which the group's backend can receive."""
     flattened: bool
-    """All bytes in one broadcast; otherwise one for each tensor, in order."""
+    """All tensors arrive as one broadcast of bytes. Otherwise there is one broadcast per tensor, in order."""
 
     def begin(self, memory: Mapping[str, torch.Tensor | None]) -> tuple[list[torch.Tensor], deque[dist.Work]]:
-        """Begin to receive; return the tensors as they will be, and the broadcasts: of each tensor, or of all."""
+        """Start the broadcasts. Return the tensors to be filled, and the pending works: one per tensor, or one for all.
+
+        memory: tensors by name to receive into. None, or one on another device, is replaced by a new tensor.
+        """
         if self.flattened:
             pieces = [torch.empty(sum(spec.nbytes for spec in self.specs), dtype=torch.uint8, device=self.device)]
             tensors = unpack_bucket(pieces[0], self.specs)
@@ -427,9 +431,9 @@ class Arrival:
 
 
 def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor once it has arrived, in `memory` (by name) where there is some for it that can be used.
+    """Yield (name, tensor) as each tensor arrives. `memory`: tensors by name to receive into, where usable.
 
-    All arrive at once, and are waited for in turn: a tensor is written while those behind it are on the wire.
+    All transfers run concurrently and are awaited in order: a tensor is written while later ones are still in transit.
     """
     begun: list[tuple[list[torch.Tensor], deque[dist.Work]]] = []
     try:
@@ -442,4 +446,4 @@ def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None])
                 yield spec.name, tensor
     finally:
         for _, broadcasts in begun:
-            broadcasts.clear()  # in a traceback they would outlive their group, which gloo does not forgive
+            broadcasts.clear()  # a traceback would keep them alive longer than their group, which gloo does not allow

@@ -1,1 +1,1 @@
-"""A run's report and the comparison of runs, made from its log. Needs neither torch nor megatron."""
+"""Reports of runs and comparisons between runs, made from their logs. Needs neither torch nor megatron."""

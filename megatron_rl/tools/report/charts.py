@@ -1,7 +1,7 @@
-"""Charts as inline SVG text. Colours and fonts are CSS classes of the page, so one drawing serves light and dark.
+"""Draws charts as inline SVG. Colours and fonts are the page's CSS classes, so a chart suits light and dark mode.
 
-matplotlib's SVG has no values to hover over and the colours of one background, is twice as long and takes a quarter of
-a second a chart.
+Why not matplotlib's SVG: it shows no values on hover, has fixed colours, is twice as large, and takes a quarter of a
+second per chart.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
 """Margins in pixels for the axis labels."""
 HOVER_POINTS = 50
-"""Of a curve: more would make the page of a long run megabytes larger."""
+"""Maximum hover points per curve. More would make a long run's page megabytes larger."""
 TINY = 1e-290
-"""Smaller differences have no power of ten that a float can hold."""
+"""Smaller axis ranges count as 0: the power of ten of their tick step would underflow a float."""
 LONG_CURVE = 30
-"""Points from which on a curve is shown by its moving average."""
+"""Curves with at least this many points are shown with their moving average."""
 NOTHING = '<p class="empty">no values</p>'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points of one curve; a y of None leaves a gap. `style`: line, dashed, faint or marker, and a colour c0 to c7.
+    """Points of one curve; a y of None is a gap. style: line, dashed, faint or marker, plus a colour c0 to c7.
 
     scores = Series(x=[0, 10, 20], y=[0.25, None, 0.5], style="marker c1", label="held-out accuracy")
     page = line_chart([Series(x=[0, 1, 2], y=[0.1, 0.2, 0.4]), scores], title="Reward by step")
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Maps data to pixels of a chart of `width` x `height`."""
+    """Maps data coordinates to pixels of a chart of `width` x `height`, and draws its axes."""
 
     width: int
     height: int
@@ -74,7 +74,7 @@ class Frame:
 
 
 def line_chart(series: list[Series], *, width: int = 340, height: int = 170, title: str, y_zero: bool = False) -> str:
-    """Draw curves over steps. `title` is for screen readers; `y_zero` keeps 0 on the axis."""
+    """Draw curves by step. title: for screen readers. y_zero: the y axis includes 0."""
     points = [point for one in series for point in one.points]
     if not points:
         return NOTHING
@@ -110,11 +110,11 @@ def draw_series(series: Series, frame: Frame) -> str:
 
 
 def hover_points(series: Series, frame: Frame) -> str:
-    """Invisible points that tell their values, of a long curve every k-th; none where a smoother one lies above it."""
+    """Draw invisible points that show their values on hover, at most HOVER_POINTS. None for faint and dashed curves."""
     if "faint" in series.style or "dashed" in series.style:
         return ""
     color, points = series.style.split()[-1], series.points
-    # -(-a // b) rounds up; a curve without a value has no points, and a slice no step of 0.
+    # -(-a // b) rounds up. A curve without points would make it 0, which is no valid slice step.
     return "".join(
         f'<circle class="hover {color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="5">'
         f"<title>step {short(x)}: {y:.4g}</title></circle>"
@@ -125,7 +125,7 @@ def hover_points(series: Series, frame: Frame) -> str:
 def stacked_bars(
     bars: list[dict[str, float]], x: list[float], order: list[str], *, width: int, height: int, title: str
 ) -> str:
-    """Draw one bar per entry of `x`, built up from its parts in `order`; part i has the colour c<i>."""
+    """Draw one stacked bar per entry of `x`, with its parts in `order`. Part i has the colour c<i % 8>."""
     frame = frame_of_bars(x, ticks(0.0, max(sum(bar.values()) for bar in bars)), width=width, height=height)
     slot = (width - LEFT - RIGHT) / len(bars)
     thick = min(max(slot * 0.8, 1.0), 48.0)
@@ -155,9 +155,9 @@ def stacked_areas(
     mark: str,
     spans: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw areas over `x`, one upon the other: names and values.
+    """Draw (name, values) areas over `x`, stacked from the bottom up.
 
-    `mark` is said at the highest moment of their sum; `spans` are names of parts of x, each with where it begins.
+    mark: hover text of the point where their sum is highest. spans: (start, name) of labelled sections of x.
     """
     totals = [sum(values) for values in zip(*(values for _, values in areas), strict=True)]
     if not totals:
@@ -176,7 +176,7 @@ def stacked_areas(
         path = f"{frame.x(x[0]):.1f},{frame.y(0):.1f} {edge} {frame.x(x[-1]):.1f},{frame.y(0):.1f}"
         label = f"<title>{html.escape(name)}</title>"
         parts.append(f'<polygon class="fill c{number % 8}" points="{path}">{label}</polygon>')
-    parts = [*reversed(parts), frame.axes()]  # each covers the lower part of the one that lies upon it
+    parts = [*reversed(parts), frame.axes()]  # every area reaches down to 0, so draw the lower ones on top
     parts += [
         f'<line class="grid" x1="{frame.x(place):.1f}" x2="{frame.x(place):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
         f'<text class="tick" x="{frame.x(place) + 4:.1f}" y="{TOP + 10}">{html.escape(name)}</text>'
@@ -189,7 +189,7 @@ def stacked_areas(
 
 
 def bars(rows: list[tuple[str, float, str, str]], *, width: int, title: str) -> str:
-    """Draw a bar to the right for each row: its name, its value, how the value is written, and its colour."""
+    """Draw one horizontal bar per row. A row is (name, value, value as text, colour class)."""
     if not rows:
         return NOTHING
     start, line = width * 0.55, 22
@@ -209,9 +209,9 @@ def bars(rows: list[tuple[str, float, str, str]], *, width: int, title: str) -> 
 def heat_map(
     columns: list[dict[str, float]], x: list[float], classes: list[str], *, width: int, height: int, title: str
 ) -> str:
-    """Draw one column of cells per entry of `x`, class -> share in [0, 1]; `classes` go upwards.
+    """Draw one column of cells per entry of `x`. A column maps class -> share in [0, 1]; `classes` run upwards.
 
-    The axis shows the first word of a class, its lowest value.
+    The y axis shows the first word of a class, which is its lowest value.
     """
     frame = frame_of_bars(x, [0.0, float(len(classes))], width=width, height=height)
     thick = (width - LEFT - RIGHT) / len(columns)
@@ -219,14 +219,14 @@ def heat_map(
     parts = [frame.x_axis()]
     for row, name in enumerate(classes):
         y, label = frame.y(row + 0.5), html.escape(name)
-        # Many classes: no label for those that would overlap.
+        # If there are many classes, skip labels that would overlap.
         if row % -(-len(classes) // 10) == 0:
             lowest = html.escape(name.partition(" ")[0])
             parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y:.1f}" dy="0.35em" text-anchor="end">{lowest}</text>')
         for place, column in zip(x, columns, strict=True):
             share = column.get(name, 0.0)
             if share > 0:
-                # Opacity from 0.06 on: a class that is rare must still be seen.
+                # Opacity starts at 0.06, so that a rare class is still visible.
                 parts.append(
                     f'<rect class="fill c0" x="{frame.x(place) - thick / 2:.1f}" y="{y - tall / 2:.1f}" '
                     f'width="{thick:.1f}" height="{tall:.1f}" fill-opacity="{0.06 + 0.94 * share:.2f}">'
@@ -236,7 +236,7 @@ def heat_map(
 
 
 def frame_of_bars(x: list[float], y_ticks: list[float], *, width: int, height: int) -> Frame:
-    """Return the frame of bars around each of `x`, with room for half a bar at both ends."""
+    """Return the frame of a bar chart with bars centred at `x`. Adds half a bar of space at both ends."""
     half = 0.5 * ((max(x) - min(x)) / (len(x) - 1) if len(x) > 1 else 1.0)
     x_range = (min(x) - half, max(x) + half)
     return Frame(width=width, height=height, x_ticks=whole_ticks(min(x), max(x)), y_ticks=y_ticks, x_range=x_range)
@@ -244,25 +244,25 @@ def frame_of_bars(x: list[float], y_ticks: list[float], *, width: int, height: i
 
 def svg(body: str, width: int, height: int, title: str) -> str:
     name = html.escape(title, quote=True)
-    size = "wide" if width > 600 else "half" if width > 400 else "small"  # a phone shrinks the wider ones
+    size = "wide" if width > 600 else "half" if width > 400 else "small"  # CSS enlarges the text of wide ones on phones
     return f'<svg class="{size}" viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{body}</svg>'
 
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Return round numbers that enclose [low, high], `wanted` steps or a little more; a constant's axis begins at 0."""
+    """Return about `wanted` + 1 round numbers that enclose [low, high]. If low = high, the ticks include 0."""
     if high - low <= max(1e-6 * max(abs(low), abs(high)), TINY):  # differences of rounding only
         low, high = min(0.0, low), max(0.0, high)
         high = high if high - low > TINY else 1.0
     raw = (high - low) / wanted
     magnitude = 10.0 ** math.floor(math.log10(raw))
-    # 0.999 and 1e-9 forgive rounding: 0.1 / 4 is to give 0.025 and no step more.
+    # 0.999 and 1e-9 tolerate rounding: 0.1 / 4 must give the step 0.025, without an extra tick.
     step = next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999) * magnitude
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
 
 
 def whole_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
-    """Return whole numbers inside [low, high]: steps have no fractions."""
+    """Return whole-number ticks inside [low, high], for axes that count steps."""
     step = max(1, math.ceil((high - low) / wanted))
     magnitude = 10 ** (len(str(step)) - 1)
     step = next(m for m in (1, 2, 5, 10) if m * magnitude >= step) * magnitude
@@ -270,7 +270,7 @@ def whole_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Write a number in few characters: 0.25, 12, 3.4k, 1e-05."""
+    """Format a number in few characters: 0.25, 12, 34k, 1e-05."""
     if value == 0:
         return "0"
     if abs(value) >= 10_000:
@@ -281,13 +281,13 @@ def short(value: float) -> str:
 
 
 def tick_label(value: float, step: float) -> str:
-    """Like `short`, with as many decimals as tell neighbouring ticks apart (0.99998, 1.00000)."""
+    """Format a tick like `short`, but with enough decimals to distinguish neighbouring ticks (0.99998, 1.00000)."""
     return f"{value:.{-math.floor(math.log10(step))}f}" if step < 1e-2 * abs(value) and step < 1 else short(value)
 
 
 def smooth(values: Sequence[float | None], weight: float = 0.85) -> list[float | None]:
-    """Return the exponential moving average, without the bias of its start; gaps stay gaps."""
-    total = norm = 0.0  # `norm` is the weight that all values so far have, 1 in the end, as in Adam's correction
+    """Return the exponential moving average with bias correction, as in Adam. Gaps (None) stay gaps."""
+    total = norm = 0.0  # `norm` is the total weight of all values so far; it approaches 1
     result: list[float | None] = []
     for value in values:
         if value is None:

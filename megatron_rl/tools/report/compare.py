@@ -1,4 +1,4 @@
-"""Several runs side by side: what they reached, where their configs differ, and their curves over one another."""
+"""Compares several runs: their results, config differences and curves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from megatron_rl.tools.report.report import TITLES, figure, html_page, render_le
 from megatron_rl.tools.report.summary import AIMS, change_of, column, evaluation_curves, has_values, numbers
 
 Rows = list[tuple[str, list[str]]]
-"""A heading and one cell per run."""
+"""Table rows: a heading and one cell per run."""
 HIDDEN = ("step", "elapsed_s")
 
 
 def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Path]:
-    """Return a table for the console and the page written: `target`, or compare.html beside the runs' folders.
+    """Write a page that compares the runs. Return a table for the console, and the page's path.
 
-    ValueError for fewer than two runs, and for a folder that holds none.
+    The page is `target`, or else compare.html in the closest common parent of the runs' folders. ValueError for fewer
+    than two folders, or for a folder that contains no run.
     """
     if len(folders) < 2:
         raise ValueError(f"runs = {[str(f) for f in folders]}: nothing to compare; give two folders or more.")
@@ -44,7 +45,7 @@ def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Pat
 
 
 def distinct_names(folders: list[Path]) -> list[str]:
-    """Return the folders' names, with as many of their parents as it takes to tell them apart."""
+    """Return the folders' names, with as many parent folders as needed to make them unique."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = [str(Path(*part[-depth:])) for part in parts]
@@ -54,7 +55,7 @@ def distinct_names(folders: list[Path]) -> list[str]:
 
 
 def what_they_reached(runs: list[RunRecord]) -> Rows:
-    """Scores, what it works towards, speed and size of each run; a dash where one has no such number."""
+    """Return rows of each run's steps, scores, main metrics and speed. A missing number is a dash."""
     rows: Rows = [("steps", [str(len(run.steps)) for run in runs])]
     curves = [{curve.label: curve for curve in evaluation_curves(run)} for run in runs]
     for label in dict.fromkeys(label for own in curves for label in own):
@@ -69,8 +70,8 @@ def what_they_reached(runs: list[RunRecord]) -> Rows:
 
 
 def differing_options(runs: list[RunRecord]) -> Rows:
-    """The options in which the runs' configs differ, but for the folder."""
-    # Read as YAML, so that 1e-6 and 0.000001 are one number.
+    """Return rows of the options in which the configs differ, except run.folder."""
+    # Parse the YAML, so that 1e-6 and 0.000001 are equal.
     configs = [dict(_leaves(OmegaConf.to_container(OmegaConf.create(run.config)))) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [(key, [str(config.get(key, "–")) for config in configs]) for key in keys if key != "run.folder"]
@@ -78,7 +79,6 @@ def differing_options(runs: list[RunRecord]) -> Rows:
 
 
 def render(names: list[str], runs: list[RunRecord], reached: Rows, different: Rows) -> str:
-    """Return the whole page."""
     legend = render_legend([(f"c{number % 8}", name) for number, name in enumerate(names)])
     keys = dict.fromkeys(key for run in runs for line in run.steps for key, value in line.items() if is_number(value))
     first = [*(aim.metric for aim in AIMS), "time/step", *TITLES]

@@ -1,4 +1,4 @@
-"""report.png: the metric that a run works towards, evaluations and time in one picture, drawn with matplotlib."""
+"""Draws report.png with matplotlib: the run's main metric, its evaluations, and the time per phase."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLORS = ("#2563eb", "#e8590c", "#0f9d6e", "#9333ea", "#d6336c", "#0c8599", "#a0
 
 
 def write_picture(run: RunRecord, path: Path, title: str) -> None:
-    """Draw the run. Uses its own canvas, so it neither needs a display nor changes matplotlib's settings."""
+    """Draw a run's picture into a file. Uses its own canvas: needs no display and changes no matplotlib settings."""
     figure = Figure(figsize=(12, 4.6), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -47,7 +47,7 @@ def draw_aim(run: RunRecord, aim: Aim | None, axes: Axes) -> None:
     for number, one in enumerate(evaluation_curves(run), start=1):
         axes.plot(one.steps, one.scores, "o--", color=COLORS[number % len(COLORS)], linewidth=1.2, label=one.label)
     falls = aim is not None and aim.lower_is_better
-    if not falls:  # a loss would be flat
+    if not falls:  # with 0 on the axis, a loss curve would look flat
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.set_title("Evaluations" if aim is None else aim.name.capitalize(), loc="left", fontsize=11)
     if axes.get_legend_handles_labels()[0]:
@@ -55,7 +55,7 @@ def draw_aim(run: RunRecord, aim: Aim | None, axes: Axes) -> None:
 
 
 def draw_metric(run: RunRecord, key: str, label: str, axes: Axes) -> None:
-    """Draw a metric by step: a long one as faint values under their moving average."""
+    """Draw a metric by step. A long one is drawn as faint values under their moving average."""
     x = numbers(run.steps)
     y = column(run.steps, key)
     if len(y) >= LONG_CURVE:

@@ -1,6 +1,6 @@
-"""A run's folder -> `report.html`, one file that needs no network, and `report.png`.
+"""Writes a run's report: `report.html`, a self-contained page that needs no network, and `report.png`.
 
-What a model wrote is untrusted: every text from the run's files passes `html.escape`.
+Model output is untrusted: every text from the run's files is escaped with `html.escape`.
 """
 
 from __future__ import annotations
@@ -51,18 +51,21 @@ TITLES = {
     "rollout/tokens_per_s": "Generated tokens per second",
     "rollout/staleness": "Staleness (versions)",
 }
-"""Charts that come first, in this order. Every other metric of the run follows under its own name."""
+"""Titles of the metrics that are charted first, in this order. All others follow under their own names."""
 HISTOGRAMS = {
     "histogram/reply_tokens": "Tokens that the model wrote in a trajectory",
     "histogram/token_age": "Age of the trained tokens (versions)",
 }
 MISMATCHES = {"age": "By age of the token (versions)", "position": "By place in the reply (tokens before it)"}
 ROWS_SHOWN = 12
-"""Rows of a table before the reader has to unfold the rest."""
+"""Maximum visible rows of a table. The rest is folded."""
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write report.html and report.png into a run's folder; return the path of report.html. The run may still go on."""
+    """Write report.html and report.png into a run's folder; return report.html's path. The run may still be running.
+
+    Without matplotlib, report.png is skipped with a warning.
+    """
     folder = Path(folder)
     run = read_run(folder)
     page = folder / "report.html"
@@ -78,7 +81,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
-    """Return the whole page; `traces` are the names of the files in its folder `trace`."""
+    """Return the page's HTML. traces: file names in the run's folder `trace`."""
     sections = [
         about(run),
         headline(run),
@@ -111,16 +114,16 @@ def config_section(run: RunRecord) -> str:
 
 
 def about(run: RunRecord) -> str:
-    """Say which model was trained, by what, by which code and when."""
+    """Return a line with the model, the algorithm, the data, the code version and the time."""
     words = [*(f"{name} {value}" for name, value in model_and_algorithm(run.config)), read_provenance(run.config)]
     return f"<p class='about'>{escape(' · '.join(filter(None, words)))}</p>" if any(words) else ""
 
 
 def model_and_algorithm(config: str) -> list[tuple[str, str]]:
-    """Return what a config trains, each with its name."""
+    """Return (name, value) pairs for the model, the algorithm and the data of a config."""
     try:
         sections = yaml.safe_load(config) or {}
-    except yaml.YAMLError:  # of a run that was killed while it wrote it
+    except yaml.YAMLError:  # the run was killed while it wrote the config
         return []
 
     def value(section: str, key: str) -> str:
@@ -164,7 +167,7 @@ def card(label: str, value: str, note: str, style: str = "") -> str:
 
 
 def aim_section(run: RunRecord) -> str:
-    """Draw the metric that the run works towards, by step and in its evaluations."""
+    """Draw the run's main metric by step, together with its evaluations."""
     aim = aim_of(run)
     series = [] if aim is None else curve(run.steps, aim.metric)
     legend = [] if aim is None else [("c0", f"{aim.label} of each step's batch")]
@@ -176,13 +179,13 @@ def aim_section(run: RunRecord) -> str:
         legend.append((color, one.label))
     if not series:
         return ""
-    starts_at_zero = aim is None or not aim.lower_is_better  # a loss would be flat
+    starts_at_zero = aim is None or not aim.lower_is_better  # a loss curve would look flat
     chart = line_chart(series, width=960, height=300, title=f"{title} by step", y_zero=starts_at_zero)
     return f"<h2>{title}</h2><figure>{chart}{render_legend(legend)}</figure>"
 
 
 def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
-    """Return a metric as curves: a long one as faint values under their moving average."""
+    """Return a metric's curves. A long metric becomes faint values under their moving average."""
     x, y = numbers(steps), column(steps, key)
     if not has_values(y):
         return []
@@ -192,7 +195,7 @@ def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
 
 
 def time_section(run: RunRecord) -> str:
-    """Stacked seconds per phase; long runs show the mean of neighbouring steps per bar."""
+    """Draw seconds per phase as stacked bars. In long runs, a bar is the mean of neighbouring steps."""
     seconds = [phase_seconds(line) for line in run.steps]
     totals = phases_by_size(seconds)
     order, whole = list(totals), sum(totals.values())
@@ -222,7 +225,7 @@ def trace_section(names: Sequence[str]) -> str:
 
 
 def histogram_section(run: RunRecord) -> str:
-    """Draw how long replies and how old tokens were, as shares of each step's; long runs add up neighbouring steps."""
+    """Draw the distributions of reply length and token age by step. In long runs, neighbouring steps are summed."""
     figures = []
     per_column = -(-len(run.steps) // 120)
     for key, name in HISTOGRAMS.items():
@@ -236,7 +239,7 @@ def histogram_section(run: RunRecord) -> str:
             whole = sum(counts.values()) or 1.0
             columns.append({label: count / whole for label, count in counts.items()})
             x.append(lines[start]["step"] + 1)
-        # By the lowest number of a class: 16 of `16 to 31`.
+        # Sort by the lowest number of a class: 16 for `16 to 31`.
         classes = sorted({label for column in columns for label in column}, key=_first_number)
         if len(classes) > 1:
             chart = heat_map(columns, x, classes, width=470, height=210, title=name)
@@ -245,7 +248,7 @@ def histogram_section(run: RunRecord) -> str:
 
 
 def mismatch_section(run: RunRecord) -> str:
-    """Draw how far trainer and servers differ in log-probs of the same tokens: by age, and by place in the reply."""
+    """Draw the log-prob difference of trainer and servers for the same tokens, by token age and by position."""
     figures = []
     for kind, name in MISMATCHES.items():
         start = f"mismatch/mean_{kind}_"
@@ -271,7 +274,7 @@ def _first_number(key: str) -> int:
 
 
 def metric_section(run: RunRecord) -> str:
-    """One small chart per number that the run logged; those without a title are folded."""
+    """Draw one small chart per logged metric. Metrics without a title are folded."""
     aim = aim_of(run)
     hidden = {"step", "elapsed_s"} | ({aim.metric} if aim is not None else set())
     values: dict[str, set[float]] = {}
@@ -279,7 +282,7 @@ def metric_section(run: RunRecord) -> str:
         for key, value in line.items():
             if is_number(value) and key not in hidden and not key.startswith(("time/", "mismatch/mean_")):
                 values.setdefault(key, set()).add(value)
-    # A number that stays is worth a word and no chart; after one step that cannot be told.
+    # A constant metric gets a line of text instead of a chart. After one step, constant ones are not known yet.
     constant = sorted(key for key, seen in values.items() if len(seen) == 1 and len(run.steps) > 1)
     changing = [key for key in [*TITLES, *sorted(set(values) - set(TITLES))] if key in values and key not in constant]
     figures = {key: figure(TITLES.get(key, key), line_chart(curve(run.steps, key), title=key)) for key in changing}
@@ -306,7 +309,7 @@ def render_legend(entries: list[tuple[str, str]]) -> str:
 
 
 def evaluation_section(run: RunRecord) -> str:
-    """The replies of each evaluation's first and last round to the same prompts, side by side."""
+    """Show the replies of each evaluation's first and last round to the same prompts, side by side."""
     parts = []
     for name in dict.fromkeys(line["name"] for line in run.evaluations):
         steps = sorted(step for split, step in run.samples if split == name)
@@ -325,15 +328,15 @@ def evaluation_section(run: RunRecord) -> str:
 
 
 def pair_by_prompt(first: list[Row], last: list[Row]) -> list[tuple[Row, Row]]:
-    """Pair the n-th reply to a prompt in `first` with the n-th reply to it in `last`; the unmatched are left out."""
+    """Pair the n-th reply to a prompt in `first` with the n-th reply to it in `last`. Unpaired replies are dropped."""
     waiting: dict[str, list[Row]] = {}
-    for sample in reversed(last):  # so that pop() takes the first one
+    for sample in reversed(last):  # so that pop() takes the earliest
         waiting.setdefault(sample["prompt"], []).append(sample)
     return [(s, waiting[s["prompt"]].pop()) for s in first if waiting.get(s["prompt"])]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Draw a table from cells that are HTML already; rows past the first few are folded."""
+    """Render a table of cells that already are HTML. Rows after the first ROWS_SHOWN are folded."""
     rest = rows[ROWS_SHOWN:]
     folded = f"<details><summary>{len(rest)} more</summary>{rows_as_table(head, rest)}</details>" if rest else ""
     return rows_as_table(head, rows[:ROWS_SHOWN]) + folded
@@ -357,7 +360,7 @@ def reply(sample: Row) -> str:
     style = "none" if reward is None else "good" if reward >= 0.999 else "bad" if reward <= 0.0 else "part"
     number = "–" if reward is None else short(reward)
     said = text(sample["reply"])
-    if sample.get("turns"):  # a dialogue; earlier runs have no turns
+    if sample.get("turns"):  # a dialogue; samples of older versions have no turns
         turns = [("policy" if by == "policy" else "others", words) for by, words in turns_of(sample)]
         spoken = "".join(f"<div class='turn {by}'>{escape(words)}</div>" for by, words in turns)
         said = f"<div class='text'>{spoken}</div>"

@@ -1,4 +1,4 @@
-"""The report's style sheet. Colours are variables, set once for light and once for dark."""
+"""The report's style sheet. Colours are CSS variables, set once for light and once for dark mode."""
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#f7f8fa;--panel:#fff;--ink:#1b1f24;--soft:#667085;--rule:#e2e5ea;

@@ -1,7 +1,7 @@
-"""The report's table of samples: the replies that were logged, found by words, reward and step, without a network.
+"""Renders the report's table of logged samples. The reader can search its text and sort it, without a network.
 
-The samples are data in the page (JSON whose `<` is escaped), and become text nodes only: nothing that a model wrote is
-ever read as markup.
+The page contains the samples as JSON, with `<` escaped, and its script inserts them as text nodes only. So model output
+is never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from megatron_rl.telemetry.run_log import RunRecord
 
 TEXT_BUDGET = 4_000_000
-"""Characters of samples in a page; a longer run's are thinned out evenly."""
+"""Approximate maximum of sample characters in a page. Above it, only every k-th sample is kept."""
 COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply", "turns")
 
 
 def samples_section(run: RunRecord) -> str:
-    """Return the section's HTML, with its data and script; nothing where the run has no samples."""
+    """Return the section's HTML, with its data and script; "" if the run has no samples."""
     rows = [
         [
             split,
-            step + (split == "train"),  # as the terminal counts
+            step + (split == "train"),  # the terminal counts training steps from 1
             *(sample[name] for name in ("reward", "prompt", "answer", "reply")),
             turns_of(sample),
         ]
@@ -49,13 +49,13 @@ def samples_section(run: RunRecord) -> str:
 
 
 def turns_of(sample: dict[str, Any]) -> list[list[str]]:
-    """By whom and what, of a dialogue after its prompt; empty for a single reply, and where an earlier run has none."""
+    """Return [speaker, text] of each turn after the prompt. Empty for samples without turns, such as single replies."""
     turns = [[turn["by"], turn["text"]] for turn in sample.get("turns") or []]
     return turns[1:] if turns and turns[0][0] != "policy" else turns
 
 
 def thin_out(rows: list[list[object]]) -> list[list[object]]:
-    """Return every k-th sample, with the smallest k that keeps the text within TEXT_BUDGET."""
+    """Return every k-th sample, with the smallest k for which 1/k of the text fits into TEXT_BUDGET."""
     size = sum(len(str(cell)) for row in rows for cell in row)
     every = -(-size // TEXT_BUDGET) or 1
     return rows if every == 1 else rows[::every]

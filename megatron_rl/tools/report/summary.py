@@ -1,4 +1,4 @@
-"""The numbers that the page and the picture of a run both show."""
+"""Computes the numbers that report.html and report.png both show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.telemetry.run_log import RunRecord, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """The metric that a run works towards, its name and how to write it."""
+    """The main metric of a run, with its display name and number format."""
 
     metric: str
     name: str
@@ -29,7 +29,7 @@ AIMS = (
     Aim(metric="preference/accuracy", name="accuracy", form=".0%"),
     Aim(metric="supervised/loss", name="loss", form=".3f", lower_is_better=True),
 )
-"""A run's aim is the first of these that its steps have."""
+"""Candidates for a run's aim. The first one whose metric the run logs is chosen."""
 SCORES = {
     "accuracy": "accuracy",
     "greedy_reward": "greedy reward",
@@ -37,13 +37,13 @@ SCORES = {
     "reward": "reward",
     "loss": f"loss{LOWER_IS_BETTER}",
 }
-"""Metrics that can be an evaluation's score, the best first, and what to call them."""
+"""Metric -> display name of an evaluation's score. An evaluation's first metric in this order is its score."""
 UNMEASURED = "outside the phases"
 
 
 @dataclass(frozen=True)
 class EvaluationCurve:
-    """One evaluation's score over the run, and the form to write it in."""
+    """One evaluation's score over the run, with the format of its numbers."""
 
     label: str
     steps: list[int]
@@ -52,22 +52,22 @@ class EvaluationCurve:
 
     @property
     def change(self) -> str:
-        """The first and the last score."""
+        """First and last score as text, such as `0.25 → 0.50`."""
         return f"{self.scores[0]:{self.form}} → {self.scores[-1]:{self.form}}"
 
 
 def aim_of(run: RunRecord) -> Aim | None:
-    """Return what the run works towards; None before its first step, and where that logs none of AIMS."""
+    """Return the run's main metric; None before its first step, or if the run logs none of AIMS."""
     return next((aim for aim in AIMS if has_values(column(run.steps, aim.metric))), None)
 
 
 def tenth_of(run: RunRecord, aim: Aim) -> int:
-    """Return how many steps are a tenth of those with this metric, at least one."""
+    """Return a tenth of the number of steps with this metric, at least 1."""
     return max(1, sum(value is not None for value in column(run.steps, aim.metric)) // 10)
 
 
 def change_of(run: RunRecord, aim: Aim) -> str | None:
-    """Return the means of the first and the last tenth of the steps; None for a run without this metric."""
+    """Return the metric's means over the first and last tenth of steps, as text; None without this metric."""
     values = [value for value in column(run.steps, aim.metric) if value is not None]
     if not values:
         return None
@@ -77,7 +77,7 @@ def change_of(run: RunRecord, aim: Aim) -> str | None:
 
 
 def evaluation_curves(run: RunRecord) -> list[EvaluationCurve]:
-    """Return the scores of every evaluation that has one, by its name in order of appearance."""
+    """Return the curves of all evaluations that have a score, in order of appearance."""
     curves = []
     for name in dict.fromkeys(line["name"] for line in run.evaluations):
         lines = [line for line in run.evaluations if line["name"] == name]
@@ -85,7 +85,7 @@ def evaluation_curves(run: RunRecord) -> list[EvaluationCurve]:
         if key is None:
             continue
         lines = [line for line in lines if is_number(line.get(key))]
-        # A mean of rewards of 0 and 1 is the share of right replies, and readers look for that.
+        # A mean of 0/1 rewards is an accuracy. Label it so, because readers look for an accuracy.
         is_share = key == "accuracy" or is_right_or_wrong(run, name)
         score = "accuracy" if is_share and key == "reward/mean" else SCORES[key]
         curves.append(
@@ -100,29 +100,29 @@ def evaluation_curves(run: RunRecord) -> list[EvaluationCurve]:
 
 
 def is_right_or_wrong(run: RunRecord, name: str) -> bool:
-    """True where every reply of the evaluation got 0 or 1, so that their mean is a share of right answers."""
+    """Return True if every logged reward of the evaluation is 0 or 1, so that the mean reward is an accuracy."""
     rewards = [s["reward"] for (split, _), rows in run.samples.items() if split == name for s in rows]
     return bool(rewards) and set(rewards) <= {0.0, 1.0}
 
 
 def phase_seconds(line: dict[str, Any]) -> dict[str, float]:
-    """Return a step's seconds by phase, with what no phase accounts for."""
+    """Return a step's seconds by phase. The rest of the step's time is UNMEASURED."""
     times = {k.removeprefix("time/"): v for k, v in line.items() if k.startswith("time/") and is_number(v)}
     whole = times.pop("step", 0.0)
-    # Phases never overlap (telemetry.timers), so what is left was spent outside of them.
+    # Phases never overlap (telemetry.timers), so the rest was spent outside of them.
     rest = whole - sum(times.values())
     return times | ({UNMEASURED: rest} if rest > 0 else {})
 
 
 def phases_by_size(seconds: list[dict[str, float]]) -> dict[str, float]:
-    """Return the total of each phase over all steps, the largest first and the unmeasured rest last."""
+    """Return each phase's total over all steps, largest first, with UNMEASURED last."""
     names = {name for phases in seconds for name in phases}
     totals = {name: sum(phases.get(name, 0.0) for phases in seconds) for name in names}
     return {name: totals[name] for name in sorted(totals, key=lambda name: (name == UNMEASURED, -totals[name], name))}
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[int]:
-    """Return the steps' numbers from 1, as the terminal and evaluations count them; the files count from 0."""
+    """Return the steps' numbers counted from 1, as in the terminal and in evaluations. The files count from 0."""
     return [line["step"] + 1 for line in lines]
 
 
@@ -131,5 +131,5 @@ def has_values(values: list[float | None]) -> bool:
 
 
 def column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
-    """Return a metric of each line, None where that is no number."""
+    """Return a metric's value in each line; None if it is missing or not a number."""
     return [line[key] if is_number(line.get(key)) else None for line in lines]

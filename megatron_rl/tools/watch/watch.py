@@ -1,9 +1,9 @@
-"""A live page of a run, from the files that the run writes: it may be another process's, or have ended.
+"""Serves a live web page of a running or finished run. All data comes from the files that the run writes.
 
     GET /            the page (watch_page.py)
-    GET /state.json  its data, bounded however long the run is and however much it has in flight
+    GET /state.json  its data; the size is bounded, however long the run is and however many episodes are in flight
 
-Listens on 127.0.0.1 alone, and answers requests for that name alone.
+Listens on 127.0.0.1 only, and answers only requests whose Host is 127.0.0.1 or localhost.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SILENT_S = 15.0
-"""A rollout process that has written nothing for so long has ended without a word, or stands still."""
+"""A rollout process that has not written its status for this long has crashed or hangs."""
 POINTS = 400
-"""Most steps of a chart; of more, every second is left out, and so on."""
+"""Maximum points of a chart. A longer run keeps every 2nd, 4th, 8th... step."""
 SHOWN, LETTERS = 12, 400
 STATUS_BYTES = 1 << 22
 TAIL_BYTES = 1 << 18
-"""Of the prompts given up: the file holds each with its traceback."""
+"""Bytes read from the end of each dead_letters*.jsonl, which may be large: it contains tracebacks."""
 CURVES = {"reward": "reward/mean", "staleness": "rollout/staleness", "tokens_per_s": "rollout/tokens_per_s"}
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 class StepLines:
-    """The steps of metrics.jsonl, of which each call reads what has been added since the last one."""
+    """The steps in metrics.jsonl. Each `read` adds the lines written since the previous call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file_id, self._read = (0, 0), 0
         self.steps: dict[int, dict[str, Any]] = {}
         self.damaged = 0
-        """Lines that say nothing."""
+        """Number of malformed lines."""
 
     def read(self) -> None:
-        if not self._path.is_file():  # to open a pipe would wait
+        if not self._path.is_file():  # opening a pipe would block
             return
         try:
             with self._path.open("rb") as file:
                 about = os.fstat(file.fileno())
-                # Another file, or a shorter one: the run has been resumed at an earlier step.
+                # The file was replaced or truncated: the run was resumed at an earlier step. Start over.
                 if (about.st_dev, about.st_ino) != self._file_id or about.st_size < self._read:
                     self._file_id, self._read, self.steps = (about.st_dev, about.st_ino), 0, {}
                     self.damaged = 0
@@ -71,16 +71,16 @@ class StepLines:
 
 
 class Watch:
-    """The state of one run as the page shows it."""
+    """The state of one run, as shown on the page."""
 
     def __init__(self, folder: Path) -> None:
-        """ValueError where no run has begun in the folder."""
+        """ValueError if the folder contains no run."""
         if not any((folder / name).exists() for name in (METRICS, CONFIG, "status")):
             raise ValueError(f"run = {str(folder)!r}: no run has begun there; give the run.folder of one.")
         self.folder, self._lines = folder, StepLines(folder / METRICS)
 
     def state(self) -> dict[str, Any]:
-        """Return the newest state. Not from several threads at once."""
+        """Return the current state. Not thread-safe."""
         self._lines.read()
         now, (told, left_out) = time.time(), self._told()
         if self._lines.damaged:
@@ -103,7 +103,7 @@ class Watch:
         }
 
     def _told(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return what each rollout process has told last, and the names of files that say nothing of that kind."""
+        """Return the latest status of each rollout process, and the names of malformed status files."""
         found, left_out = [], []
         for path in sorted((self.folder / "status").glob("rollout-*.json")):
             status = None
@@ -112,7 +112,7 @@ class Watch:
                     status = parsed(path.read_bytes())
             if is_status(status):
                 found.append(status)
-            elif os.path.lexists(path):  # it may have just been removed
+            elif os.path.lexists(path):  # otherwise it was just removed, which is no damage
                 left_out.append(ascii(path.name)[1:-1])
         return found, left_out
 
@@ -126,12 +126,12 @@ class Watch:
     def _curves(self) -> dict[str, list[Any]]:
         steps = sorted(self._lines.steps)
         while len(steps) > POINTS:
-            steps = steps[-1::-2][::-1]  # the last one stays
-        curves: dict[str, list[Any]] = {"step": [step + 1 for step in steps]}  # as the terminal counts
+            steps = steps[-1::-2][::-1]  # keeps the last step
+        curves: dict[str, list[Any]] = {"step": [step + 1 for step in steps]}  # the terminal counts from 1
         return curves | {name: [self._lines.steps[step][name] for step in steps] for name in CURVES}
 
     def _lost(self) -> list[dict[str, str]]:
-        """Return the last prompts that were given up, without their tracebacks."""
+        """Return the most recent prompts that were given up, without their tracebacks."""
         found = []
         for path in self.folder.glob("dead_letters*.jsonl"):
             rows = []
@@ -140,13 +140,13 @@ class Watch:
                     with path.open("rb") as file:
                         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                         rows = [parsed(line) for line in file.read().splitlines()]
-            found += [row for row in rows if isinstance(row, dict)]  # the first may be cut
+            found += [row for row in rows if isinstance(row, dict)]  # the first line may be cut off and not parse
         newest = sorted(found, key=lambda row: str(row.get("time")))[-SHOWN:]
         return [{name: str(row.get(name))[:LETTERS] for name in ("time", "error")} for row in newest]
 
 
 def parsed(line: bytes) -> Any:
-    """Return the JSON value, or None for what is none."""
+    """Return the JSON value of a line, or None if it is not valid JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -154,7 +154,7 @@ def parsed(line: bytes) -> Any:
 
 
 def is_status(found: Any) -> bool:
-    """True for what a rollout process writes (rollout/status.py): the page counts on its types."""
+    """Return True if this has the types of a rollout status (rollout/status.py), which the page relies on."""
     return (
         isinstance(found, dict)
         and is_number(found.get("time"))
@@ -173,13 +173,13 @@ def is_counts(found: Any) -> bool:
 
 
 def is_list_of(found: Any, kinds: dict[str, Any]) -> bool:
-    """True for a list of objects that have values of these types."""
+    """Return True for a list of objects whose `kinds` keys have values of these types."""
     objects = found if isinstance(found, list) else [None]
     return all(isinstance(it, dict) and all(isinstance(it.get(k), kinds[k]) for k in kinds) for it in objects)
 
 
 def is_shallow(found: Any, depth: int = 6) -> bool:
-    """True for a value whose parts lie no deeper, and whose numbers JSON and a chart know."""
+    """Return True for a JSON value nested at most `depth` deep whose numbers are all valid for `is_number`."""
     if isinstance(found, dict | list):
         parts = found.values() if isinstance(found, dict) else found
         return depth > 0 and all(is_shallow(part, depth - 1) for part in parts)
@@ -197,10 +197,10 @@ def number(value: Any) -> float:
 class Handler(BaseHTTPRequestHandler):
     server: WatchServer
     timeout = 5.0
-    """Of a connection on which nothing is asked, seconds."""
+    """Seconds until an idle connection is closed."""
 
     def do_GET(self) -> None:
-        # A page of a foreign site, whose name was made to lead here, is not told of the run.
+        # Against DNS rebinding: a foreign web page must not read the run's data.
         if self.headers.get("Host", "").rpartition(":")[0] not in (LOOPBACK, "localhost"):
             self.send_error(403)
         elif self.path == "/":
@@ -223,9 +223,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves the page of one run."""
+    """HTTP server for the page of one run. ValueError if the port cannot be used."""
 
-    daemon_threads = True  # browsers hold connections open on which they ask nothing
+    daemon_threads = True  # browsers keep idle connections open, which must not delay the exit
 
     def __init__(self, folder: Path, port: int) -> None:
         self._watch, self._one_reads = Watch(folder), threading.Lock()

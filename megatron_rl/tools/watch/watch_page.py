@@ -1,6 +1,6 @@
-"""The page of `megatron-rl watch`: one file without anything from elsewhere, which asks for state.json again and again.
+"""The page of `megatron-rl watch`: one self-contained file that polls state.json.
 
-What a model wrote reaches the page as text nodes alone, never as HTML.
+Model output is inserted as text nodes only, never as HTML.
 """
 
 from megatron_rl.tools.report.report_css import STYLE
