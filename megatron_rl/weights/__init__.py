@@ -1,1 +1,1 @@
-"""Weights between Hugging Face folders, Megatron shards and rollout servers."""
+"""Convert weights between Hugging Face folders and Megatron shards, and send them to rollout servers."""

@@ -1,8 +1,8 @@
-"""Low-rank adapters: which matrices have one, its names and slices, its first values, and PEFT's files.
+"""Low-rank adapters (LoRA): which matrices have one, its names, shards and initial values, and PEFT's files.
 
-An adapter adds scale x lora_B lora_A to a matrix. Hugging Face's files have one for each projection; a fused matrix
-(queries, keys and values, or gate and up) has one lora_B of its own rows, and the lora_A of its projections one above
-the other. So lora_B is cut as the matrix's rows are, lora_A as its columns.
+An adapter adds `scale * lora_B @ lora_A` to a matrix. HF files have one adapter per projection. A fused matrix (QKV, or
+gate and up) has a single lora_B with the matrix's rows; its projections' lora_A are stacked by rows. So lora_B is
+sharded like the matrix's rows, lora_A like its columns.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron_rl.weights.peft_config import FILE, PEFT_PREFIX, PeftConfig, read_
 from megatron_rl.weights.tensor_rules import Columns, Replicated, Rule, Shape, WeightSource
 
 MODULE = "_lora"
-"""Behind a matrix' name in Megatron: the module of its adapter, beside it in the same layer."""
+"""Suffix that turns a matrix's Megatron name into the name of its adapter module, which is in the same layer."""
 _MATRIX = re.compile(r".*\.(linear_[a-z0-9_]+|in_proj|out_proj)\.weight")
 _PARAMETER = re.compile(rf"(.+){MODULE}\.(lora_[AB])")
 _NUMBERS = re.compile(r"\.(\d+|\{\})(?=\.)")
 
 
 class Stacked(Replicated):
-    """Every tensor rank holds the whole tensors of all projections, one above the other."""
+    """Every tensor-parallel rank holds the whole tensors of all projections, stacked by rows."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -51,19 +51,19 @@ class Stacked(Replicated):
 
 
 def is_adapter(name: str) -> bool:
-    """Return True for the name of an adapter's parameter in Megatron or, without a prefix, in HF's files."""
+    """Return True for the name of an adapter parameter, in Megatron or in HF files without PEFT's prefix."""
     return ".lora_" in name
 
 
 def matrix_of(name: str) -> tuple[str, str]:
-    """Return the matrix' name in Megatron and `lora_A` or `lora_B`, of an adapter's parameter."""
+    """Split an adapter parameter's Megatron name into its matrix's name and `lora_A` or `lora_B`."""
     match = _PARAMETER.fullmatch(name)
     assert match, name
     return f"{match[1]}.weight", match[2]
 
 
 def projections(arch: Architecture) -> list[str]:
-    """Return what can be adapted, as dotted names within a layer without numbers: `self_attn.q_proj`."""
+    """Return the projections that can have adapters, as names within a layer without numbers: `self_attn.q_proj`."""
     rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
     everything = LoraConfig(rank=1)
     names = (_general(name) for rule in rules for name in adapted(rule, everything))
@@ -75,7 +75,7 @@ def _general(name: str) -> str:
 
 
 def adapted(rule: Rule, lora: LoraConfig) -> list[str]:
-    """Return the HF matrices of a rule that have an adapter. Experts that are one tensor have none, as for PEFT."""
+    """Return the HF matrices of a rule that have an adapter. As in PEFT, experts stacked in one tensor have none."""
     if rule.is_stacked or not _MATRIX.fullmatch(f".{rule.megatron}"):
         return []
     return [name for name in rule.hf if _is_target(_general(name), lora)]
@@ -87,7 +87,7 @@ def _is_target(general: str, lora: LoraConfig) -> bool:
 
 
 def check_adapters(arch: Architecture, lora: LoraConfig, model: ModelConfig) -> None:
-    """Raise ValueError where the model has no such matrices, or is none that adapters are trained for."""
+    """Raise ValueError if a target is not in the model, or if the model's settings do not allow adapters."""
     known = projections(arch)
     for target in lora.targets:
         if not any(f".{name}".endswith(f".{target}") for name in known):
@@ -114,14 +114,14 @@ def check_adapters(arch: Architecture, lora: LoraConfig, model: ModelConfig) -> 
 
 
 def adapted_experts(arch: Architecture, lora: LoraConfig) -> list[str]:
-    """Return the projections of a mixture's routed experts that have an adapter, as `projections` names them."""
+    """Return the routed experts' projections that have an adapter, named as in `projections`."""
     return [name for name in projections(arch) if ".experts." in name and _is_target(name, lora)]
 
 
 def adapter_rule(rule: Rule, part: str, lora: LoraConfig) -> Rule:
-    """Return the rule of the matrix' `lora_A` or `lora_B`.
+    """Return the rule for a matrix's `lora_A` or `lora_B`, as `part` says.
 
-    Of a fused matrix lora_B has the rows of all projections, also of those that have no adapter; they stay zero.
+    A fused matrix's lora_B has the rows of all projections; rows of projections without an adapter stay zero.
     """
     names = adapted(rule, lora) if part == "lora_A" else list(rule.hf)
     hf = {_adapter_name(name, part): "" for name in names}
@@ -139,7 +139,7 @@ def _adapter_name(name: str, part: str) -> str:
 
 
 def adapter_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, Shape]:
-    """Return the shapes of all adapters' HF tensors, without PEFT's prefix."""
+    """Return the names, without PEFT's prefix, and shapes of all adapter tensors in HF files."""
     known, shapes = set(projections(arch)), {}
     for name, (rows, *columns) in hf_shapes(arch).items():
         general = _general(name).removeprefix("model.layers.")
@@ -150,9 +150,9 @@ def adapter_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, Shape]:
 
 
 class FirstAdapters:
-    """The adapters before the first update: lora_A drawn as PEFT draws it, uniform in +-1/sqrt(columns), lora_B zero.
+    """Initial adapters as in PEFT: lora_A uniform in +-1/sqrt(columns), lora_B zero.
 
-    A tensor depends on its name and the seed alone, so that every layout starts from the same.
+    A tensor depends only on its name and the seed, so every parallel layout starts from the same adapters.
     """
 
     def __init__(self, arch: Architecture, lora: LoraConfig, seed: int) -> None:
@@ -169,7 +169,7 @@ class FirstAdapters:
 
 
 class PeftFolder:
-    """The adapters of a folder in PEFT's format, which must have this rank, scale and these targets."""
+    """The adapters of a folder in PEFT's format. Raises ValueError if its rank, scale or targets differ from `lora`."""
 
     def __init__(self, folder: str | Path, arch: Architecture, lora: LoraConfig) -> None:
         found, tensors = read_peft_config(folder), HFFolder(folder, {}, file=ADAPTER_FILE)
@@ -186,13 +186,13 @@ class PeftFolder:
             )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        if name not in self.shapes:  # rows of a fused matrix' projection that has no adapter
+        if name not in self.shapes:  # a projection of a fused matrix, without an adapter
             return torch.zeros(stop - start, self.rank)
         return self.source.read(PEFT_PREFIX + name, dim, start, stop)
 
 
 def _check_scale(found: PeftConfig, module: str, lora: LoraConfig) -> None:
-    """Raise ValueError unless the run gives a module's adapter the folder's rank and scale."""
+    """Raise ValueError if the run's adapter rank or scale differs from the folder's for this module."""
     rank, scale = found.rank_of(module), found.scale_of(module)
     if rank != lora.rank:
         by = "r" if rank == found.said.get("r", 8) else "rank_pattern"
@@ -210,7 +210,7 @@ def _check_scale(found: PeftConfig, module: str, lora: LoraConfig) -> None:
 
 
 class AdaptedMatrices:
-    """The matrices of a model's folder that have adapters in a folder in PEFT's format.
+    """The matrices of a model folder that have adapters in a PEFT folder, with or without these merged.
 
     For example:
 
@@ -231,11 +231,11 @@ class AdaptedMatrices:
             raise ValueError(f"{adapter_folder}: adapts {min(unknown)}, which {model_folder} has not.")
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the matrices as the model has them."""
+        """Yield the matrices without adapters, as in the model folder."""
         return ((name, self.model.read(name, 0, 0, self.shapes[name][0])) for name in self.names)
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield them with their adapters, as `Adapter.merged` makes them of a model in `dtype`."""
+        """Yield the matrices with adapters merged, computed like `Adapter.merged` for a model in `dtype`."""
         for name, weight in self.plain():
             rows = self.shapes[name][0]
             a, b = (_adapter_name(name, part) for part in ("lora_A", "lora_B"))
@@ -251,7 +251,7 @@ def is_peft_folder(path: str | Path) -> bool:
 
 
 def adapter_source(arch: Architecture, lora: LoraConfig, *, seed: int) -> WeightSource:
-    """Return the adapters that a run begins with: of the folder `lora.path`, or without one such as change nothing."""
+    """Return a run's initial adapters: from the folder `lora.path`, or new ones that do not change the model."""
     if not lora.path:
         return FirstAdapters(arch, lora, seed)
     if not is_peft_folder(lora.path):
@@ -263,7 +263,7 @@ def adapter_source(arch: Architecture, lora: LoraConfig, *, seed: int) -> Weight
 
 
 def last_parts(arch: Architecture, lora: LoraConfig) -> list[str]:
-    """Return the last parts of the names of the projections that have adapters, such as `q_proj`."""
+    """Return the last name components of the projections that have adapters, such as `q_proj`."""
     return sorted({name.rpartition(".")[2] for name in projections(arch) if _is_target(name, lora)})
 
 
@@ -271,7 +271,7 @@ def peft_config(arch: Architecture, lora: LoraConfig, model_folder: str | Path) 
     """Return the content of adapter_config.json."""
     known, ends = projections(arch), last_parts(arch, lora)
     chosen = [name for name in known if _is_target(name, lora)]
-    # PEFT adapts every module whose name ends so; where that were too many, a pattern of the whole names.
+    # PEFT adapts every module whose name ends with a target. If that is too many, give a pattern of whole names.
     targets: Any = ends
     if any(name.rpartition(".")[2] in ends and name not in chosen for name in known):
         whole = (re.escape(name).replace(r"experts\.", r"experts\.([0-9]+\.)?") for name in chosen)
@@ -292,8 +292,10 @@ def peft_config(arch: Architecture, lora: LoraConfig, model_folder: str | Path) 
 def write_peft_folder(
     folder: str | Path, tensors: dict[str, Tensor], arch: Architecture, lora: LoraConfig, model_folder: str | Path
 ) -> None:
-    """Write adapters, by their HF names without PEFT's prefix, in PEFT's format. OSError where a file cannot be
-    written."""
+    """Write adapters in PEFT's format. tensors: by HF name, without PEFT's prefix.
+
+    Raises OSError if a file cannot be written.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     named = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""The architecture in a Hugging Face `config.json`, checked and in one vocabulary for all families."""
+"""Read and check a Hugging Face `config.json`. The resulting `Architecture` has the same fields for all families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {
     "vocab": "vocab_size",
     "max_positions": "max_position_embeddings",
 }
-"""Fields of an architecture that are sizes, and their keys in config.json."""
+"""The Architecture fields that are sizes, with their keys in config.json."""
 LONGEST_REASON = 300
 CLASSIFIERS = {
     classifier: causal
@@ -35,11 +35,11 @@ CLASSIFIERS = {
         strict=True,
     )
 }
-"""The models of these families whose head is one number per token, and what they are called as language models."""
+"""Classifier class -> language model class of the same trunk. A classifier's head returns one number per token."""
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """Read and check `folder/config.json`. ValueError names the key, the value, the rule and the remedy."""
+    """Read and check `folder/config.json`. The ValueError names the key, its value, the rule and the remedy."""
     folder = Path(folder)
     path = folder / "config.json"
     if not path.exists():
@@ -93,14 +93,14 @@ def read_architecture(folder: str | Path) -> Architecture:
 
 
 def _as_transformers_has_it(said: Config, name: str, family: Family, path: Path) -> Config:
-    """Return the config as transformers' class of the model completes it: its defaults, and the rotation in one form.
+    """Return the config completed by transformers' config class: defaults filled in, rotary settings in one format.
 
-    ValueError for what the class refuses.
+    Raises ValueError if the class refuses the config.
     """
-    import transformers  # takes seconds, which whoever asks for no architecture does without
+    import transformers  # imported here because it takes seconds
 
     stem = name.removesuffix("ForCausalLM")
-    # Models that read images too have a class of their own for the config of their text.
+    # Families with image models have a separate config class for text.
     class_name = f"{stem}TextConfig" if family.classifiers else f"{stem}Config"
     try:
         config = getattr(transformers, class_name).from_dict(copy.deepcopy(said)).to_dict()
@@ -113,7 +113,7 @@ def _as_transformers_has_it(said: Config, name: str, family: Family, path: Path)
 
 
 def _refuse_wrong_numbers(arch: Architecture, path: Path) -> None:
-    """Raise ValueError for a size that no model has."""
+    """Raise ValueError for sizes and constants that are not positive numbers, or a wrong count of layer types."""
     for field, key in SIZES.items():
         value = getattr(arch, field)
         if type(value) is not int or value < 1:
@@ -136,16 +136,16 @@ def _refuse_wrong_numbers(arch: Architecture, path: Path) -> None:
 
 
 def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the same model as a critic or reward model is saved."""
+    """Return the model's config.json changed to a one-label classifier, as critics and reward models are saved."""
     classifier_of = {causal: name for name, causal in CLASSIFIERS.items()}
     names = [classifier_of.get(name, name) for name in config["architectures"]]
-    # transformers counts the labels of id2label and saves them alone; other readers look for num_labels.
+    # transformers saves id2label only and counts its entries; other readers expect num_labels.
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config | {"architectures": names} | labels
 
 
 def _head(config: Config, path: Path) -> tuple[str, list[str]]:
-    """Return the head of config.json's model, and its `architectures` as their language models are called."""
+    """Return the model's head (`policy` or `value`) and its `architectures` as language model class names."""
     names = config.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(
@@ -155,7 +155,7 @@ def _head(config: Config, path: Path) -> tuple[str, list[str]]:
     if not any(name in CLASSIFIERS for name in names):
         return "policy", names
     named = config.get("id2label")
-    labels = len(named) if named and isinstance(named, dict) else config.get("num_labels", 2)  # 2: transformers' own
+    labels = len(named) if named and isinstance(named, dict) else config.get("num_labels", 2)  # 2: its default
     if labels != 1:
         raise ValueError(
             f"{path}: num_labels = {labels}: a critic or reward model gives one number; pick a model with one label."
@@ -167,9 +167,9 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 
 def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """Return the scaling as transformers 5 writes it, or None. Scalings that depend on the batch are refused."""
+    """Return the RoPE scaling in transformers 5 format, or None. Scalings that depend on the batch are refused."""
     rope = dict(rope_of(config))
-    kind = rope.setdefault("rope_type", rope.pop("type", "default"))  # `type`: as early versions wrote it
+    kind = rope.setdefault("rope_type", rope.pop("type", "default"))  # early versions wrote `type`
     if kind == "default":
         return None
     if kind not in ROPE_SCALINGS:
@@ -190,7 +190,7 @@ def _windows(config: Config) -> tuple[int | None, ...]:
 
 
 def _refuse_unsupported(config: Config, arch: Architecture, family: Family, path: Path) -> None:
-    # A key that is not there has the supported value: these are transformers' defaults, too.
+    # A missing key counts as supported: the supported values are also transformers' defaults.
     demands = {key: value for key, value in DEMANDS.items() if key not in family.may_say} | dict(family.demands)
     for key, supported in demands.items():
         value = config.get(key, supported)

@@ -1,4 +1,4 @@
-"""Checksums of the weights that are being published, taken in the same way as the servers that will hold them do."""
+"""Take checksums of the weights being published, in the same forms as the servers that receive them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.weights.update_group import digest
 
 
 class ExpectedChecksums:
-    """The checksums that every server must report once it holds the tensors that passed through `watch`.
+    """The checksums that servers must report once they hold the tensors that passed through `watch`.
 
     For example:
 
@@ -28,22 +28,22 @@ class ExpectedChecksums:
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
         self.forms = set(forms)
         self._sums: dict[ChecksumForm, list[tuple[dict[str, int], Tensor]]] = {form: [] for form in self.forms}
-        """Of tensors that were added together: their names, with their bytes, and what `word_sums` gave."""
+        """For each batch of tensors: name -> bytes, and the result of `word_sums`."""
         self._sglang = {form: SGLangChecksums(form) for form in self.forms if form.kind != "embedded"}
 
     def watch(
         self, tensors: Iterable[tuple[str, Tensor]], buckets: Iterable[Sequence[object]] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on, and take their checksums behind the receiver's back: while it sends them.
+        """Yield the tensors unchanged, and take their checksums while the consumer sends them.
 
-        The receiver may not write to a tensor before it has asked for the next. buckets: those of each are added
-        together on a GPU, once its last one has passed, and kept until then; a tensor of no bucket is added by itself.
+        The consumer must not write to a tensor before it asks for the next one. buckets: on a GPU, a bucket's tensors
+        are kept until the last one, and then their checksums are taken together. Other tensors are handled singly.
         """
         stream = iter(tensors)
         for bucket in buckets if self.forms else ():
             waiting: list[tuple[str, Tensor]] = []
             for place, (name, tensor) in enumerate(itertools.islice(stream, len(bucket)), 1):
-                yield name, tensor  # whose broadcast is under way when the stream goes on
+                yield name, tensor  # its broadcast has started when the loop resumes
                 waiting.append((name, tensor))
                 if place == len(bucket) or tensor.device.type == "cpu":
                     self.add(waiting)
@@ -53,13 +53,13 @@ class ExpectedChecksums:
             self.add([(name, tensor)])
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Take the checksums of tensors on one device. On a GPU nothing is waited for: the sums are read in `of`."""
+        """Take the checksums of tensors on one device. Does not synchronise with a GPU: `of` reads the sums."""
         for form in self.forms:
             dtype = None if form.dtype is None else getattr(torch, form.dtype)
             if all(dtype in (None, tensor.dtype) for _, tensor in tensors):
                 self._add(tensors, form)
             else:
-                # A server that keeps another dtype rounds as it loads, and its checksums are of what it keeps.
+                # A server that keeps another dtype rounds while loading, and takes checksums of the rounded weights.
                 for name, tensor in tensors:
                     self._add([(name, tensor.to(dtype))], form)
 
@@ -71,7 +71,7 @@ class ExpectedChecksums:
             self._sglang[form].add(tensors)
 
     def of(self, form: ChecksumForm) -> dict[str, str]:
-        """Tensor -> checksum in one form, under the names that its servers use."""
+        """Return tensor -> checksum in one form, with the names that its servers use."""
         if form.kind != "embedded":
             return self._sglang[form].of()
         found = {}
@@ -82,10 +82,10 @@ class ExpectedChecksums:
 
 
 def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:
-    """Return the tensors that a server holds otherwise than they were sent.
+    """Return the names of tensors whose checksums differ between trainer and server.
 
-    complete: every tensor must be on both sides. SGLang stores some in other ways; what only one side has cannot be
-    compared there.
+    complete: a tensor that only one side has counts as different. Otherwise only common tensors are compared, because
+    SGLang stores some tensors in other ways.
     """
     names = expected.keys() | held.keys() if complete else expected.keys() & held.keys()
     return sorted(name for name in names if expected.get(name) != held.get(name))

@@ -1,4 +1,4 @@
-"""The shape of a decoder, in one vocabulary for all families of models."""
+"""Dataclasses that describe a decoder's architecture in the same terms for all model families."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """A mixture of experts: where it stands and how its router spreads a token."""
+    """Mixture-of-experts settings: which layers have one, expert sizes and routing."""
 
     experts: int
     per_token: int
     ffn: int
     """Width of one expert."""
     layers: tuple[bool, ...]
-    """For each layer, whether it has the mixture (or one dense feed-forward)."""
+    """Per layer: True for a mixture, False for a dense feed-forward."""
     renormalised: bool = True
-    """The chosen experts' weights sum to 1."""
+    """The weights of a token's chosen experts are renormalised to sum to 1."""
     shared_ffn: int | None = None
-    """Width of the experts that every token takes, together."""
+    """Total width of the shared experts, which process every token."""
     groups: int | None = None
-    """Groups of experts; a token chooses from `groups_per_token` of them only."""
+    """Number of expert groups. A token's experts come from only `groups_per_token` of them."""
     groups_per_token: int | None = None
     shared_gate: bool = False
-    """A sigmoid of the token weighs what the shared experts make of it."""
+    """The shared experts' output is multiplied by a sigmoid gate computed from the token."""
     scale: float | None = None
-    """Factor on the chosen experts' weights."""
+    """Factor on the weights of the chosen experts."""
     is_biased: bool = False
-    """Scores are sigmoids, and a bias that gradients do not reach takes part in choosing (arXiv 2412.19437)."""
+    """Scores are sigmoids. A bias that receives no gradient is added when experts are chosen (arXiv 2412.19437)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): ranks of its projections, widths of each head's parts."""
+    """Multi-head latent attention (arXiv 2405.04434): low ranks of its projections, and widths of each head's parts."""
 
     query_rank: int | None
-    """None: queries are projected from the hidden state at once."""
+    """None: queries are projected directly from the hidden state."""
     kv_rank: int
     plain_dim: int
-    """The part of a query and a key that is not rotated."""
+    """Width of the unrotated part of a query or key head."""
     value_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """Gated delta nets in the place of attention (arXiv 2412.06464): heads, their widths, and where they stand."""
+    """Gated delta nets that replace attention in some layers (arXiv 2412.06464)."""
 
     key_heads: int
     value_heads: int
-    """A multiple of the key heads: neighbours share one."""
+    """A multiple of `key_heads`; adjacent value heads share a key head."""
     key_dim: int
     value_dim: int
     kernel: int
-    """Tokens that the convolution before it sees, the last one included."""
+    """Kernel size of the preceding causal convolution, in tokens, including the current one."""
     layers: tuple[bool, ...]
-    """For each layer, whether it has one (or attention)."""
+    """Per layer: True for a delta net, False for attention."""
 
     @property
     def in_rows(self) -> int:
-        """Rows of its projections together: queries, keys, values, gates, and two numbers for each value head."""
+        """Rows of all input projections: queries, keys, values, gates, and two numbers per value head."""
         return 2 * (self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes of a decoder: counts of layers and heads, widths in elements, the vocabulary in tokens.
+    """A decoder's sizes (widths in elements, vocabulary in tokens) and the features that differ between families.
 
     For example:
 
@@ -81,7 +81,7 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    """Of latent attention the rotated part alone."""
+    """Width of a head. With latent attention, only the rotated part."""
     vocab: int
     tied: bool
     norm_eps: float
@@ -89,55 +89,57 @@ class Architecture:
     rope_scaling: dict[str, Any] | None
     max_positions: int
     windows: tuple[int | None, ...]
-    """For each layer, the most tokens that one attends to, itself included; None is all."""
+    """Per layer: the attention window in tokens, including the current one; None means unlimited."""
     mixture: Mixture | None = None
     latent: Latent | None = None
     delta_net: DeltaNet | None = None
     gated_attention: bool = False
-    """Queries come with a gate of their width, whose sigmoid multiplies the result of attention."""
+    """The query projection also produces a gate of equal width. Its sigmoid multiplies attention's output."""
     window_rope_theta: float | None = None
-    """Base of the rotary embedding of layers with a window, which is not scaled; None is as in the other layers."""
+    """RoPE base of layers with a window, used without scaling. None: same RoPE as in the other layers."""
     qkv_bias: bool = False
-    """The projections of queries, keys and values have one."""
     has_biases: bool = False
-    """So have all other matrices of the layers, routers and experts included."""
+    """All matrices of the layers other than QKV have biases, including routers and experts."""
     has_sinks: bool = False
-    """Each head has a number that takes part in the softmax over its scores, as if it were one more."""
+    """Attention sinks: each head has a learned logit that joins the softmax as one extra score."""
     qk_norm: bool = False
-    """Queries and keys go through a norm over each head's width."""
+    """Queries and keys are normalised per head."""
     wide_qk_norm: bool = False
-    """They go through one over the width of all heads together."""
+    """Queries and keys are normalised over all heads together."""
     rotary_share: float = 1.0
-    """The share of each head's width, from its beginning, that is rotated."""
+    """Fraction of each head's width that is rotated, starting at its beginning."""
     softmax_scale: float | None = None
-    """Factor on the products of queries and keys; None is 1 / sqrt(head_dim)."""
+    """Factor on the query-key products. None: 1 / sqrt(head_dim)."""
     activation: str = "silu"
-    """The function on the gate of a feed-forward: `silu`, `gelu_tanh`, or `clamped_swiglu`, x * sigmoid(1.702 x) of a
-    gate of at most 7, which multiplies 1 + up with up from -7 to 7."""
+    """Feed-forward activation on the gate: `silu`, `gelu_tanh` or `clamped_swiglu`. The last is
+    gate * sigmoid(1.702 gate) * (1 + up), with gate clamped to at most 7 and up to [-7, 7]."""
     embedding_scale: float | None = None
-    """Factor on the rows of the embedding, rounded to the model's precision."""
+    """Factor on the embedding's output. The factor is rounded to the model's dtype."""
     norm_offset: float = 0.0
-    """The number that a norm adds to its weights."""
+    """Number that norms add to their weights."""
     has_norms_before: bool = True
-    """Attention and feed-forward follow a norm."""
+    """A norm precedes attention and feed-forward."""
     has_norms_behind: bool = False
-    """Attention and feed-forward are followed by a norm."""
+    """A norm follows attention and feed-forward."""
     head: str = "policy"
-    """The layer after the last norm: `policy`, logits over the vocabulary, or `value`, one number per token."""
+    """The layer after the last norm: `policy` (logits over the vocabulary) or `value` (one number per token)."""
 
     def with_head(self, head: str) -> Architecture:
-        """Return the same trunk under `head`. A value head may be put on any; a policy head is there or is not."""
+        """Return the same trunk with another head. Any model can get a value head.
+
+        Raises ValueError if a policy head is requested for a model with a value head.
+        """
         if head == "policy" and self.head == "value":
             raise ValueError(
                 "model.path: a ForSequenceClassification folder has a scalar head and no language-model head; give a "
                 "ForCausalLM folder for the policy, and this one as critic or reward model."
             )
-        # One row of numbers cannot be the embedding's transpose: a value head is never tied.
+        # A value head has one row, so it cannot be tied to the embedding.
         return replace(self, head=head, tied=self.tied and head == "policy")
 
     @property
     def beyond_transformer_engine(self) -> str | None:
-        """The first part of the layers that Transformer Engine's modules cannot build; None: they build all."""
+        """Name of the first feature that Transformer Engine's modules cannot build; None if they can build all."""
         parts = {"norms behind matrices": self.has_norms_behind, "delta nets": self.delta_net, "sinks": self.has_sinks}
         return next((part for part, has in parts.items() if has), None)
 
@@ -146,13 +148,13 @@ class Architecture:
         return self.beyond_transformer_engine is None
 
     def has_delta_net(self, layer_number: int) -> bool:
-        """Return True if the layer (counted from 0 over the whole model) has a delta net in the place of attention."""
+        """Return True if the layer (global number, from 0) has a delta net instead of attention."""
         return self.delta_net is not None and self.delta_net.layers[layer_number]
 
     def kind(self, layer_number: int) -> tuple[bool, bool]:
-        """Return what tells layers apart: has it a delta net, has it a mixture?"""
+        """Return (has a delta net, has a mixture). Layers of the same kind have the same parameters."""
         return self.has_delta_net(layer_number), self.has_mixture(layer_number)
 
     def has_mixture(self, layer_number: int) -> bool:
-        """Return True if the layer (counted from 0 over the whole model) is a mixture of experts."""
+        """Return True if the layer (global number, from 0) has a mixture of experts."""
         return self.mixture is not None and self.mixture.layers[layer_number]

@@ -1,9 +1,8 @@
-"""Publication over slow links: each server is sent what changed since the weights that it holds, over HTTP.
+"""Publish over slow links: send each server only what changed since the weights it holds, over HTTP.
 
-The trainer keeps a copy of the last published weights, in the host memory of its first rank. A server whose checksums
-say that it holds exactly these is sent changes (delta_code.py), any other one whole tensors. The checksums of every
-tensor are compared afterwards, as in the other transports. Embedded servers apply changes, and so does an SGLang that
-was started with our loader (sglang_loaders.py).
+Rank 0 keeps a copy of the last published weights in host memory. A server whose checksums match this copy exactly is
+sent changes (delta_code.py); any other server is sent whole tensors. All checksums are compared afterwards, as in the
+other transports. Embedded servers can apply changes, and so can an SGLang started with our loader (sglang_loaders.py).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from megatron_rl.weights.sglang_loaders import pickled_parts
 from megatron_rl.weights.update_group import TensorSpec
 
 RUN_NUMBERS = 1 << 22
-"""Numbers of a tensor that are coded at a time."""
+"""A tensor is encoded in runs of at most this many numbers."""
 
 Parcel = list[tuple[Run, Tensor]]
-"""Changes, each with all new numbers (as integers) of its run."""
+"""Encoded runs, each with all of its new numbers as integers."""
 
 
 class DeltaPublisher(WeightPublisher):
-    """Codes a parcel of at most `parcel_bytes`, but for one run, while the one before is on its way."""
+    """Encodes one parcel while the previous one is sent. A parcel has at most `parcel_bytes`, or a single run."""
 
     def __init__(
         self, receiver: WeightReceiver | None, *, parcel_bytes: int = 1 << 26, timeout_s: float = 600.0
@@ -38,13 +37,13 @@ class DeltaPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.parcel_bytes = parcel_bytes
         self._base: dict[str, Tensor] = {}
-        """The tensors that were published last, as flat integers."""
+        """The last published tensors, as flat integers."""
         self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         self.last.sent_bytes = 0
-        # A generator begins at its first next(), which is after the holders are known; made out here, it can be
-        # exhausted whatever fails before.
+        # Created before anything can fail, so that `finally` can exhaust it. A generator runs only from its first
+        # next(), when the holders are known.
         holders: set[str] = set()
         parcels = self._parcels(specs, tensors, holders)
         try:
@@ -52,14 +51,14 @@ class DeltaPublisher(WeightPublisher):
             holders |= self._holders({str(spec.dtype).removeprefix("torch.") for spec in specs})
             self._send_all(parcels, lambda parcel: self._send(parcel, holders), self._collect, checksums)
         finally:
-            for _ in parcels:  # the other ranks wait for the rest of the stream, and all of it becomes the base
+            for _ in parcels:  # the stream is a collective, and all of it becomes the base
                 pass
-            # Also after a failure: whoever does not hold this base is found out by its checksums next time.
+            # Also after a failure: next time, checksums reveal which servers do not hold this base.
             self._base_checksums = {form: checksums.of(form) for form in checksums.forms}
             self._resume()
 
     def _refuse_others(self) -> None:
-        """Drop servers that load whole tensors only, or whose weights cannot be known to be those that changed."""
+        """Drop servers that cannot apply changes, or whose checksums cannot be compared with the base."""
         forms, change_forms = self.receiver.checksum_forms(), self.receiver.change_forms()
         reason = (
             f"rollout.publication = delta: an SGLang applies changes that says its checksums and was started with "
@@ -69,7 +68,7 @@ class DeltaPublisher(WeightPublisher):
         self._lose(dict.fromkeys(others, reason))
 
     def _holders(self, dtypes: set[str]) -> set[str]:
-        """The servers that hold exactly the base, in the dtype that is sent."""
+        """Return the servers that hold exactly the base, in the dtype that is sent."""
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
         holders = set()
@@ -82,7 +81,7 @@ class DeltaPublisher(WeightPublisher):
         return holders
 
     def _parcels(self, specs: list[TensorSpec], tensors: Tensors, holders: set[str]) -> Iterator[Parcel]:
-        """Yield at least one; the new tensors become the base. `holders` must be known by the first one."""
+        """Yield at least one parcel, and make the new tensors the base. Fill `holders` before the first next()."""
         all_hold = holders.issuperset(self.receiver.server_ranks)
         parcel: Parcel = []
         size, stream = 0, iter(tensors)
@@ -95,7 +94,7 @@ class DeltaPublisher(WeightPublisher):
                 change = encode(part, None if old is None else old[start : start + RUN_NUMBERS])
                 if all_hold and change.places == "none":
                     continue
-                # Servers without the base are sent the numbers themselves: the larger of the two bodies counts.
+                # Servers without the base are sent the numbers themselves, so the larger body determines the size.
                 run_bytes = change.nbytes if all_hold else part.nbytes
                 if parcel and size + run_bytes > self.parcel_bytes:
                     yield parcel
@@ -103,7 +102,7 @@ class DeltaPublisher(WeightPublisher):
                 parcel.append((Run(spec.name, dtype, torch.Size(spec.shape), start, change), part))
                 size += run_bytes
             self._base[spec.name] = new
-        yield parcel  # an empty one, too, where nothing changed: it is what carries the new version
+        yield parcel  # even if nothing changed: an empty parcel carries the new version
         for name, tensor in stream:
             raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
 

@@ -1,9 +1,10 @@
-"""The changes of a tensor since its last version, coded so that they are decoded to the same bits.
+"""Encode a tensor's changes since its last version losslessly.
 
-Both ends import this file. Numbers are taken as integers of their bits: NaNs, zeros of either sign and overflows are
-integers like others. The places of those that changed are a bitmap or the gaps between them, their values what was
-added to the old integers, or the new ones; numbers that are mostly small, such as gaps, take seven bits a byte. Of all
-ways the one with the fewest bytes is taken, and where none is shorter, the new values alone.
+Both trainer and servers import this file. Numbers are treated as integers of their bits, so NaNs, signed zeros and
+overflow need no special case. The changed places are coded as a bitmap or as gaps between them. Their values are either
+the new integers or the differences from the old ones. Gaps and differences, which are mostly small, are
+variable-length integers with seven bits per byte. The coding with the fewest bytes is chosen; if none is smaller than
+the new values, these are sent alone.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import torch
 from torch import Tensor
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
-"""By the bytes of a number."""
+"""Bytes per number -> integer dtype."""
 LONGEST = 5
-"""Bytes of the longest number of seven bits a byte: 32 bits, and the sign."""
+"""Maximum bytes of a variable-length integer: 32 bits and a sign, at seven bits per byte."""
 PLACES = ("none", "all", "gaps", "bitmap")
 VALUES = ("whole", "added")
 
 
 @dataclass(frozen=True)
 class Change:
-    """The change of a run of numbers, as bytes (`[n]` uint8 on the CPU) and how to read them.
+    """Encoded change of a run of numbers. `place_bytes` and `value_bytes` are `[n]` uint8 on the CPU.
 
     For example:
 
@@ -35,7 +36,7 @@ class Change:
     """
 
     count: int
-    """Numbers in the run, changed or not."""
+    """Numbers in the run, changed or unchanged."""
     places: str
     values: str
     place_bytes: Tensor
@@ -50,13 +51,13 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The numbers' bits as integers, flat: a view."""
+    """Return a flat view of the tensor's bits as int16 or int32."""
     return tensor.view(-1).view(INTEGERS[tensor.itemsize])
 
 
 @torch.no_grad()
 def encode(new: Tensor, old: Tensor | None) -> Change:
-    """Code how `old` becomes `new`, both `[n]` int16 or int32 on the CPU; without `old`, all of `new`."""
+    """Encode the change from `old` to `new`, both `[n]` int16 or int32 on the CPU. old = None: encode all of `new`."""
     count = new.numel()
     whole = Change(count, "all", "whole", NOTHING, new.contiguous().view(torch.uint8))
     if old is None:
@@ -70,10 +71,10 @@ def encode(new: Tensor, old: Tensor | None) -> Change:
         places = is_changed.nonzero().view(-1)
         after, before = new[places], old[places]
         gaps = torch.diff(places, prepend=places.new_tensor([-1])) - 1
-        # Sizes are counted first, and only what is the shortest is written.
+        # Compute sizes first, so that only the shortest coding is written.
         options = ("gaps", int(_sizes(gaps).sum())), ("bitmap", (count + 7) // 8)
         kind, place_size = min(options, key=lambda option: option[1])
-    # In the integers' own width, where it may wrap around: so does adding it in `put`, back to the same bits.
+    # The difference may wrap around in the integers' own width. The addition in `put` wraps back to the same bits.
     added = (after - before).to(torch.int64)
     added = added << 1 ^ added >> 63  # 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
     added_size = int(_sizes(added).sum())
@@ -90,9 +91,9 @@ def encode(new: Tensor, old: Tensor | None) -> Change:
 
 @torch.no_grad()
 def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the places that change, `[k]` int64, and their values or what is added to them, `[k]` of `dtype`.
+    """Return the changed places, `[k]` int64, and their new values or differences, `[k]` of `dtype`.
 
-    dtype: int16 or int32. ValueError where the bytes are not those of such a change.
+    dtype: int16 or int32. Raises ValueError if the bytes are not a valid encoding.
     """
     count = change.count
     if change.places not in PLACES or change.values not in VALUES:
@@ -104,7 +105,7 @@ def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         places = torch.from_numpy(is_changed).nonzero().view(-1)
     elif change.places == "gaps":
         places = (_read(change.place_bytes) + 1).cumsum(0) - 1
-        # Gaps are never negative, so the last place is the largest, and no place is named twice.
+        # Gaps are never negative, so places increase strictly and the last is the largest.
         if len(places) and places[-1] >= count:
             raise ValueError(f"delta: place {places[-1]} in {count} numbers")
     else:
@@ -112,7 +113,7 @@ def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if change.values == "whole":
         if change.value_bytes.numel() % dtype.itemsize:
             raise ValueError(f"delta: {change.value_bytes.numel()} bytes of {dtype}")
-        values = change.value_bytes.clone().view(dtype)  # a copy, as a part of a body may begin at an odd byte
+        values = change.value_bytes.clone().view(dtype)  # a copy, because a slice of a body may be unaligned
     else:
         coded = _read(change.value_bytes)
         values = (coded >> 1 ^ -(coded & 1)).to(dtype)
@@ -123,13 +124,13 @@ def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def put(part: Tensor, places: Tensor, values: Tensor, *, is_added: bool) -> None:
-    """Change the decoded places of a part of a tensor, `[n]`, in place, on whatever device all three are."""
+    """Apply a decoded change to `part`, `[n]`, in place. All three tensors must be on one device, of any kind."""
     bits = bits_of(part)
     bits[places] = bits[places] + values if is_added else values
 
 
 def _sizes(numbers: Tensor) -> Tensor:
-    """Bytes of each number, from 0 up."""
+    """Return each number's encoded size in bytes. The numbers must not be negative."""
     sizes = torch.ones_like(numbers)
     for length in range(1, LONGEST):
         sizes += numbers >= 1 << 7 * length
@@ -137,11 +138,11 @@ def _sizes(numbers: Tensor) -> Tensor:
 
 
 def _write(numbers: Tensor) -> Tensor:
-    """Seven bits a byte, the lowest first; the highest bit says that another follows."""
+    """Encode non-negative numbers with seven bits per byte, low bits first. A byte's top bit means another follows."""
     ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
     places = torch.cat([ends.new_zeros(1), ends])[:-1]
-    # One pass for each byte of the longest number, over those that are not written out yet.
+    # One pass per byte position, over the numbers that have bytes left.
     while len(numbers):
         is_longer = numbers > 127
         written[places] = (numbers & 127 | is_longer.to(torch.int64) << 7).to(torch.uint8)
@@ -155,7 +156,7 @@ def _read(data: Tensor) -> Tensor:
     sizes = ends - starts
     if (len(ends) and ends[-1] or 0) != len(data) or (len(sizes) and sizes.max() > LONGEST):
         raise ValueError(f"delta: {len(data)} bytes that are no numbers of seven bits a byte")
-    # The checks above make every index below one of `data`, whatever a body of the network holds.
+    # The checks above keep every index below within `data`, even for malicious input.
     numbers = data[starts].to(torch.int64) & 127
     for position in range(1, LONGEST):
         longer = (sizes > position).nonzero().view(-1)
@@ -165,7 +166,10 @@ def _read(data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """A change of the numbers from `start` on of a tensor of a shape, row-major, that is sent as `dtype`."""
+    """The change of a contiguous run of a tensor's numbers.
+
+    start: index of the run's first number in row-major order. shape, dtype: of the whole tensor, as it is sent.
+    """
 
     name: str
     dtype: str
@@ -175,7 +179,7 @@ class Run:
 
 
 def pack(runs: list[Run], version: int) -> bytes:
-    """The body of a request: the length of a JSON header in eight bytes, the header, the bytes of the changes."""
+    """Return a request body: the length of the JSON header (8 bytes, little-endian), the header, and the changes."""
     rows, parts = [], []
     for run in runs:
         change, sizes = run.change, (run.change.place_bytes.numel(), run.change.value_bytes.numel())
@@ -186,14 +190,14 @@ def pack(runs: list[Run], version: int) -> bytes:
 
 
 def unpack(body: bytes) -> tuple[list[Run], str]:
-    """Return the runs and the version of a packed body; ValueError says where it is none."""
+    """Return the runs and the version of a packed body. Raises ValueError if it is not one."""
     start = 8 + int.from_bytes(body[:8], "little")
     try:
         header = json.loads(body[8:start])
         rows, version = header["runs"], header["weight_version"]
         if not isinstance(version, str):
             raise ValueError(f"weight_version = {version!r}")
-        runs, data = [], torch.frombuffer(bytearray(body), dtype=torch.uint8)  # a copy: torch wants what can be written
+        runs, data = [], torch.frombuffer(bytearray(body), dtype=torch.uint8)  # a copy: torch wants writable memory
         for row in rows:
             name, dtype, shape, first, count, places, values, *sizes = row
             numbers = (*shape, first, count, *sizes)

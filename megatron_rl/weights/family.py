@@ -1,4 +1,7 @@
-"""A family of models: what its config.json says and which HF tensors its layers have. Each is one file in families/."""
+"""Define `Family`: how a model family's config.json is read, and which HF tensors its layers have.
+
+Each family is one file in families/.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ from megatron_rl.weights.decoder import Architecture, Mixture
 from megatron_rl.weights.tensor_rules import Rule
 
 Config = dict[str, Any]
-"""A config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models of one shape, beside what all Llama-like decoders have in common.
+    """A model family, described by its differences from other Llama-like decoders.
 
     For example:
 
@@ -24,67 +26,65 @@ class Family:
 
     name: str
     classes: tuple[str, ...]
-    """Their language models in `architectures` of config.json."""
+    """Language model class names, as in `architectures` of config.json."""
     attention: tuple[Rule, ...]
-    """The rules of a layer's norms and attention."""
+    """Rules for a layer's norms and attention."""
     dense: tuple[Rule, ...] = ()
-    """The rules of a dense feed-forward."""
     delta_net: tuple[Rule, ...] = ()
-    """The rules of norms and of the gated delta net, in layers that have one in place of attention."""
+    """Rules for norms and gated delta net, in layers that have a delta net instead of attention."""
     mixture: tuple[Rule, ...] = ()
-    """The rules of a mixture of experts."""
     classifiers: tuple[str, ...] = ()
-    """The same models with one number per token, where they are not called ForSequenceClassification."""
+    """Classifier class names, one per entry of `classes`. Empty: ForCausalLM becomes ForSequenceClassification."""
     read: Callable[[Config], dict[str, Any]] = lambda config: {}
-    """Returns the fields of Architecture that config.json or the family decides otherwise than Llama."""
+    """Returns the Architecture fields that differ from Llama's defaults."""
     demands: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json with the one value that is supported, which is transformers' default, too."""
+    """Keys of config.json -> the only supported value, which is also transformers' default."""
     may_say: frozenset[str] = frozenset()
-    """Keys of `DEMANDS` whose value the family reads."""
+    """Keys of `DEMANDS` that may have any value in this family, because `read` handles them."""
     check: Callable[[Config, Architecture], str | None] = lambda config, arch: None
-    """Returns what else is refused and why, or None."""
+    """Returns why the model is not supported, or None. Runs after `demands`."""
 
 
 DEMANDS: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False}
-"""What every family's config.json may say alone, unless the family reads the key."""
+"""Keys of config.json -> the only supported value in every family, except for keys in `Family.may_say`."""
 
 
 def rope_of(config: Config) -> dict[str, Any]:
-    """Return what config.json says of the rotation of layers without a window.
+    """Return config.json's RoPE settings for layers without a window.
 
-    transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` beside `rope_theta`.
+    transformers 5 writes `rope_parameters`; earlier versions write `rope_scaling` and `rope_theta`.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope.get("full_attention", rope)  # Gemma's has one entry for each kind of layer
+    return rope.get("full_attention", rope)  # Gemma has one entry per layer type
 
 
 def rotary_share(config: Config, default: float) -> float:
-    """Return the share of each head that is rotated; transformers' default of the family where nothing is said."""
-    if "rotary_dim" in config:  # MiniMax's own way to say it
+    """Return the rotated fraction of each head. default: transformers' default for the family."""
+    if "rotary_dim" in config:  # MiniMax's key
         default = config["rotary_dim"] / config["head_dim"]
     return rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
 
 
 def windows_everywhere(config: Config) -> tuple[int | None, ...]:
-    """Return each layer's window, the same for all where config.json tells no kinds of layers apart."""
+    """Return each layer's window: by `layer_types`, or `sliding_window` for all layers if there are none."""
     return windows_by_kind(config) or (config.get("sliding_window"),) * config["num_hidden_layers"]
 
 
 def windows_by_kind(config: Config) -> tuple[int | None, ...] | None:
-    """Return each layer's window by `layer_types`, None where there are none."""
+    """Return each layer's window by `layer_types`. Returns None if config.json has no layer types."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     return kinds and tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def sigmoid_mixture(config: Config) -> Mixture:
-    """Return a mixture as DeepSeek-V3 has it: shared experts, groups, and a bias on sigmoids."""
+    """Return a mixture in DeepSeek-V3's style: shared experts, expert groups, and biased sigmoid scores."""
     is_grouped, shared = config.get("n_group", 1) > 1, config.get("n_shared_experts") or 0
     return Mixture(
         experts=config["n_routed_experts"],
         per_token=config["num_experts_per_tok"],
         ffn=config["moe_intermediate_size"],
         layers=tuple(layer >= config["first_k_dense_replace"] for layer in range(config["num_hidden_layers"])),
-        # All shared experts are one feed-forward in the model's files, as wide as they are together.
+        # In the model's files all shared experts are one feed-forward of their total width.
         shared_ffn=shared * config["moe_intermediate_size"] or None,
         groups=config["n_group"] if is_grouped else None,
         groups_per_token=config["topk_group"] if is_grouped else None,
@@ -102,8 +102,8 @@ SIGMOID_DEMANDS: dict[str, Any] = {
 
 
 def check_groups(config: Config, arch: Architecture) -> str | None:
-    # The model ranks groups by their two best experts, group_limited_topk in megatron.core 0.20 by their best
-    # `per_token // groups_per_token`.
+    # The model ranks groups by their two best experts. group_limited_topk in megatron.core 0.20 ranks them by their
+    # best `per_token // groups_per_token`.
     mixture = arch.mixture
     if mixture is None or mixture.groups is None or mixture.per_token == 2 * mixture.groups_per_token:
         return None

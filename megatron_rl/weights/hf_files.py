@@ -1,4 +1,4 @@
-"""Hugging Face safetensors folders: read in slices and checked, written as a stream and at once; random weights."""
+"""Read Hugging Face safetensors folders in slices, write them atomically from a stream, and draw random weights."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".npz"),
     *(".distcp", ".index.json"),
 )
-"""Ends of the names of files with weights, or with an index of them. All other files of a model go along with it."""
+"""File name endings of weights and of weight indexes. A model's other files are copied when it is saved."""
 NOT_THE_MODELS = ("adapter_config.json", "checksums.json")
-"""Files that belong to an adapter in the same folder."""
+"""Files of an adapter in the same folder. They are not copied."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "use_mtp")
-"""Keys of config.json that count layers which predict further tokens. They are never trained."""
+"""Keys of config.json that count multi-token-prediction layers. These layers are never trained."""
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By the names of safetensors."""
 
 MXFP4_BLOCK = 32
-"""Four-bit numbers that share a power of two (OCP Microscaling Formats); read as bfloat16, never written."""
-# One bit of sign, two of exponent, one of mantissa.
+"""Four-bit numbers per power-of-two scale (OCP Microscaling Formats). MXFP4 is read as bfloat16 and never written."""
+# E2M1: one sign bit, two exponent bits, one mantissa bit.
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 MXFP4_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES])
 
 
 class HFFolder:
-    """The safetensors of a folder. Opening checks every expected tensor's presence and shape against the headers.
+    """The safetensors of a folder. The constructor checks the presence and shape of every expected tensor.
 
     For example:
 
@@ -51,7 +50,7 @@ class HFFolder:
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Shape], *, file: str = MODEL_FILE) -> None:
-        """file: the one with all tensors, if there is such a file and no index; else each safetensors file counts."""
+        """file: holds all tensors, if it exists and there is no index. Otherwise all safetensors files are read."""
         self.folder = Path(folder)
         self.index = self.folder / "model.safetensors.index.json"
         self.file_of = _file_of_each_tensor(self.folder, self.index, file)
@@ -59,7 +58,7 @@ class HFFolder:
         for name, shape in expected.items():
             for part, wanted in (packed_shapes(name, shape) if self._is_packed(name) else {name: shape}).items():
                 self._check(part, wanted)
-            self.dtype(name)  # quantised weights have the shape that config.json promises, but need their scales
+            self.dtype(name)  # refuses quantised weights, whose shapes match but which need their scales
 
     def _check(self, name: str, shape: Shape) -> None:
         if name not in self.file_of:
@@ -78,15 +77,15 @@ class HFFolder:
         return name not in self.file_of and f"{name}_blocks" in self.file_of
 
     def read(self, name: str, dim: int, start: int, stop: int | None) -> Tensor:
-        """Return a slice of a tensor; without `stop` up to its end."""
+        """Return the slice `[start, stop)` of dimension `dim`. stop = None: up to the end."""
         if self._is_packed(name):
             assert dim == 0, f"{name}: experts are read one by one"
             return dequantized(*(self.read(part, 0, start, stop) for part in packed_shapes(name, ())))
-        part = self._slice(name)  # no bytes yet: only those of the slice are read
+        part = self._slice(name)  # lazy: only the bytes of the slice are read
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
     def shape(self, name: str) -> Shape:
-        """Return the shape that a tensor has in its file."""
+        """Return a tensor's shape in its file."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -101,7 +100,7 @@ class HFFolder:
         return _DTYPES[found]
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor of any shape and dtype as it lies in its file."""
+        """Return a whole tensor unchanged, whatever its shape and dtype."""
         self._slice(name)
         return self._handle(name).get_tensor(name)
 
@@ -116,7 +115,7 @@ class HFFolder:
 
     def _handle(self, name: str):
         path = self.folder / self.file_of[name]
-        # Each file is opened once and stays open: opening parses its whole header.
+        # Opening parses the whole header, so each file is opened once and stays open.
         if path not in self._open:
             try:
                 self._open[path] = safe_open(path, framework="pt")
@@ -129,16 +128,19 @@ class HFFolder:
 
 
 def packed_shapes(name: str, shape: Shape) -> dict[str, Shape]:
-    """Return the two tensors of a stack of matrices `[experts, inputs, outputs]`, which has outputs first in them."""
+    """Return names and shapes of the MXFP4 tensors (blocks, scales) that store a stack `[experts, inputs, outputs]`.
+
+    In them outputs come before inputs. An empty `shape` returns the names only, with meaningless shapes.
+    """
     blocks = (shape[0], shape[2], shape[1] // MXFP4_BLOCK) if shape else ()
     return {f"{name}_blocks": (*blocks, MXFP4_BLOCK // 2), f"{name}_scales": blocks}
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return `[experts, G * 32, outputs]` bfloat16, exactly what the numbers are.
+    """Convert MXFP4 to bfloat16 `[experts, G * 32, outputs]` without rounding.
 
-    blocks: `[experts, outputs, G, 16]` uint8, two numbers to a byte, the first in its lower half. scales: `[experts,
-    outputs, G]` uint8, exponents of two plus 127.
+    blocks: `[experts, outputs, G, 16]` uint8, two numbers per byte, the first in the low four bits.
+    scales: `[experts, outputs, G]` uint8, powers of two as exponent + 127.
     """
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [experts, outputs, G, 32]
     values = torch.ldexp(MXFP4_VALUES[halves.int()], (scales.int() - 127)[..., None])
@@ -165,14 +167,14 @@ def _file_of_each_tensor(folder: Path, index: Path, file: str) -> dict[str, str]
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the index's files by tensor. Each lies in its folder, which may be somebody else's."""
+    """Return tensor -> file name from the index. Raises ValueError for files outside the index's folder."""
     files = read_object(path, "copy the model folder again").get("weight_map")
     if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
         raise ValueError(
             f"{path}: unreadable index (weight_map must give each tensor the name of its file); copy the model folder "
             f"again."
         )
-    # With folders in it a name would have a file from elsewhere on this host read, and sent to the servers.
+    # An untrusted index could otherwise name any file on this host, which would be read and sent to the servers.
     for tensor, name in files.items():
         if PurePath(name).name != name or name == ".." or not name.endswith(".safetensors"):
             raise ValueError(
@@ -183,9 +185,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class RandomWeights:
-    """Initial weights of a model that has none: normal with standard deviation 0.02, norms `norm`, biases 0.
+    """Random initial weights: normal with standard deviation 0.02, norm weights equal to `norm`, biases 0.
 
-    A tensor depends on its name and the seed alone, so that every layout starts from the same model.
+    A tensor depends only on its name and the seed, so every parallel layout starts from the same model.
     """
 
     def __init__(self, expected: dict[str, Shape], seed: int, *, norm: float = 1.0) -> None:
@@ -193,21 +195,22 @@ class RandomWeights:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = self.expected[name]
-        if name.endswith("linear_attn.norm.weight"):  # which multiplies by its weight where the others add 1
+        if name.endswith("linear_attn.norm.weight"):  # never adds 1 to its weight
             full = torch.ones(shape)
         elif name.endswith("norm.weight"):
             full = torch.full(shape, self.norm)
         elif name.endswith("bias"):
             full = torch.zeros(shape)
         else:
-            # crc32, as hash() of a text is another in every process. All of it is drawn, whatever part is asked for.
+            # crc32, because hash() of a string differs between processes. Always draws the whole tensor, so that a
+            # slice's values do not depend on the layout.
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
             full = torch.empty(shape).normal_(std=0.02, generator=generator)
         return full.narrow(dim, start, stop - start)
 
 
 class ValueHeadFromZero:
-    """The tensors of another source and, under `head`, zeros: a critic that starts from a policy."""
+    """Source for a critic that starts from a policy: the tensors of `trunk`, and zeros for the value head."""
 
     def __init__(self, trunk: WeightSource, head: str, shape: Shape) -> None:
         self.trunk, self.head, self.shape = trunk, head, shape
@@ -228,18 +231,19 @@ def write_hf_folder(
     carried: Iterable[tuple[str, Tensor]] | None = (),
     shard_bytes: int = 2 * 1024**3,
 ) -> None:
-    """Write streamed tensors as a HF folder with index, and all other files of `model_folder`.
+    """Write streamed tensors as a HF folder, together with all other files of `model_folder`.
 
-    head: `value` makes config.json that of a sequence classification model with one label. carried: further tensors,
-    which are written as they are. If there are none, config.json counts no layers that predict further tokens; None
-    leaves it as it is.
+    dtype: dtype to write, also recorded in config.json. None keeps each tensor's dtype and config.json's.
+    head: `value` turns config.json into that of a sequence classification model with one label.
+    carried: further tensors, written unchanged. If there are none, config.json's counts of multi-token-prediction
+    layers are set to zero; None leaves these counts unchanged.
+    shard_bytes: maximum bytes of tensors held in memory, and per file, unless a single tensor is larger.
 
-    It appears under its name only when complete: written aside, fsynced, renamed; an earlier folder is replaced last.
-    At most `shard_bytes` of tensors are held at a time. dtype None keeps each tensor's own and config.json as it is.
-    OSError where a file cannot be written: the earlier folder is untouched then.
+    The folder appears only when complete: it is written to a temporary sibling, fsynced and renamed. An earlier folder
+    is deleted last. Raises OSError if a file cannot be written; the earlier folder then remains untouched.
     """
     folder = Path(folder)
-    # Beside the folder, as a rename is atomic on one file system only; with a dot, as others look for `version-*`.
+    # A sibling, because renames are atomic only within a file system. The dot hides it from globs for `version-*`.
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -249,7 +253,7 @@ def write_hf_folder(
         copy_model_files(model_folder, aside, head=head)
         changes: dict[str, Any] = {}
         if dtype is not None:
-            # transformers 5 reads the one, earlier versions and other readers the other.
+            # transformers 5 reads `dtype`; earlier versions and other readers read `torch_dtype`.
             changes = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
         config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
         if carried is not None and not unchanged:
@@ -269,9 +273,9 @@ def _with_dtype(
     dtype: torch.dtype | None,
     unchanged: Counter[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in `dtype` (None keeps theirs), then the carried ones as they are, whose names `unchanged` gets."""
+    """Yield tensors in `dtype` (None: unchanged), then the carried ones unchanged, counting these in `unchanged`."""
     for name, tensor in tensors:
-        # Routers choose experts by sums with this bias, which bfloat16 would make equal.
+        # Routers rank experts by score plus this bias; rounding it to bfloat16 would create ties.
         kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype
         yield name, tensor.detach().to("cpu", kept).contiguous()
     for name, tensor in carried:
@@ -280,7 +284,7 @@ def _with_dtype(
 
 
 def _write_tensors(aside: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Write the safetensors of a folder, and the index of more than one."""
+    """Write tensors to safetensors files of at most `shard_bytes`, and an index if there are several files."""
     weight_map, shard, shard_size, count, total = {}, {}, 0, 0, 0
 
     def flush() -> None:
@@ -299,7 +303,7 @@ def _write_tensors(aside: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         shard_size += tensor.nbytes
         total += tensor.nbytes
     flush()
-    # A file's name holds the count of files, which nobody knows before the end of the stream.
+    # File names contain the number of files, which is known only at the end of the stream.
     names = {
         n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for n in range(1, count + 1)
     }
@@ -311,13 +315,13 @@ def _write_tensors(aside: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 
 def copy_model_files(source: str | Path, target: str | Path, *, head: str = "policy") -> None:
-    """Copy all files of a model but its weights: config.json, of a model with that head, the tokenizer and the rest."""
+    """Copy all files of a model except weights: the tokenizer, config.json adapted to `head`, and the rest."""
     for file in model_files(source, outside=Path(target)):
         (Path(target) / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(Path(source) / file, Path(target) / file)  # without its mode, which may forbid to write
+        shutil.copyfile(Path(source) / file, Path(target) / file)  # not its mode, which may be read-only
     path = Path(target) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    is_quantised = config.pop("quantization_config", None) is not None  # what is written is not
+    is_quantised = config.pop("quantization_config", None) is not None  # written weights are not quantised
     if head == "value":
         config = with_value_head(config)
     if head == "value" or is_quantised:
@@ -325,10 +329,10 @@ def copy_model_files(source: str | Path, target: str | Path, *, head: str = "pol
 
 
 def model_files(folder: str | Path, *, outside: Path) -> list[Path]:
-    """Return the files of a model folder that hold no weights, as paths within it. Links count as what they point to.
+    """Return the files of a model folder that hold no weights, as relative paths. A link counts as its target.
 
-    Hidden files are left out, and folders with weights somewhere in them, which belong to other models or to runs. So
-    is the folder that `outside` lies in.
+    Skips hidden files, and subfolders that contain weights at any depth: they belong to other models or to runs. Also
+    skips the subfolder that contains `outside`.
     """
     folder, found = Path(folder), []
     for path in sorted(folder.iterdir()):
@@ -344,7 +348,7 @@ def model_files(folder: str | Path, *, outside: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder that are not hidden, as paths within it. No linked folder is entered."""
+    """Return all files below a folder that are not hidden, as relative paths. Linked subfolders are not entered."""
     found = []
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -354,12 +358,12 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def replace_folder(aside: Path, folder: Path) -> None:
-    """Make the finished folder `aside` appear as `folder`, durably; what was there before goes last.
+    """Rename the finished folder `aside` to `folder`, durably. An earlier `folder` is deleted last.
 
-    Killed between its two renames it leaves the earlier folder under another name: `recover_folder` brings it back.
+    If the process is killed between the two renames, `recover_folder` restores the earlier folder.
     """
-    # What a file holds before its name, and every name before the rename that shows it: a host that loses power in
-    # between keeps the earlier folder, or the whole new one.
+    # Sync file contents and names before the rename: after a power failure either the earlier folder or the complete
+    # new one remains.
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
     old = _old_name(folder)
@@ -372,7 +376,7 @@ def replace_folder(aside: Path, folder: Path) -> None:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo a `replace_folder` that was killed while nothing stood under the name."""
+    """Restore the earlier folder if `replace_folder` was killed between its two renames."""
     if not folder.exists() and _old_name(folder).exists():
         _old_name(folder).rename(folder)
 
@@ -382,7 +386,7 @@ def _old_name(folder: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file's content, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

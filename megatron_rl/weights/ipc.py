@@ -1,7 +1,7 @@
-"""Publication to servers on the trainer's hosts: flat buckets in memory that both sides map.
+"""Publish to servers on the trainer's hosts through flat buckets in shared memory.
 
-On several nodes a bucket goes once to the first rank of each, and the handles of its copies back to rank 0, which alone
-talks to the servers.
+On several nodes, each bucket is broadcast to the first rank of every node. The handles of these copies go back to rank
+0, which alone talks to the servers.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 @dataclass(frozen=True)
 class NodesOfServers:
-    """The servers of each node of a run that starts some on all of its nodes; for the first ranks of the nodes."""
+    """The servers on each node of a run that starts servers on all its nodes. The nodes' first ranks have it."""
 
     first_ranks: Axis
     urls: Sequence[Sequence[str]]
-    """By node."""
+    """Server URLs of each node."""
     device: torch.device
-    """The rank's, on which its buckets are."""
+    """Device of this rank's buckets."""
 
 
 class IPCPublisher(WeightPublisher):
-    """Fills a shared bucket while the servers read the one before. Each has memory of its own, given back once read.
+    """Fills a shared bucket while the servers read the previous one. Each bucket has new memory, released once read.
 
-    With `nodes` their first ranks have one each: they publish a `stream_in_step`, which is at the same tensor on all.
+    With `nodes`, the first rank of each node has a copy of each bucket. All ranks publish `HFExport.stream_in_step`,
+    which keeps them at the same tensor.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class IPCPublisher(WeightPublisher):
         self.bucket_bytes, self.nodes = bucket_bytes, nodes
         self._handle_forms: dict[str, str | None] = {}
         self._left: list[Path] = []
-        """Files that servers which died had open. One that only hangs may still let go of its own."""
+        """Files that dead servers still had open. A server that only hangs may still release its file."""
 
     def close(self) -> None:
         while self._left:
@@ -76,16 +77,19 @@ class IPCPublisher(WeightPublisher):
             self._lose({server: f"is on another host. {REMEDY}" for server in elsewhere})
             self._send_all(filled, lambda shipment: self._show(*shipment), self._collect, checksums)
         finally:
-            for _ in filled:  # the other ranks wait for the rest of the stream, whatever happened here
+            for _ in filled:  # the stream is a collective: exhaust it even after a failure
                 pass
             if self.nodes is not None:
-                dist.broadcast_object_list([{}], group_src=0, group=self.nodes.first_ranks.group)  # all is read
-            # Before the servers go on: a GPU that they share with the trainer has the memory back for their caches.
+                dist.broadcast_object_list([{}], group_src=0, group=self.nodes.first_ranks.group)  # says: all is read
+            # Before the servers resume, so that a GPU shared with the trainer has the memory free for their caches.
             self._give_back_all_but(0, buckets)
             self._resume()
 
     def _pass_on(self, specs: list[TensorSpec], tensors: Tensors, nodes: NodesOfServers) -> None:
-        """Have this node's servers read a copy of each bucket, on the first rank of a node that is not the first."""
+        """Receive a copy of each bucket for this node's servers, and send its handles to rank 0.
+
+        Runs on the first rank of every node but the first.
+        """
         self.close()
         buckets: list[SharedBucket] = []
         plan, stream, asked = plan_buckets(specs, self.bucket_bytes), iter(tensors), [{}]
@@ -94,7 +98,7 @@ class IPCPublisher(WeightPublisher):
             for _ in planned:
                 next(stream)
             dist.broadcast_object_list(asked, group_src=0, group=group)
-            self._give_back_all_but(1, buckets)  # only here is it known that the one before is read, as in `_filled`
+            self._give_back_all_but(1, buckets)  # rank 0's order implies that they are read, as in `_filled`
             buckets.append(bucket := SharedBucket(max(map(_size, plan)), nodes.device))
             dist.broadcast(bucket.flat[: _size(planned)], group_src=0, group=group)
             handles = {server: _handles(bucket, planned, *asked[0][server]) for server in own if server in asked[0]}
@@ -112,14 +116,14 @@ class IPCPublisher(WeightPublisher):
     ) -> Iterator[tuple[list[TensorSpec], SharedBucket, dict[str, Any]]]:
         """Yield each bucket of the plan, with the handles of its copies on other nodes, by server.
 
-        `buckets` are those that are not given back, two at most.
+        buckets: receives the buckets that are not yet released, two at most.
         """
         stream = iter(tensors)
         for specs in plan:
             first = _planned(stream, specs[0])
-            # All servers have answered for the one before the last: `_send_all` has one on its way at a time. Given
-            # back, not filled again: a server answers when its copy is asked for, which its GPU may still be at.
-            # Whatever it maps stays as it is until it lets go, for which torch has it wait for its copies.
+            # `_send_all` has one bucket in flight, so all servers have answered for the earlier ones. These are
+            # released, not reused: a server answers once its copy is enqueued, and its GPU may still be copying. The
+            # mapped memory stays valid until the server releases it, which torch delays until its copies are done.
             self._give_back_all_but(1, buckets)
             buckets.append(bucket := SharedBucket(max(map(_size, plan)), first.device))
             planned = itertools.chain([first], (_planned(stream, spec) for spec in specs[1:]))
@@ -131,7 +135,7 @@ class IPCPublisher(WeightPublisher):
             raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
 
     def _copy_to(self, nodes: NodesOfServers, bucket: SharedBucket, specs: list[TensorSpec]) -> dict[str, Any]:
-        """Send a bucket to the first ranks of the other nodes; return what their servers are to be told of it."""
+        """Send a bucket to the first ranks of the other nodes. Return the handles for their servers."""
         group, by_node = nodes.first_ranks.group, [{}] * nodes.first_ranks.size
         asked = {
             server: (self._handle_forms.get(server), ranks) for server, ranks in self.receiver.server_ranks.items()
@@ -144,7 +148,7 @@ class IPCPublisher(WeightPublisher):
     def _show(
         self, specs: list[TensorSpec], bucket: SharedBucket, elsewhere: dict[str, Any]
     ) -> dict[str, Future[None]]:
-        """Tell every server where its bucket is."""
+        """Send every server the handle of the bucket on its node."""
         told = {
             server: elsewhere.get(server) or _handles(bucket, specs, self._handle_forms[server], ranks)
             for server, ranks in self.receiver.server_ranks.items()
@@ -159,8 +163,8 @@ class IPCPublisher(WeightPublisher):
 
 
 def _handles(bucket: SharedBucket, specs: list[TensorSpec], form: str | None, ranks: int) -> Any:
-    # A handle for each reader, and made now, as it carries an event: on a GPU the reader's stream waits for the copies
-    # that were asked for before it.
+    # One handle per reader, made only now: on a GPU it carries an event, so that the reader's stream waits for the
+    # copies enqueued before it.
     return [bucket.pickled(specs) for _ in range(ranks)] if form == "pickle" else bucket.handle()
 
 

@@ -1,4 +1,4 @@
-"""JSON files of model folders, which others have written: read strictly, with one-line errors that name the file."""
+"""Read JSON files of model folders strictly, with one-line errors that name the file. Other programs write them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from megatron_rl.config.strict_json import repeated
 
 
 def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict[str, Any]:
-    """Return the object that a JSON file holds. ValueError names file and fault, and ends with the remedy.
+    """Read a file that holds one JSON object. The ValueError names the file and the fault, and ends with the remedy.
 
-    Refused are files that are not UTF-8, NaN and infinities, keys that come twice and deep nesting, besides what is no
-    JSON.
+    Besides invalid JSON it refuses non-UTF-8 files, NaN and infinity, duplicate keys, and nesting that is too deep.
     """
     try:
         found = json.loads(Path(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)

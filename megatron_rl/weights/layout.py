@@ -1,4 +1,4 @@
-"""Which of a model's parameters a rank of a layout holds, as arithmetic: nothing is built and no process is started."""
+"""Compute by arithmetic which of a model's parameters each rank of a parallel layout holds. No model is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.weights.tensor_rules import ROUTER_BIAS, Rule
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> None:
-    """Raise ValueError where the model's sizes do not divide as the layout wants, or `megatron:` cuts its pipeline."""
+    """Raise ValueError if the model does not fit the parallel layout, or its pipeline division in `megatron:`."""
     layers_of_stages(arch, parallel, megatron)
     if (arch.mixture or arch.latent) and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -76,23 +76,24 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
 
 
 def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> Cut:
-    """Return the layers, counted over the whole model, of each model chunk of each pipeline stage.
+    """Return the global layer numbers of each model chunk of each pipeline stage.
 
-    megatron: the config's section, of which upstream is asked what its PIPELINE_CUTS mean; without them all chunks have
-    as many. ValueError where that does not go.
+    megatron: the config section. If it sets any of PIPELINE_CUTS, megatron.core divides the layers accordingly;
+    otherwise all chunks have equally many. Raises ValueError if that is impossible.
     """
     layers, stages, chunks = arch.layers, parallel.pipeline, parallel.virtual_pipeline
     count = stages * chunks
     fields = {key: megatron[key] for key in PIPELINE_CUTS if stages > 1 and megatron.get(key) is not None}
     each, rest = divmod(layers, count)
     reason = ""
-    if not fields and not rest:  # as upstream does it, without the seconds that loading it takes
+    if not fields and not rest:  # same as upstream, without its slow import
         firsts = [[(chunk * stages + stage) * each for chunk in range(chunks)] for stage in range(stages)]
         return tuple(tuple(range(first, first + each) for first in row) for row in firsts)
     if fields:
         try:
             cut = cut_by_upstream(layers, stages, chunks, json.dumps(fields, default=str))
-            # The first chunk has the embedding and the last one the head; without a parameter a chunk cannot train.
+            # A chunk without parameters cannot train. The first has the embedding and the last the head; others need a
+            # layer.
             if all(itertools.chain(cut[0][1:], *cut[1:-1], cut[-1][:-1])):
                 return cut
             reason = " (a chunk between the first and the last would have no layer)"
@@ -109,7 +110,10 @@ def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dic
 
 
 def nearly_even(layers: int, count: int) -> str:
-    """Return upstream's words for `count` model chunks that differ by one layer at most, the first and last smaller."""
+    """Return a `pipeline_model_parallel_layout` string for `count` chunks that differ by at most one layer.
+
+    The extra layers go to the chunks directly after the first, because the first and last also hold embedding and head.
+    """
     each, rest = divmod(layers, count)
     sizes = [each + (0 < number <= rest) for number in range(count)]
     middle = "".join(f"(t*{size}|)*{len(list(run))}" for size, run in itertools.groupby(sizes[1:-1]))
@@ -118,7 +122,11 @@ def nearly_even(layers: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class Shares:
-    """Numbers of parameters. Experts have other replicas than the rest, over which an optimizer is divided."""
+    """Parameter counts of a rank.
+
+    Experts are counted separately because the optimizer is sharded over replicas, and experts have different replicas
+    than dense parameters.
+    """
 
     dense: int = 0
     expert: int = 0
@@ -134,19 +142,19 @@ class Shares:
 def parameters_of_stage(
     arch: Architecture, parallel: ParallelConfig, stage: int, megatron: dict[str, Any] | None = None
 ) -> Shares:
-    """Return the number of parameters on each rank of a pipeline stage: the same on all of them."""
+    """Return the number of parameters on each rank of a pipeline stage. All its ranks have equally many."""
     embedding, final_norm, output = edges(arch)
     rules = [embedding] if stage == 0 else []
     if stage == parallel.pipeline - 1:
         rules.append(final_norm)
-        if not arch.tied or parallel.pipeline > 1:  # a last stage keeps its own copy of a tied embedding
+        if not arch.tied or parallel.pipeline > 1:  # the last stage has a copy of a tied embedding
             rules.append(output)
     shares = _shares(rules, arch, parallel)
     alike: dict[bool, Shares] = {}
     for number in itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage]):
         kind = arch.kind(number)
         if kind not in alike:
-            rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # that is a buffer
+            rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # a buffer
             alike[kind] = _shares(rules, arch, parallel)
         shares += alike[kind]
     return shares
@@ -159,7 +167,7 @@ def adapters_of_stage(
     stage: int,
     megatron: dict[str, Any] | None = None,
 ) -> Shares:
-    """Return the number of adapters' parameters on each rank of a pipeline stage."""
+    """Return the number of adapter parameters on each rank of a pipeline stage."""
     numbers = itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage])
     return sum((_adapter_shares(layer_rules(arch, number), arch, lora, parallel) for number in numbers), Shares())
 
@@ -183,19 +191,19 @@ def _adapter_shares(rules: list[Rule], arch: Architecture, lora: LoraConfig, par
 
 
 def parameters(arch: Architecture) -> int:
-    """The parameters of the whole model."""
+    """Return the number of parameters of the whole model."""
     return parameters_of_stage(arch, ParallelConfig(), 0).total
 
 
 def attention_parameters(arch: Architecture) -> int:
-    """The parameters of attention in all layers, which servers with DP attention hold once for each of its replicas."""
+    """Return the number of attention parameters in all layers. Servers with DP attention hold them once per replica."""
     rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
     own = [rule for rule in rules if rule.megatron.startswith("self_attention.")]
     return _shares(own, arch, ParallelConfig()).total
 
 
 def largest_tensor(arch: Architecture) -> int:
-    """Elements of the largest of the model's HF tensors."""
+    """Return the number of elements in the largest HF tensor of the model."""
     words = sizes(arch)
     firsts = {arch.kind(number): number for number in range(arch.layers)}.values()
     rules = [*edges(arch), *(rule for number in firsts for rule in layer_rules(arch, number))]
@@ -204,7 +212,7 @@ def largest_tensor(arch: Architecture) -> int:
 
 def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> Shares:
     words, shares = sizes(arch), Shares()
-    # Each rank has as many rows of the vocabulary; the last ones of the last rank are padding.
+    # The vocabulary is padded so that all ranks have equally many rows.
     words["vocab"] = -(-arch.vocab // parallel.tensor) * parallel.tensor
     for rule in rules:
         whole = sum(math.prod(words[word] for word in dims.split()) for dims in rule.hf.values())

@@ -1,4 +1,4 @@
-"""Which HF tensors make up each Megatron parameter of a model, and which tensors its folder holds."""
+"""List a model's HF tensors, find the rule for each Megatron parameter, and open a folder's weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ EDGES = (
     Rule("output_layer.weight", {"lm_head.weight": "vocab hidden"}, VocabRows()),
 )
 VALUE_HEAD = "score.weight"
-# One row cannot be cut: every tensor rank has the whole value head.
+# The value head has a single row, so every tensor-parallel rank holds all of it.
 VALUE_EDGES = (*EDGES[:2], Rule("output_layer.weight", {VALUE_HEAD: "label hidden"}, Replicated()))
-# Transformer Engine fuses a norm into the matrix behind it and keeps a rank's experts in one module.
+# Transformer Engine fuses a norm into the following matrix and keeps all experts of a rank in one module.
 TRANSFORMER_ENGINE = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight"), "pre_mlp_layernorm.weight"),
@@ -35,7 +35,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def sizes(arch: Architecture) -> dict[str, int]:
-    """The words that rules describe the dimensions of HF tensors with."""
+    """Return the size of each dimension word used in rules, for this architecture."""
     words = {
         "vocab": arch.vocab,
         "label": 1,
@@ -79,14 +79,14 @@ def sizes(arch: Architecture) -> dict[str, int]:
             "latent_query": arch.heads * (latent.plain_dim + arch.head_dim),
             "latent_kv": arch.heads * (latent.plain_dim + latent.value_dim),
             "latent_value": arch.heads * latent.value_dim,
-            # One of two words, so that only the rules of one kind of queries are the model's.
+            # Defines only one of the two words, so that only the rules of one kind of queries apply.
             "query_rank" if latent.query_rank else "no_query_rank": latent.query_rank or arch.hidden,
         }
     return words
 
 
 def hf_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Name and shape of every HF tensor of the model, in the order of its layers."""
+    """Return the name and shape of every HF tensor of the model, in layer order."""
     words = sizes(arch)
 
     def shapes_of(rule: Rule, prefix: str = "") -> dict[str, Shape]:
@@ -104,12 +104,12 @@ def hf_shapes(arch: Architecture) -> dict[str, Shape]:
 
 
 def edges(arch: Architecture) -> tuple[Rule, ...]:
-    """The rules of the embedding, of the last norm and of the head."""
+    """Return the rules for the embedding, the final norm and the head."""
     return VALUE_EDGES if arch.head == "value" else EDGES
 
 
 def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
-    """The rules of one layer, counted from 0 over the whole model."""
+    """Return the rules for one layer (global number, from 0)."""
     family, words = FAMILIES[arch.family], sizes(arch).keys()
     attention = family.delta_net if arch.has_delta_net(layer_number) else family.attention
     rules = attention + (family.mixture if arch.has_mixture(layer_number) else family.dense)
@@ -117,12 +117,12 @@ def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
 
 
 def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | None = None) -> WeightSource:
-    """Open a folder's weights for a model of `arch`, or draw them where a seed is given.
+    """Open a folder's weights for a model of `arch`, or return random weights if a seed is given.
 
-    A value head that the folder lacks is zeros. ValueError where the folder does not hold what `arch` needs.
+    A value head that the folder lacks starts at zero. Raises ValueError if the folder lacks other tensors of `arch`.
     """
     found, shapes = read_architecture(folder), hf_shapes(arch)
-    # Of a critic that starts from a policy, whose folder has a head of another kind.
+    # True for a critic that starts from a policy's folder.
     starts_at_zero = found.head != found.with_head(arch.head).head
     head = shapes.pop(VALUE_HEAD) if starts_at_zero else None
     source: WeightSource
@@ -136,9 +136,9 @@ def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | 
 
 
 def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
-    """Raise ValueError if a model's head is tied to its embedding, and the folder has another head beside it.
+    """Raise ValueError if the head is tied to the embedding, but the folder also has a head with other values.
 
-    transformers computes with that head, SGLang with the embedding.
+    transformers would compute with that head, SGLang with the embedding.
     """
     embedding, head = (next(iter(rule.hf)) for rule in (EDGES[0], EDGES[2]))
     if not arch.tied or head not in source.file_of:
@@ -155,8 +155,10 @@ def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
 
 
 def tensors_without_rule(folder: str | Path) -> list[str]:
-    """Return the names of a folder's tensors that no parameter is made of, such as those of layers that predict further
-    tokens. Empty for a folder without weights."""
+    """Return the names of a folder's tensors that no rule uses, such as multi-token-prediction layers.
+
+    The list is empty for a folder without weights.
+    """
     if not any(Path(folder).glob("*.safetensors")):
         return []
     arch = read_architecture(folder)
@@ -166,7 +168,7 @@ def tensors_without_rule(folder: str | Path) -> list[str]:
 
 
 def carried_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors without a rule as they lie in the folder's files. OSError if they are not there any more."""
+    """Yield the tensors without a rule, unchanged from the folder's files. Raises OSError if they no longer exist."""
     try:
         if names := tensors_without_rule(folder):
             source = HFFolder(folder, {})
@@ -176,7 +178,7 @@ def carried_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def without_rule_text(folder: str | Path) -> str:
-    """Return a line that says which tensors of a folder no parameter is made of, empty if there are none."""
+    """Return a log line that lists the folder's tensors without a rule, or an empty string if there are none."""
     names = tensors_without_rule(folder)
     if not names:
         return ""
@@ -189,12 +191,12 @@ def without_rule_text(folder: str | Path) -> str:
 
 
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
-    """Return the rule of a Megatron parameter, with full HF names.
+    """Return the rule for a Megatron parameter, with full HF names. Raises KeyError if there is none.
 
-    name: the parameter's name within the model, or within its layer where `layer_number` (global, from 0) is given; as
-    upstream's local layers or those of Transformer Engine have it.
+    name: the parameter's name within its layer if `layer_number` (global, from 0) is given, else within the model. Both
+    the names of Megatron's local layers and of Transformer Engine's are accepted.
     """
-    # First to the names of local layers, as the tables are in these.
+    # Convert to the names of local layers, which the rules use.
     for pattern, local in TRANSFORMER_ENGINE:
         if match := pattern.fullmatch(name):
             name = match.expand(local)
@@ -205,7 +207,7 @@ def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
             if layer_number is not None:
                 hf = {f"model.layers.{layer_number}.{hf}": dims for hf, dims in rule.hf.items()}
                 return replace(rule, hf=hf, expert=int(expert[0]) if expert else None)
-            if name == "output_layer.weight" and arch.tied:  # a last pipeline stage keeps its own copy
+            if name == "output_layer.weight" and arch.tied:  # the last pipeline stage has its own copy
                 return replace(rule, hf=EDGES[0].hf)
             return rule
     raise KeyError(f"{name}: no rule for this parameter in weights/families/{arch.family}.py; add one.")

@@ -1,7 +1,7 @@
-"""PEFT's adapter_config.json: each key of it is applied as PEFT does, refused by name, or says nothing of the result.
+"""Read and check PEFT's adapter_config.json. Each key is applied as in PEFT, refused, or known to have no effect.
 
-What a folder's adapters compute follows from its tensors, the rank and the scale of each, and the modules that PEFT
-would give an adapter. Whatever else changes the result is refused.
+The supported adapters are fully defined by their tensors, ranks and scales, and by the modules that PEFT would adapt.
+Anything else that changes the result is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.weights.json_files import read_object
 
 FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
-"""Before each name in PEFT's files."""
+"""Prefix of every tensor name in PEFT's files."""
 REMEDY = "merge the adapter into its model by PEFT (merge_and_unload), and give the merged folder as model.path"
 SAYS_NOTHING = frozenset(
     {
@@ -25,15 +25,15 @@ SAYS_NOTHING = frozenset(
         "base_model_name_or_path",
         "eva_config",  # how lora_A was drawn
         "inference_mode",
-        "lora_dropout",  # of the training that is over
-        "megatron_core",  # the name of a package, for megatron_config
+        "lora_dropout",  # affects training only
+        "megatron_core",  # a package name, used with megatron_config
         "peft_version",
-        "qalora_group_size",  # of use_qalora, which is refused
+        "qalora_group_size",  # used with use_qalora, which is refused
         "revision",
         "runtime_config",
     }
 )
-"""Keys that change nothing in what the adapters compute."""
+"""Keys that do not affect what the adapters compute."""
 APPLIED = frozenset(
     {
         "alpha_pattern",
@@ -50,7 +50,7 @@ APPLIED = frozenset(
         "use_rslora",
     }
 )
-"""Keys that decide which matrices have an adapter, with which rank and scale, and what the folder is."""
+"""Keys that are applied or checked: which matrices have an adapter, its rank and scale, and the folder's type."""
 MUST_BE_OFF = {
     "alora_invocation_tokens": "the adapter counts after these tokens alone",
     "arrow_config": "several adapters are mixed",
@@ -72,9 +72,9 @@ MUST_BE_OFF = {
     "use_qalora": "inputs are pooled in groups",
     "velora_config": "inputs are compressed",
 }
-"""Keys that are refused unless they are null, false or empty, and what they say."""
+"""Keys that are refused unless null, false or empty -> the reason, for the error message."""
 FIRST_VALUES = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the model's own weights as they are."""
+"""Values of init_lora_weights that leave the base weights unchanged."""
 _TENSOR = re.compile(rf"{re.escape(PEFT_PREFIX)}(.+)\.(lora_[AB])\.weight")
 
 
@@ -86,23 +86,23 @@ class PeftConfig:
     said: dict[str, Any]
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter; `model.layers.0.self_attn.q_proj` is a module."""
+        """Return the rank of a module's adapter. module: such as `model.layers.0.self_attn.q_proj`."""
         return int(self._by_pattern("rank_pattern", module, self.said.get("r", 8)))
 
     def alpha_of(self, module: str) -> float:
         return float(self._by_pattern("alpha_pattern", module, self.said.get("lora_alpha", 8)))
 
     def scale_of(self, module: str) -> float:
-        """Return the factor on lora_B lora_A."""
+        """Return the factor on `lora_B @ lora_A`."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.said.get("use_rslora") else rank)
 
     def adapts(self, module: str) -> bool:
-        """Return True if PEFT gives the module an adapter."""
+        """Return True if PEFT would give the module an adapter."""
         if _is_named(self.said.get("exclude_modules") or [], module):
             return False
         targets = self.said.get("target_modules")
-        if targets is None or targets == "all-linear":  # PEFT chooses by the model's class: the tensors say which
+        if targets is None or targets == "all-linear":  # PEFT chooses by model class, so trust the tensors
             return True
         if isinstance(targets, str) or module in targets:
             return _is_named(targets, module)
@@ -122,10 +122,10 @@ class PeftConfig:
         return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", module)), default)
 
     def modules(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
-        """Return the modules that tensors adapt, each with lora_A and lora_B.
+        """Return the modules that have both lora_A and lora_B.
 
-        ranks: names of all tensors of the folder, each with its first dimension. ValueError names a tensor that is no
-        part of an adapter, or that PEFT would not load as this file says.
+        ranks: (name, first dimension) of every tensor in the folder. Raises ValueError for a tensor that belongs to no
+        adapter, a module with only one of the two, or a module whose adapter contradicts this config.
         """
         parts: dict[str, dict[str, int]] = {}
         for name, rows in ranks:
@@ -152,7 +152,7 @@ class PeftConfig:
 
 
 def read_peft_config(folder: str | Path) -> PeftConfig:
-    """Read and check a folder's adapter_config.json. ValueError names file, key, value, rule and remedy."""
+    """Read and check a folder's adapter_config.json. The ValueError names file, key, value, rule and remedy."""
     path = Path(folder) / FILE
     said = read_object(path)
 
@@ -184,7 +184,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _is_named(names: str | list[str], module: str) -> bool:
-    """Return True if a module is among PEFT's names: a pattern of whole names, or ends of names."""
+    """Return True if PEFT's `names` match the module: a string is a regex for whole names, a list has name endings."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
@@ -236,4 +236,4 @@ VALUES: dict[str, tuple[Any, str]] = {
     "layers_to_transform": (_are_layers, "must be the number of a layer, or a list of them"),
     "use_rslora": (lambda value: value is None or isinstance(value, bool), "must be true or false"),
 }
-"""What the values of applied keys must be."""
+"""Applied key -> (check of its value, rule for the error message)."""

@@ -1,17 +1,19 @@
-"""Publishes the trainer's weights to the rollout servers, which stand still until each has proved that it holds them.
+"""Publish the trainer's weights to the rollout servers, and verify by checksum that they arrived.
 
-The stream of tensors comes from `HFExport`, what the servers say from a WeightReceiver; HTTP lives behind that. A
-server that fails, on the way or by its checksums, is dropped, and the others get the version all the same.
+`HFExport` supplies the stream of tensors. A WeightReceiver talks HTTP to the servers, which are paused until they have
+been verified. A server that fails a transfer or a checksum is dropped; the others still get the version.
 
     trainer ranks   gather 0 |       | gather 1 | gather 2 |        |                   |
     rank 0                   | pause | send 0   | send 1   | send 2 | compare checksums | resume
     servers         generate | stop  | load 0   | load 1   | load 2 | take checksums    | generate, version N
 
-A server that cannot be reached, is late, or holds other bits is dropped at the end of its column, and never resumed
-with weights that nobody knows. Two transports are here: buckets over a process group (NCCL or gloo), the next one being
-gathered while one is on the wire, so that two buckets and two tensors are all the extra memory (on a GPU also a bucket
-of small tensors, until their checksums are taken); or a HF folder on a disk that the servers share. ipc.py has memory
-that both sides map, delta.py the changes alone.
+A server that is unreachable, late, or holds other bits is dropped at the end of that column of the diagram. It is never
+resumed with unknown weights.
+
+This file has two transports. `GroupPublisher` broadcasts buckets over a process group (NCCL or gloo) and gathers the
+next bucket while one is on the wire. Its extra memory is two buckets and two tensors; on a GPU also a bucket of small
+tensors, until their checksums are taken. `DiskPublisher` writes a HF folder to a disk that the servers share. There are
+two more: ipc.py uses shared memory, and delta.py sends only the changes.
 """
 
 from __future__ import annotations
@@ -51,15 +53,16 @@ from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 logger = logging.getLogger(__name__)
 
 FLAT_BELOW_BYTES = 256 * 1024
-"""Tensors of this size on average are broadcast from where they lie. Smaller ones are copied into one flat tensor: on a
-processor a broadcast costs 0.1 ms before its first byte, and each byte is copied once more at either end."""
+"""A bucket whose tensors average at least this size is broadcast tensor by tensor, without a copy. Smaller tensors are
+first copied into one flat tensor. On a CPU each broadcast has 0.1 ms of latency; a flat tensor instead costs one more
+copy at each end."""
 AFTERMATH_S = 5.0
-"""Time for servers to notice that a group broke."""
+"""Time for servers to notice a broken group."""
 SUMMED_BYTES = 1 << 26
-"""Of tensors that are kept on a GPU until their checksums are taken in one launch, by a transport that does not keep
-them anyway."""
+"""Bytes of tensors kept on a GPU so that one kernel launch takes their checksums. Only for transports that do not keep
+the tensors anyway."""
 NAMED_TENSORS = 3
-"""Tensors of a mismatch that are named in the message."""
+"""Maximum number of mismatching tensors named in an error message."""
 
 Tensors = Iterable[tuple[str, Tensor]]
 Shipment = TypeVar("Shipment")
@@ -68,26 +71,25 @@ Sent = TypeVar("Sent")
 
 @dataclass
 class Publication:
-    """The time and bytes of one publication."""
+    """Time, bytes and checks of one publication."""
 
     version: int
     nbytes: int = 0
     seconds: float = 0.0
     paused_s: float = 0.0
-    """Time that the servers stood still."""
     verified: int = 0
     """Tensors whose checksums were compared, summed over servers."""
     parts: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """Its parts, as (row, name, begin, end) on the monotonic clock: a trace shows them."""
+    """Phases of the publication for the trace: (row, name, begin, end) on the monotonic clock."""
     sent_bytes: int | None = None
-    """Bytes on the wire, summed over servers, where they are not all bytes of the weights (delta)."""
+    """Bytes on the wire, summed over servers. Set by the delta transport only; the others send all weights."""
 
 
 class WeightPublisher(abc.ABC):
-    """The part that all transports share: which servers are paused, failed, or hold which weights.
+    """Base class of the transports. It tracks which servers are paused or failed, and which weights they hold.
 
-    All ranks have one; receiver is None on all but rank 0. What is published is the whole stream of weights on rank 0,
-    or where `is_by_stage` each stage's on its head.
+    Every rank has one; `receiver` is None on all ranks but 0. Rank 0 publishes the whole stream of weights. If
+    `is_by_stage`, each pipeline stage's head (its first rank) publishes that stage's weights instead.
 
         publisher = make_publisher(receiver, config.actor, backend="nccl")  # engine/model_engine.py
         publisher.publish(specs, engine.hf_tensors(), version=7)  # specs: names, dtypes and shapes of the tensors
@@ -104,9 +106,10 @@ class WeightPublisher(abc.ABC):
         self._known: set[str] = set()
 
     def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
-        """Bring the servers to these weights, listed in `specs`. All trainer ranks call it and so exhaust the stream.
+        """Send these weights, listed in `specs`, to the servers. Collective: every rank exhausts the stream.
 
-        Servers are paused meanwhile and always resumed. NoServerLeft where not one holds the version then.
+        Servers are paused during the update and always resumed. Raises NoServerLeft if no server holds the version
+        afterwards.
         """
         if self.receiver is None:
             for _ in tensors:  # the stream is a collective
@@ -120,7 +123,7 @@ class WeightPublisher(abc.ABC):
         self.last.seconds = time.perf_counter() - started
 
     def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
-        """Cut the stream into runs whose checksums are taken together."""
+        """Divide the stream into runs of tensors whose checksums are taken together."""
         return plan_buckets(specs, SUMMED_BYTES)
 
     @abc.abstractmethod
@@ -129,12 +132,12 @@ class WeightPublisher(abc.ABC):
     ) -> None: ...
 
     def close(self) -> None:  # noqa: B027
-        """Give back what is kept from one publication to the next. Rank 0 alone may have something."""
+        """Release what is kept between publications."""
 
     # -- servers
 
     def _forms(self) -> list[ChecksumForm]:
-        """Return how checksums have to be taken, and warn once of each server that cannot be asked for any."""
+        """Return the servers' checksum forms. Warn once about each server whose checksums cannot be reproduced here."""
         forms = self.receiver.checksum_forms()
         for server in forms.keys() - self._known:
             if forms[server] is None:
@@ -143,7 +146,7 @@ class WeightPublisher(abc.ABC):
         return [form for form in forms.values() if form is not None]
 
     def _lose(self, reasons: dict[str, str]) -> None:
-        """Drop servers; NoServerLeft once that was the last."""
+        """Drop these servers. Raises NoServerLeft if no server remains."""
         for server, reason in reasons.items():
             logger.error("weight publication %d: %s is dropped: %s", self.last.version, server, reason)
             self.receiver.drop(server, reason)
@@ -155,7 +158,7 @@ class WeightPublisher(abc.ABC):
             )
 
     def _collect(self, futures: dict[str, Future[Any]]) -> dict[str, Any]:
-        """Return every server's answer; drop those that give none in time."""
+        """Wait for every server's answer. Drop servers that fail or exceed the timeout."""
         concurrent.futures.wait(futures.values(), timeout=self.timeout_s)
         self._lose(_failures(futures) | self._unfinished(futures))
         return {server: future.result() for server, future in futures.items() if server in self.receiver.server_ranks}
@@ -167,7 +170,7 @@ class WeightPublisher(abc.ABC):
         return late
 
     def _confirm(self, checksums: ExpectedChecksums) -> None:
-        """Compare what the servers hold with what was sent; drop those that hold something else."""
+        """Compare the servers' checksums with those of the tensors sent. Drop servers that differ."""
         began = time.monotonic()
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
@@ -186,7 +189,6 @@ class WeightPublisher(abc.ABC):
         self._lose(wrong)
 
     def _sums(self, checksums: ExpectedChecksums) -> dict[ChecksumForm, dict[str, str]]:
-        """Return the checksums of all that was sent."""
         return {form: checksums.of(form) for form in checksums.forms}
 
     def _send_all(
@@ -196,9 +198,9 @@ class WeightPublisher(abc.ABC):
         complete: Callable[[Sent], object],
         checksums: ExpectedChecksums,
     ) -> None:
-        """Pause the servers and send all, each shipment made ready while one is on its way; compare checksums."""
+        """Pause the servers, send all shipments and compare checksums. Prepare each shipment while one is sent."""
         shipments = self._noting_gathers(shipments)
-        shipment, version = next(shipments), self.last.version  # made ready while the servers still generate
+        shipment, version = next(shipments), self.last.version  # prepared while the servers still generate
         self._pause()
         self.receiver.begin_weight_update(version)
         try:
@@ -214,7 +216,7 @@ class WeightPublisher(abc.ABC):
         finally:
             if self.receiver.server_ranks:
                 self.receiver.end_weight_update(version)
-        # Not finished before the checksums agree: `resume` after an update that was not ends what servers generate.
+        # Only once the checksums agree: `resume` after an unfinished update makes the servers end their generations.
         self._confirm(checksums)
         self.receiver.finish_update(version)
 
@@ -247,7 +249,7 @@ class WeightPublisher(abc.ABC):
 
 @dataclass
 class _Shipment:
-    """A round on the wire: a bucket of each sender."""
+    """A round on the wire: one bucket from each sender."""
 
     number: int
     loads: dict[str, Future[None]]
@@ -255,18 +257,18 @@ class _Shipment:
 
 
 class GroupPublisher(WeightPublisher):
-    """Sends buckets by broadcast, each sender its own in a group with all servers; rank 0 alone talks to the servers.
+    """Broadcasts buckets. Each sender shares a process group with all servers; only rank 0 talks to them over HTTP.
 
-    Without `stages` rank 0 is the only sender. With them the head of each pipeline stage is one, and what all ranks
-    publish is `HFExport.stream_of_stage`: a round is a bucket of each sender, which travel at the same time, from
-    different hosts, to servers that take them together, and one after the other to those that do not.
+    Without `stages`, rank 0 is the only sender. With `stages`, the head of each pipeline stage is a sender, and every
+    rank publishes `HFExport.stream_of_stage`. A round is one bucket from each sender. Servers that can receive several
+    buckets at once get the round in parallel, from different hosts; other servers get the buckets one by one.
 
         heads of stages    0: bucket 0 | bucket 1 | ...        rank 0 tells them `send`, and `settle` once every server
                            1: bucket 0 | bucket 1 |            has answered; on a failure `leave`, `join` and `send`
         servers                 round 0 | round 1  | ...       again, in new groups of those that are left
 
-    The groups last from one publication to the next. When a member dies all are given up: those that remain form new
-    ones and are sent the round again.
+    The groups are kept between publications. If a member dies, all groups are abandoned. The remaining members form new
+    groups, and the round is sent again.
     """
 
     def __init__(
@@ -284,11 +286,11 @@ class GroupPublisher(WeightPublisher):
         self.sender = Sender(backend, timeout_s)
         self._membership = -1
         self._names: list[str] = []
-        """Of the senders' groups, in the order of their stages."""
+        """Names of the senders' groups, in stage order."""
         self._parts: list[list[list[TensorSpec]]] = []
         """The buckets of each sender."""
         self._shipped: list[Tensor] = []
-        """This sender's pieces of the last round, which may have to be sent again."""
+        """This sender's pieces of the last round, kept in case they must be sent again."""
 
     def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
         if self.receiver is None and self.stages is not None and self.stages.heads is not None:
@@ -303,7 +305,7 @@ class GroupPublisher(WeightPublisher):
 
     def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
         own = specs if self.stages is None else self.stages.own_specs
-        return plan_buckets(own, self.bucket_bytes)  # a bucket's tensors are sent from where they lie
+        return plan_buckets(own, self.bucket_bytes)  # a bucket's tensors are kept until they are sent
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         of_stages = [specs] if self.stages is None else self.stages.specs
@@ -313,18 +315,18 @@ class GroupPublisher(WeightPublisher):
             self._join()
             self._send_all(self._rounds(tensors), lambda one: self._ship(*one), self._complete, checksums)
         finally:
-            if self.sender.on_wire:  # an error came between, and what the servers will have of it is unknown
+            if self.sender.on_wire:  # after an error it is unknown what the servers received
                 self._leave()
             self._tell("end")
             self._shipped = []
-            for _ in tensors:  # the other ranks wait for the rest of the stream, whatever happened here
+            for _ in tensors:  # the stream is a collective: exhaust it even after a failure
                 pass
             self._resume()
 
-    # -- what rank 0 tells the other senders, and what they do
+    # -- orders of rank 0 to the other senders
 
     def _tell(self, order: str, *details: Any) -> list[Any]:
-        """Give the other senders an order, as rank 0; return their answers to one that is answered."""
+        """Send an order to the other senders, on rank 0. Return their answers if the order is in ANSWERED."""
         if self.stages is None:
             return []
         group = self.stages.heads.group
@@ -335,7 +337,7 @@ class GroupPublisher(WeightPublisher):
         return answers[1:]
 
     def _follow(self, tensors: Tensors) -> None:
-        """Do what rank 0 tells this sender, and then exhaust the stream."""
+        """Execute rank 0's orders on another sender until `end`, then exhaust the stream."""
         heads, sender = self.stages.heads, self.sender
         number, filled = -1, iter(())
         checksums = ExpectedChecksums([])
@@ -357,7 +359,7 @@ class GroupPublisher(WeightPublisher):
                 self._names, world_size = details
                 try:
                     sender.join(listener, self._names[heads.rank], world_size, self._is_hopeless)
-                except (RuntimeError, TimeoutError) as error:  # which rank 0 hears of from the servers
+                except (RuntimeError, TimeoutError) as error:  # the servers report it to rank 0
                     logger.warning("weight publication: a group was not formed: %s", error)
             elif order == "send":
                 if details[0] > number:
@@ -387,7 +389,10 @@ class GroupPublisher(WeightPublisher):
             yield piece
 
     def _is_hopeless(self) -> bool:
-        """True where rank 0 has given the groups up, which a sender that waits for a server cannot be told."""
+        """Return True if rank 0 has abandoned the groups.
+
+        A sender blocked on a server receives no orders, so it polls the default store instead.
+        """
         return bool(c10d._get_default_store().check([self._names[0]]))
 
     def _sums(self, checksums: ExpectedChecksums) -> dict[ChecksumForm, dict[str, str]]:
@@ -400,14 +405,14 @@ class GroupPublisher(WeightPublisher):
     # -- a round
 
     def _rounds(self, tensors: Tensors) -> Iterator[tuple[int, Iterable[Tensor]]]:
-        """Yield every round's number and this rank's pieces, which are gathered meanwhile."""
+        """Yield each round's number and this rank's pieces. Iterating over the pieces gathers them."""
         filled = fill_buckets(self._parts[0], tensors)
         for number in range(max(map(len, self._parts))):
             yield number, next(filled, (None, ()))[1]
-        next(filled, None)  # which says whether more came than was planned
+        next(filled, None)  # raises if the stream has unplanned tensors
 
     def _ship(self, number: int, pieces: Iterable[Tensor]) -> _Shipment:
-        """Send a round, whose pieces are gathered meanwhile."""
+        """Send a round. Its pieces are gathered as they are sent."""
         self._join()
         deadline = time.monotonic() + self.timeout_s
         self._tell("send", number)
@@ -433,13 +438,13 @@ class GroupPublisher(WeightPublisher):
         return _Shipment(number, loads, deadline)
 
     def _complete(self, shipment: _Shipment) -> None:
-        """Wait until every server has the round, without those that never will."""
+        """Wait until every server has the round. Drop servers that fail, and send it again to the others."""
         broken_before = False
         while not self._arrived(shipment):
             refused = _failures(shipment.loads)
-            self._leave()  # whoever still waits in a broadcast sees it break
+            self._leave()  # breaks the broadcast for servers still waiting in it
             concurrent.futures.wait(shipment.loads.values(), timeout=AFTERMATH_S)
-            # One that refuses never joins the broadcast, and one that died breaks it: the others are not to blame.
+            # A server that refused or died makes the broadcast fail for the others too: do not blame those.
             blamed = self.receiver.unreachable() or refused or self._unfinished(shipment.loads)
             if not blamed and broken_before:
                 blamed = dict.fromkeys(self.receiver.server_ranks, "the broadcast to it broke twice")
@@ -448,31 +453,31 @@ class GroupPublisher(WeightPublisher):
             shipment = self._ship(shipment.number, list(self._shipped))
 
     def _arrived(self, shipment: _Shipment) -> bool:
-        """Wait for all answers and the broadcasts; False as soon as a server fails or the deadline has passed."""
+        """Wait for all answers and broadcasts. Return False on the first failure or at the deadline."""
         left_s = shipment.deadline - time.monotonic()
         loads = concurrent.futures.wait(
             shipment.loads.values(), timeout=left_s, return_when=concurrent.futures.FIRST_EXCEPTION
         )
         if loads.not_done or any(load.exception() for load in loads.done):
             return False
-        # Over, as every server has answered: this asks how it went.
+        # All servers have answered, so the broadcasts have ended. Settling tells whether they succeeded.
         return all([*self._tell("settle"), self.sender.settle()])
 
     # -- the groups
 
     def _join(self) -> None:
-        """Form groups with the servers there are, if these are not in them; those that do not join are dropped."""
+        """Form groups with the current servers unless they exist already. Drop servers that do not join."""
         while self.sender.group is None or self._membership != self.receiver.membership:
             if self.sender.group is not None:
                 self._leave()
-            self._lose(self.receiver.unreachable())  # nobody waits for a server that is known to be gone
-            # Names of their own: servers that outlive a killed run still hold that run's groups.
+            self._lose(self.receiver.unreachable())  # do not wait for these
+            # Unique names: servers that outlive a killed run still hold that run's groups.
             run = f"megatron_rl_weights_{uuid.uuid4().hex[:8]}"
             count = 1 if self.stages is None else len(self.stages.specs)
             self._names = [f"{run}_{number}" for number in range(count)]
             self._membership = self.receiver.membership
             world_size = 1 + sum(self.receiver.server_ranks.values())
-            # Before its port is told: nobody else can take it then.
+            # Listen before announcing the port, so that no other process can take it.
             listener = socket.create_server((self.receiver.trainer_address(), 0))
             others = self._tell("listen", urlsplit(next(iter(self.receiver.server_ranks))).hostname)
             self._tell("join", self._names, world_size)
@@ -489,7 +494,7 @@ class GroupPublisher(WeightPublisher):
                         concurrent.futures.wait(
                             joins.values(), self.timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION
                         )
-                        if _failures(joins):  # the others wait for it in vain, and so does the sender
+                        if _failures(joins):  # the other members would wait in vain
                             raise TimeoutError(f"update group {self._names[number]}: a server will not come")
                     self._collect(joins)
             except NoServerLeft:
@@ -503,7 +508,7 @@ class GroupPublisher(WeightPublisher):
                 self._lose(blamed)
 
     def _leave(self) -> None:
-        """Leave the groups, here, on the other senders and on the servers; broken ones are left as well."""
+        """Leave the groups on rank 0, the other senders and the servers. The groups may be broken."""
         if self.stages is not None:
             c10d._get_default_store().set(self._names[0], "given up")
         self.sender.leave()
@@ -515,10 +520,10 @@ class GroupPublisher(WeightPublisher):
 
 
 def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Cut the stream into runs of one dtype of at most `bucket_bytes` (a larger tensor is a bucket of its own)."""
+    """Divide the stream into buckets of one dtype and at most `bucket_bytes`. A larger tensor is one bucket."""
     buckets: list[list[TensorSpec]] = []
     size = 0
-    # Of one dtype, so that every tensor of a flat bucket begins at a multiple of its item size.
+    # One dtype per bucket, so that every tensor of a flat bucket begins at a multiple of its item size.
     for spec in specs:
         if not buckets or size + spec.nbytes > bucket_bytes or spec.dtype != buckets[-1][0].dtype:
             buckets.append([])
@@ -529,18 +534,18 @@ def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Tensor
 
 
 def is_flat(bucket: list[TensorSpec]) -> bool:
-    """Return True if a bucket is sent as one flat tensor; otherwise each tensor has a broadcast of its own."""
+    """Return True if a bucket is sent as one flat tensor, False if each tensor has a separate broadcast."""
     return len(bucket) > 1 and sum(spec.nbytes for spec in bucket) < FLAT_BELOW_BYTES * len(bucket)
 
 
 def fill_buckets(
     buckets: list[list[TensorSpec]], tensors: Tensors
 ) -> Iterator[tuple[list[TensorSpec], Iterable[Tensor]]]:
-    """Yield each bucket with what is to be sent: its tensors, or all their bytes as one tensor, `[n]` uint8.
+    """Yield each bucket with the tensors to send: its own, or all their bytes as one flat tensor, `[n]` uint8.
 
-    Tensors are taken from the stream as they are asked for, all but the first of a bucket; all have to be asked for
-    before the next bucket is. Flat buckets are filled in two buffers by turns, one while the other is sent. ValueError
-    where a tensor is not the one that the plan lists.
+    A bucket that is not flat reads its first tensor from the stream at once and the others lazily. Consume them all
+    before the next bucket. Flat buckets alternate between two buffers, so one is filled while the other is sent. Raises
+    ValueError if a tensor is not the planned one.
     """
     size = max((sum(spec.nbytes for spec in bucket) for bucket in buckets if is_flat(bucket)), default=0)
     stream = iter(tensors)
@@ -551,7 +556,7 @@ def fill_buckets(
             yield bucket, itertools.chain([next(planned)], planned)
             continue
         first = _planned(stream, bucket[0])
-        while len(buffers) < 2:  # made here, as the first tensor tells the device
+        while len(buffers) < 2:  # allocated here, because the first tensor determines the device
             buffers.append(torch.empty(size, dtype=torch.uint8, device=first.device))
         flat = buffers[number % 2][: sum(spec.nbytes for spec in bucket)]
         parts = unpack_bucket(flat, bucket)
@@ -564,7 +569,7 @@ def fill_buckets(
 
 
 def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
-    """The next tensor of the stream, which must be the one that was planned."""
+    """Return the next tensor of the stream. Raises ValueError if it is not the planned one."""
     name, tensor = next(stream, (None, None))
     if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
         found = "nothing" if tensor is None else f"{name}, {tensor.dtype}, {tuple(tensor.shape)}"
@@ -573,7 +578,7 @@ def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
 
 
 def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
-    """Return the servers that failed so far, with the reasons."""
+    """Return the servers that have failed so far, with the reasons."""
     done = {server: future for server, future in futures.items() if future.done() and not future.cancelled()}
     return {server: str(future.exception()) for server, future in done.items() if future.exception() is not None}
 
@@ -582,9 +587,9 @@ def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
 
 
 class DiskPublisher(WeightPublisher):
-    """Writes a HF folder and has the servers load it: they stand still for the loading only.
+    """Writes a HF folder and has the servers load it. They are paused only while they load.
 
-    folder: on a disk that the servers read too; the last version stays in it.
+    folder: must be readable by the servers. It keeps the last version.
     """
 
     def __init__(
@@ -604,7 +609,7 @@ class DiskPublisher(WeightPublisher):
             self.receiver.finish_update(version)
         finally:
             self._resume()
-        # The disk holds two versions at most: the one before goes once no server reads it any more.
+        # The disk holds two versions at most: the previous one is deleted once no server reads it.
         for other in self.folder.glob("version-*"):
             if other != target:
                 shutil.rmtree(other)
@@ -619,9 +624,10 @@ class DiskPublisher(WeightPublisher):
 
 
 class AdapterPublisher(DiskPublisher):
-    """Writes the adapters alone, in PEFT's format. Servers compute them beside the model's weights, which they keep.
+    """Writes only the adapters, in PEFT's format. Servers keep the base weights and apply the adapters on top.
 
-    Beside them are their sums, with which servers compare what they have read. SGLang does so where a run starts it.
+    The folder also has checksums, against which a server verifies the adapters it read. SGLang does so if the run
+    started it.
     """
 
     def __init__(
@@ -641,14 +647,14 @@ class AdapterPublisher(DiskPublisher):
         return []
 
     def _confirm(self, checksums: ExpectedChecksums) -> None:
-        """Nothing: the servers' checksums are of the weights that no publication changes."""
+        """Do nothing: the servers' checksums cover the base weights, which no publication changes."""
 
     def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
         return self.receiver.load_adapters(target, version)
 
     def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
         target = self.folder / f"version-{version}"
-        named = {name: tensor.cpu() for name, tensor in tensors}  # one by one, so that the device has none of them
+        named = {name: tensor.cpu() for name, tensor in tensors}  # copied one by one, so none stays on the device
         write_peft_folder(target, named, self.arch, self.lora, self.model_folder)
         write_sums(target, {PEFT_PREFIX + name: sum_of(tensor) for name, tensor in named.items()})
         return target

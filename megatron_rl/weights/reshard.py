@@ -1,6 +1,7 @@
-"""Shards <-> HF tensors of a live model: loading cuts, exporting streams, one tensor at a time, by a plan made once.
+"""Convert between a live model's Megatron shards and HF tensors: load slices, or export a stream of whole tensors.
 
-Needs only named parameters and the layout; it neither builds nor trains models.
+Export handles one tensor at a time, in an order planned once. This module needs only named parameters and the layout;
+it neither builds nor trains models.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megatron_rl.weights.tensor_rules import Rule, WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
 EXPERTS_BYTES = 1 << 29
-"""Of experts that a rank sends at a time; their receiver holds as much more."""
+"""Bytes of experts that a rank sends at a time. The receiver needs the same amount of extra memory."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 Entry = tuple[Tensor, Rule]
 
 
 def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
-    """Yield each parameter of a model chunk but those of adapters, and each router's bias, with its rule."""
-    # Trained by counting tokens and not by gradients, so Megatron has it among the buffers; HF's files have it, too.
+    """Yield each parameter of a model chunk except adapters, and each router's bias, with its rule."""
+    # A router's bias is updated from token counts, not gradients, so it is a buffer in Megatron. HF files contain it.
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
     own = ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
     for name, parameter in itertools.chain(own, biases):
@@ -39,7 +40,7 @@ def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
 
 
 def adapter_rules_of(model: nn.Module, arch: Architecture, lora: LoraConfig) -> Iterator[Entry]:
-    """Yield each parameter of a model chunk's adapters with its rule."""
+    """Yield each adapter parameter of a model chunk with its rule."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             matrix, part = matrix_of(name)
@@ -47,15 +48,15 @@ def adapter_rules_of(model: nn.Module, arch: Architecture, lora: LoraConfig) -> 
 
 
 def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
-    """Return a parameter's name within its layer and that layer's number in the whole model, from 0, if it has one."""
+    """Return a parameter's name within its layer and the layer's global number (from 0). Outside layers: name, None."""
     if match := _LAYER.fullmatch(name):
-        # The name counts layers within this chunk, `layer_number` over the whole model and from 1.
+        # The name counts layers within this chunk; `layer_number` counts over the whole model, from 1.
         return match[2], model.decoder.layers[int(match[1])].layer_number - 1
     return name, None
 
 
 def _all_rules(chunks: list[Any], arch: Architecture, lora: LoraConfig | None) -> Iterator[Entry]:
-    """Yield the entries of all chunks: those of the model, or where `lora` is given those of its adapters."""
+    """Yield the entries of all chunks: the model's, or with `lora` the adapters'."""
     return itertools.chain.from_iterable(
         rules_of(chunk, arch) if lora is None else adapter_rules_of(chunk, arch, lora) for chunk in chunks
     )
@@ -69,15 +70,14 @@ def load_shards(
     groups: ParallelGroups,
     lora: LoraConfig | None = None,
 ) -> None:
-    """Copy this rank's slices out of the source into its model chunks, or with `lora` into their adapters. All ranks
-    call it.
+    """Load this rank's slices from the source into its model chunks, or with `lora` into their adapters.
 
-    Reads nothing that belongs to other ranks, nor what another replica of this shard reads: replicas take turns at the
-    parameters, each reads its own while the others read theirs, and sends it to them.
+    Collective: every rank calls it. A rank reads only its own shard. Replicas of a shard divide its parameters: each
+    reads a different one at the same time, then broadcasts it to the others.
     """
 
     def order(entry: tuple[Tensor, Rule]) -> tuple[bool, int]:
-        return entry[1].expert is not None, -entry[0].numel()  # those who read at the same time read as much
+        return entry[1].expert is not None, -entry[0].numel()  # so that ranks reading in parallel read equally much
 
     for is_expert, kind in itertools.groupby(
         sorted(_all_rules(chunks, arch, lora), key=order), key=lambda e: order(e)[0]
@@ -85,7 +85,7 @@ def load_shards(
         replica = groups.expert_data if is_expert else groups.data_context
         while turn := list(itertools.islice(kind, replica.size)):
             for reader, (parameter, rule) in enumerate(turn):
-                if not isinstance(parameter, nn.Parameter):  # a router's bias stays in float32 whatever the model is in
+                if not isinstance(parameter, nn.Parameter):  # a router's bias: float32 whatever the model's dtype
                     parameter.data = parameter.float()
                 if reader == replica.rank:
                     axis = _split_axis(rule, groups)
@@ -97,14 +97,16 @@ def load_shards(
 
 
 class HFExport:
-    """The way from a live model's shards to HF tensors on global rank 0. All ranks make it and exhaust its streams.
+    """Exports a live model's shards as HF tensors on global rank 0.
 
-    What is to be sent, by whom and in which order is agreed on here, once; a stream then moves nothing but weights.
+    Collective: every rank constructs it and exhausts its streams. The constructor fixes which rank sends which tensor,
+    and in which order. A stream then transfers only weights.
 
         export = HFExport(model_chunks, arch, groups)
         publisher.publish(export.specs, export.stream(), version=7)
 
-    lora: streams the adapters instead. shard_of: makes what is sent of a parameter, as with its adapter merged into it.
+    lora: exports the adapters instead. shard_of: maps a parameter to the tensor that is sent, for example the parameter
+    with its adapter merged.
     """
 
     def __init__(
@@ -119,9 +121,9 @@ class HFExport:
         self.arch, self.groups, self.shard_of = arch, groups, shard_of
         self.shapes = hf_shapes(arch) if lora is None else adapter_shapes(arch, replace(lora, targets=[]))
         self.device = next(chunks[0].parameters()).device
-        # Of a tied output layer only the first stage's embedding is sent: they are the same tensor. What is kept in
-        # another dtype (a router's bias) comes last, so that the stream has few changes of dtype, and large tensors
-        # first, so that the publisher's buckets hold tensors of a size.
+        # A tied output layer is the same tensor as the first stage's embedding, so only the embedding is sent. Tensors
+        # of another dtype (a router's bias) come last, so that the stream changes dtype rarely. Large tensors come
+        # first, so that the publisher's buckets hold tensors of similar size.
         plan = [
             (parameter, rule)
             for parameter, rule in _all_rules(chunks, arch, lora)
@@ -137,12 +139,12 @@ class HFExport:
         stages: list[Any] = [None] * groups.pipeline.size
         dist.all_gather_object(stages, list(self._own_specs()), group=groups.pipeline.group)
         self.stages: list[list[TensorSpec]] = stages
-        """The HF tensors of each pipeline stage."""
+        """HF tensors of each pipeline stage."""
         self.specs = list(itertools.chain.from_iterable(stages))
         """Every HF tensor in the order of the stream; the same on all ranks."""
 
     def _own_specs(self) -> Iterator[TensorSpec]:
-        # In the order of `_joined` and `_experts_of_all_ranks`: a receiver knows a tensor by its place in the stream.
+        # Same order as `_joined` and `_experts_of_all_ranks`: a tensor is identified by its place in the stream.
         for batch in self._plan:
             once = batch[0][1].expert is None or batch[0][1].is_stacked
             for rank in range(1 if once else self.groups.expert.size):
@@ -151,17 +153,20 @@ class HFExport:
                         yield TensorSpec(name, parameter.dtype, self.shapes[name])
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full HF tensor on global rank 0, as `specs` lists them; other ranks take part and yield nothing.
+        """Yield every full HF tensor on global rank 0, in the order of `specs`. Other ranks only contribute shards.
 
-        A tensor is joined over the tensor axis (an expert's over the expert-tensor axis, then sent to its stage's
-        head), sent from its pipeline stage's head to rank 0 and forgotten again. Replicas beyond the first do nothing.
+        Each tensor is joined over the tensor axis, sent from its pipeline stage's head to rank 0, and released. Experts
+        are joined over the expert-tensor axis and sent to their stage's head first. Replicas beyond the first send
+        nothing.
         """
         return ((name, tensor) for name, tensor in self.stream_in_step() if tensor is not None)
 
     @torch.no_grad()
     def stream_of_stage(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this stage's HF tensors on its head, as `stages` lists them; its other ranks take part and yield
-        nothing. Other stages are not waited for."""
+        """Yield this stage's HF tensors on its head, in the order of `stages`, without waiting for other stages.
+
+        The stage's other ranks take part and yield nothing.
+        """
         own = self.stages[self.groups.pipeline.rank]
         for spec, tensor in zip(own, self._joined(), strict=True):
             if tensor is not None:
@@ -169,8 +174,10 @@ class HFExport:
 
     @torch.no_grad()
     def stream_in_step(self) -> Iterator[tuple[str, Tensor | None]]:
-        """The same, where the other ranks yield None in a tensor's place once their part in it is done: what they do
-        together between two tensors, every rank does at the same place of the stream."""
+        """Yield the same as `stream`, but ranks other than 0 yield None for each tensor once their part of it is done.
+
+        So all ranks are at the same place in the stream and can run other collectives between two tensors.
+        """
         pipeline = self.groups.pipeline
         for stage, specs in enumerate(self.stages):
             own = self._joined() if stage == pipeline.rank else itertools.repeat(None)
@@ -184,14 +191,14 @@ class HFExport:
                 yield spec.name, tensor
 
     def _joined(self) -> Iterator[Tensor | None]:
-        """Yield the stage's HF tensors on its head; the other ranks of the first replica contribute their shards.
+        """Yield the stage's HF tensors on its head, and None on all other ranks.
 
-        Where a rank has no part in a tensor, or has given it, it yields None.
+        The other ranks of the first replica contribute their shards; further replicas do nothing.
         """
         groups = self.groups
         for batch in self._plan:
-            # Experts are laid out over the same ranks on axes of their own: a rank may be of the first replica for one
-            # kind of parameter and not for the other, and skips each by itself.
+            # Experts use separate axes over the same ranks. A rank may be in the first replica for experts but not for
+            # dense parameters, or the reverse, so each kind is checked separately.
             parameter, rule = batch[0]
             if rule.expert is not None:
                 experts = self._experts_of_all_ranks(batch)
@@ -203,15 +210,15 @@ class HFExport:
             yield from tensors
 
     def _experts_of_all_ranks(self, batch: list[Entry]) -> Iterator[Tensor | None]:
-        """Yield a batch of experts and then the batches in its place on the other expert ranks, on the first of them.
+        """Yield this batch of experts from every expert rank in turn, on the first expert rank; elsewhere yield None.
 
-        Each rank's batch travels at once: an expert of its own is too small to fill a link.
+        A rank's batch is sent as one message, because a single expert is too small to fill a link.
         """
         groups = self.groups
         axis, is_first_replica = groups.expert, groups.expert_data.rank == 0
         for rank in range(axis.size):
             shards: list[Any] = []
-            """Of each rank along the expert-tensor axis, the experts one after the other."""
+            """For each rank of the expert-tensor axis, its shards of the batch's experts."""
             if is_first_replica and rank == axis.rank:
                 own = [self.shard_of(parameter) for parameter, _ in batch]
                 stays = rank == 0 and groups.expert_tensor.size == 1
@@ -219,7 +226,7 @@ class HFExport:
                 for shard in shards if rank > 0 else ():
                     dist.send(shard, group_dst=0, group=axis.group)
             elif is_first_replica and axis.rank == 0 and groups.expert_tensor.rank == 0:
-                # New memory: what was yielded before may be on its way to a server.
+                # Fresh memory: tensors yielded before may still be on the wire to a server.
                 like = batch[0][0].new_empty(len(batch), *batch[0][0].shape)
                 shards = [like, *(torch.empty_like(like) for _ in range(groups.expert_tensor.size - 1))]
                 for shard in shards:
@@ -232,24 +239,23 @@ class HFExport:
 
 
 def _split_axis(rule: Rule, groups: ParallelGroups) -> Axis:
-    """The axis that a parameter is cut along."""
     return groups.tensor if rule.expert is None else groups.expert_tensor
 
 
 def _first_expert(expert_rank: int, arch: Architecture, groups: ParallelGroups) -> int:
-    """The number in the whole model of the first expert that a rank of the expert axis holds."""
+    """Return the global number of the first expert that a rank of the expert axis holds."""
     return 0 if arch.mixture is None else expert_rank * (arch.mixture.experts // groups.expert.size)
 
 
 def _is_stage_head(groups: ParallelGroups) -> bool:
-    """True on the first rank of a pipeline stage, which is the first of all its other axes too."""
+    """Return True on a pipeline stage's head. Rank 0 of these two axes is rank 0 of all other axes in the stage."""
     return groups.tensor.rank == 0 and groups.data_context.rank == 0
 
 
 def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
-    """Cut the plan into what is gathered at a time: a layer's experts of one kind together, the rest one by one.
+    """Divide the plan into batches gathered at once: a layer's experts of one kind together, the rest one by one.
 
-    Of experts that are one tensor all, otherwise as many as EXPERTS_BYTES has room for.
+    Experts stacked in one HF tensor form one batch. Otherwise a batch has at most EXPERTS_BYTES.
     """
     batch: list[Entry] = []
     for parameter, rule in plan:
@@ -269,7 +275,7 @@ def _stack(experts: Iterator[Tensor | None]) -> Iterator[Tensor | None]:
 def _gather_shards(shard: Tensor, axis: Axis) -> list[Tensor]:
     if axis.size == 1:
         return [shard]
-    # A gather and no all-gather: the other ranks have no use for the whole tensor, nor memory to spare for it.
+    # Not an all-gather: the other ranks need no whole tensor and have no memory for it.
     shards = [torch.empty_like(shard) for _ in range(axis.size)] if axis.rank == 0 else None
     dist.gather(shard.contiguous(), shards, group_dst=0, group=axis.group)
     return shards or []

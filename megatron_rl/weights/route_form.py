@@ -1,4 +1,4 @@
-"""The form of the routes that a model's rollout servers tell, for `algo.routing_replay`."""
+"""Determine the format of expert routes that rollout servers report, for `algo.routing_replay`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from megatron_rl.weights.architecture import Architecture
 
 
 def route_form(arch: Architecture, replay: str) -> RouteForm | None:
-    """Return the form that `algo.routing_replay = replay` asks for, None with off.
+    """Return the route format for `algo.routing_replay = replay`, or None if it is off.
 
-    ValueError where the model has no experts, or too many.
+    Raises ValueError if the model has no experts, or too many for the format.
     """
     if replay == "off":
         return None

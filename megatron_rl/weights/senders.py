@@ -1,4 +1,4 @@
-"""The ranks that send weights: one's end of its group with the servers, and the heads of a pipeline's stages."""
+"""The trainer ranks that send weights: a rank's process group with the servers, and the heads of pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megatron_rl.weights.update_group import LOOK_S, TensorSpec, join_update_gro
 logger = logging.getLogger(__name__)
 
 ANSWERED = ("listen", "settle", "sums")
-"""Orders of rank 0 to the other senders that these answer."""
+"""Orders of rank 0 that the other senders answer."""
 
 
 @dataclass(frozen=True)
 class StageHeads:
-    """The senders of a model in a pipeline: the first rank of each stage."""
+    """The senders of a pipelined model: the first rank of each stage."""
 
     heads: Axis | None
-    """None on other ranks. Its group is over gloo: orders wait for no kernel."""
+    """The axis of the stage heads; None on other ranks. Its group uses gloo, so that orders never wait for a kernel."""
     specs: Sequence[list[TensorSpec]]
-    """Of each stage, in the order of its stream."""
+    """HF tensors of each stage, in stream order."""
     own_stage: int
     address_towards: Callable[[str], str]
-    """The address of this rank's host as another host reaches it."""
+    """Returns the address at which the given host reaches this rank's host."""
 
     @property
     def own_specs(self) -> list[TensorSpec]:
@@ -40,20 +40,20 @@ class StageHeads:
 
 
 class Sender:
-    """Rank 0 of a group whose other ranks are the servers'."""
+    """The sending end of a process group: its rank 0. The servers are its other ranks."""
 
     def __init__(self, backend: str, timeout_s: float) -> None:
         self.backend, self.timeout_s = backend, timeout_s
         self.group: dist.ProcessGroup | None = None
         self.on_wire: list[dist.Work] = []
-        """The broadcasts under way, kept nowhere else: gloo aborts the process, or hangs, where one outlives its group,
-        as it would in the frames of a traceback."""
+        """Broadcasts in flight. Keep no other reference to them, such as in a traceback's frames: gloo aborts the
+        process, or hangs, if a broadcast outlives its group."""
         self._is_connected = False
         self._is_whole = True
-        """Whether all pieces of the last round were put on the wire."""
+        """True if all pieces of the last round were put on the wire."""
 
     def join(self, listener: socket.socket, name: str, world_size: int, is_hopeless: Callable[[], bool]) -> None:
-        """Form the group, whose store listens there; TimeoutError once it is hopeless."""
+        """Form the group, with its store on `listener`. Raises TimeoutError once `is_hopeless()` returns True."""
         address, port = listener.getsockname()
         place = {"address": address, "port": port, "rank": 0, "world_size": world_size, "listener": listener}
         options = {"backend": self.backend, "timeout_s": self.timeout_s, "is_hopeless": is_hopeless}
@@ -61,16 +61,16 @@ class Sender:
         self._is_connected = self.backend == "gloo"
 
     def send_all(self, pieces: Iterable[Tensor], is_hopeless: Callable[[], bool]) -> None:
-        """Put a broadcast of each on the wire, as it comes; all are asked for, whether the group is broken or not."""
+        """Start a broadcast of each piece as it is yielded. All pieces are consumed, even if the group is broken."""
         is_sent = True
         for piece in pieces:
             is_sent = is_sent and self.group is not None and self._send(piece, is_hopeless)
         self._is_whole = is_sent
 
     def _send(self, piece: Tensor, is_hopeless: Callable[[], bool]) -> bool:
-        """Put a broadcast on the wire; False where the group is broken, or a server will not take part in it.
+        """Start a broadcast. Return False if the group is broken or the broadcast is hopeless.
 
-        NCCL connects within a group's first broadcast, which returns once all servers have come: another thread's.
+        NCCL connects in a group's first broadcast, which blocks until all servers take part. So it runs in a thread.
         """
         sending: Future[dist.Work] = Future()
         group = self.group
@@ -84,7 +84,7 @@ class Sender:
         if self._is_connected:
             send()
         else:
-            threading.Thread(target=send, daemon=True).start()  # nothing interrupts it
+            threading.Thread(target=send, daemon=True).start()  # it cannot be interrupted
         while not wait([sending], LOOK_S).done:
             if is_hopeless():
                 return False
@@ -96,7 +96,7 @@ class Sender:
         return True
 
     def settle(self) -> bool:
-        """Wait for what is on the wire, where all have it; False where that went wrong."""
+        """Wait for all broadcasts in flight. Return True if every piece of the round was sent and arrived."""
         try:
             for broadcast in self.on_wire:
                 broadcast.wait()
@@ -107,12 +107,12 @@ class Sender:
         return self._is_whole
 
     def leave(self) -> None:
-        """Leave the group, which may be broken; nothing happens without one."""
+        """Leave the group, which may be broken. Does nothing if there is none."""
         if self.group is None:
             return
         left: list[Any] = [self.group, self.on_wire]
         self.group, self.on_wire = None, []
         leave_update_group(left[0])
-        # gloo lets go of a group only when what is on the wire has arrived, and a dead peer never takes it. A list is
-        # cleared from its end: the broadcasts go before their group.
+        # In a thread: gloo releases a group only after its broadcasts have arrived, which a dead peer prevents. A list
+        # is cleared from its end, so the broadcasts are released before their group.
         threading.Thread(target=left.clear, daemon=True).start()

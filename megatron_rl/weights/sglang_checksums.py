@@ -1,10 +1,12 @@
-"""The checksums that SGLang takes of its weights (`/weights_checker`), taken of the HF tensors that are sent to it.
+"""Compute SGLang's weight checksums (`/weights_checker`) from the HF tensors that are sent to it.
 
-SGLang hashes what each tensor-parallel rank keeps: q, k and v as one tensor, gate and up as one, an embedding with its
-rows padded. On a CPU that is SHA-256; on a GPU a kernel of its own (`gpu_tensor_hash`), which
-`ops.tile_hashes` repeats. All experts of a layer are two tensors there, which are hashed as
-their slices come. Left out is what SGLang keeps in other ways, and with several ranks everything but
-projections, experts, embeddings and norms: nothing is hashed that is not compared.
+SGLang hashes the tensors that each tensor-parallel rank keeps: q, k and v as one tensor, gate and up as one, and an
+embedding with padded rows. On a CPU the hash is SHA-256. On a GPU it is SGLang's kernel `gpu_tensor_hash`, which
+`ops.tile_hashes` reproduces. SGLang keeps all experts of a layer as two tensors, which are hashed slice by slice as
+their experts arrive.
+
+Only tensors that can be compared are hashed. Tensors that SGLang stores in other ways are skipped. With several ranks,
+only projections, experts, embeddings and norms are hashed.
 """
 
 from __future__ import annotations
@@ -22,46 +24,46 @@ from megatron_rl.api import ChecksumForm
 from megatron_rl.ops import HASH_TILE_BYTES, tile_hashes
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""SGLang's name, and the HF parts in their order in it."""
+"""SGLang's fused name -> its HF parts, in order."""
 SPLIT_BY_ROWS = {part for parts in FUSED.values() for part in parts}
 SPLIT_BY_COLUMNS = {"o_proj", "down_proj"}
 EMBEDDINGS = {"embed_tokens", "lm_head"}
 VOCAB_MULTIPLE = 64
-"""SGLang pads the rows of an embedding to a multiple of it."""
+"""SGLang pads an embedding's rows to a multiple of this."""
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-"""SGLang's name for one kind of a layer's experts, and the parts of each, one above the other. Mixtral has other names
-for them, in `MIXTRAL`."""
+"""SGLang's name of a tensor with all experts of a layer -> each expert's HF parts, stacked by rows."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Mixtral's names of an expert's parts -> the usual HF names."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an expert where a rank keeps it."""
+    """One rank's part of an expert, as a piece of the rank's tensor that holds all its experts."""
 
     name: str
-    """SGLang's, of the tensor that it belongs to."""
+    """SGLang's name of that tensor on the rank."""
     number: int
     count: int
-    """Pieces of that tensor, all of a size, one above the other."""
+    """Number of pieces in that tensor. They have equal size and are stacked by rows; `number` is this one's place."""
     part: Tensor
 
 
 class SGLangChecksums:
-    """The checksums that a server of one form must report once it holds the tensors that were added, in any order."""
+    """The checksums that servers of one form must report once they hold the added tensors, added in any order."""
 
     def __init__(self, form: ChecksumForm) -> None:
         self.form = form
         self._parts: dict[str, dict[str, Tensor]] = {}
-        """Of tensors that SGLang fuses, until the last part is there."""
+        """HF parts of tensors that SGLang fuses, kept until the last part is added."""
         self._hashes: dict[str, str] = {}
         self._pieces: dict[str, dict[int, Tensor]] = {}
-        """Of layers' experts that cannot be hashed before they are whole."""
+        """Pieces of expert tensors that cannot be hashed in slices, kept until all have been added."""
         self._sums: list[tuple[list[str], Tensor]] = []
-        """Of what was hashed together: the tensors' names, and what `tile_hashes` gave of each or of a slice."""
+        """For each launch of `tile_hashes`: tensor names, and the sum of each tensor or slice."""
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the hashes of what is whole with these. On a GPU nothing is waited for: they are read in `of`."""
+        """Hash all tensors and slices that are now complete. Does not synchronise with a GPU: `of` reads the hashes."""
         kept: list[tuple[str, list[Tensor]]] = []
         slices: list[tuple[int, int]] = []
         for name, tensor in tensors:
@@ -85,7 +87,7 @@ class SGLangChecksums:
             self._sums.append(([name for name, _ in kept], tile_hashes([parts for _, parts in kept], slices)))
 
     def _pieces_on_ranks(self, expert: re.Match[str], tensor: Tensor) -> Iterator[Piece]:
-        """Yield an expert's pieces on the ranks that have it; nothing where it is not known how they keep it."""
+        """Yield an expert's piece on each rank that holds part of it, or nothing if SGLang's storage is unknown."""
         form, (layer, number, leaf) = self.form, expert.groups()
         leaf = MIXTRAL.get(leaf, leaf)
         kind = next((kind for kind, parts in OF_EXPERTS.items() if leaf in parts), None)
@@ -101,7 +103,7 @@ class SGLangChecksums:
             yield Piece(name, place * len(parts) + parts.index(leaf), count, part)
 
     def _complete(self, piece: Piece) -> list[Tensor]:
-        """Keep a piece; return all of its tensor, as one, where it was the last."""
+        """Store a piece. If it was the last of its tensor, return a list with the whole tensor, else an empty list."""
         found = self._pieces.setdefault(piece.name, {})
         found[piece.number] = piece.part
         if len(found) < piece.count:
@@ -110,13 +112,13 @@ class SGLangChecksums:
         return [torch.cat([found[number] for number in range(piece.count)])]
 
     def _whole(self, name: str, tensor: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield the tensor that is complete with this one, under SGLang's name, as its HF parts; or nothing yet."""
+        """Yield SGLang's name and HF parts of the tensor that this one completes, or nothing if parts are missing."""
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         for whole, parts in FUSED.items():
             if last in parts:
                 key = f"{parent}.{whole}.{leaf}"
-                # Without a copy: the parts come from one Megatron parameter, so the others follow at once.
+                # No copy: the parts come from one Megatron parameter, so the others follow at once.
                 found = self._parts.setdefault(key, {})
                 found[last] = tensor
                 if len(found) == len(parts):
@@ -126,43 +128,43 @@ class SGLangChecksums:
         yield name, {last: tensor}
 
     def _kept_by_ranks(self, name: str, parts: dict[str, Tensor]) -> Iterator[list[Tensor]]:
-        """Yield what each rank keeps, one above the other; nothing where that is not known."""
+        """Yield the tensors that each rank stacks by rows, or nothing if SGLang's storage is unknown."""
         ranks, kv_heads = self.form.ranks, self.form.kv_heads
         (last, first), is_weight = next(iter(parts.items())), name.endswith(".weight")
-        if last in EMBEDDINGS and is_weight:  # the one kind that is padded, with a single rank, too
+        if last in EMBEDDINGS and is_weight:  # padded even with a single rank
             yield from ([part] for part in _padded(first, ranks).chunk(ranks))
         elif ranks == 1:
             yield list(parts.values())
         elif last in SPLIT_BY_ROWS:
             if "k_proj" in parts and (kv_heads is None or kv_heads % ranks):
-                return  # heads are repeated on several ranks
+                return  # KV heads are replicated over ranks
             if all(len(part) % ranks == 0 for part in parts.values()):
                 yield from (list(kept) for kept in zip(*(part.chunk(ranks) for part in parts.values()), strict=True))
         elif last in SPLIT_BY_COLUMNS:
-            # Weights only: no family here has a bias behind these.
+            # Weights only: these projections' biases are not compared.
             if is_weight and first.shape[1] % ranks == 0:
                 yield from ([part] for part in first.chunk(ranks, dim=1))
         elif last.endswith("norm") and is_weight:
             yield from ([first] for _ in range(ranks))
 
     def of(self) -> dict[str, str]:
-        """Tensor -> checksum, under the names of the servers."""
+        """Return tensor -> checksum, with the servers' names."""
         totals: Counter[str] = Counter()
         for names, sums in self._sums:
             for name, total in zip(names, sums.tolist(), strict=True):
-                totals[name] += total  # of slices: they add up
+                totals[name] += total  # the sums of slices add up to the tensor's
         return self._hashes | {name: gpu_hash(total) for name, total in totals.items()}
 
 
 def _padded(embedding: Tensor, ranks: int) -> Tensor:
     rows = len(embedding)
-    # To 64 rows as on one rank; where the ranks cannot share these equally, to 64 for each.
+    # To a multiple of 64 rows, or of 64 per rank if the ranks cannot share the former equally.
     multiple = VOCAB_MULTIPLE * (ranks if (rows + -rows % VOCAB_MULTIPLE) % ranks else 1)
     return torch.nn.functional.pad(embedding, (0, 0, 0, -rows % multiple)) if rows % multiple else embedding
 
 
 def _cpu_hash(parts: list[Tensor]) -> str:
-    """The first eight bytes of SHA-256."""
+    """Return the first eight bytes of the SHA-256, in hex."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
@@ -170,7 +172,7 @@ def _cpu_hash(parts: list[Tensor]) -> str:
 
 
 def gpu_hash(total: int) -> str:
-    """The checksum (hex) of what has this sum of `tile_hashes`."""
+    """Return SGLang's checksum (hex) of a tensor from its `tile_hashes` sum."""
     mask = (1 << 64) - 1
     value = total & mask
     for turn, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -1,10 +1,13 @@
-"""Functions that a stock SGLang calls in its own processes, to load what it has no way for, and what they are sent.
+"""Weight loaders that an unmodified SGLang server calls in its own processes, and the messages sent to them.
 
-SGLang's own hooks suffice: a server that is started with `--custom-weight-loader` and a function's name calls it for
-`/update_weights_from_tensor` with that name as load_format. `load_changes` takes changes of the weights that are held.
-Where a tensor's numbers lie, fused and cut among ranks, is left to the model's own `load_weights`: it is given tensors
-that hold changes instead of weights, and whatever it copies is added to the weight there, or put there where it is a
-change. `load_round` takes buckets of several senders at the same time, where SGLang itself takes one after the other.
+They use SGLang's own hook. A server started with `--custom-weight-loader FUNCTION` calls that function for
+`/update_weights_from_tensor` requests with its name as load_format.
+
+`load_changes` applies changes to the weights that the server holds. SGLang fuses tensors and shards them over ranks, so
+the model's own `load_weights` decides where numbers go. It is given tensors of changes instead of weights. Each copy
+into a weight is intercepted: differences are added, and new values are written only where a number changed.
+
+`load_round` receives buckets from several senders at the same time; SGLang itself receives one after the other.
 """
 
 from __future__ import annotations
@@ -25,29 +28,32 @@ from megatron_rl.weights.delta_code import INTEGERS, Run, decode, unpack
 from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 UNCHANGED = -1
-"""The bits of a number that does not change, where numbers are put and not added: a NaN that no computation gives."""
+"""Bits of an unchanged number in a tensor of new values: a NaN that no computation produces."""
 
 
 def pickled_parts(body: bytes, ranks: int) -> list[str]:
-    """Return what each rank of a server is sent of a packed body: an equal part, the rest being its neighbours'."""
+    """Split a packed body into one equal, pickled part per rank of a server. `load_changes` joins them again."""
     size = -(-len(body) // ranks)
     data = torch.frombuffer(bytearray(body.ljust(size * ranks, b"\0")), dtype=torch.uint8)
-    # A clone: a tensor is pickled with the storage that it is a view of.
+    # Cloned, because pickling a view pickles its whole storage.
     return [pickled("changes", part.clone()) for part in data.split(size)]
 
 
 def pickled(name: str, tensor: Tensor) -> str:
-    """Return an entry of `serialized_named_tensors` that holds a tensor's bytes, and no handle of its memory."""
+    """Return an entry of `serialized_named_tensors` with the tensor's bytes, not a handle to its memory."""
     return base64.b64encode(pickle.dumps([(name, tensor)])).decode()
 
 
 def pickled_round(buckets: list[dict[str, Any]]) -> str:
-    """Return what each rank is told of a round, whose bytes are on their way to it in the senders' groups."""
+    """Return the message that describes a round to each rank. The bytes travel separately, in the senders' groups."""
     return pickled(json.dumps(buckets), torch.empty(0))
 
 
 def load_changes(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Change a model's weights by a packed body, of which this rank has a part. SGLang calls it on every rank."""
+    """Apply a packed body of changes to a model's weights. named_tensors: this rank's part of the body.
+
+    Collective: SGLang calls it on every rank.
+    """
     ((_, part),) = named_tensors
     parts = [part]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -60,7 +66,7 @@ def load_changes(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _tensors_of_changes(runs: list[Run], is_added: bool, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield a whole tensor for each that has runs of this kind, with the bits of its changes."""
+    """Yield a full-size tensor of changes for each tensor that has runs of this kind (differences or new values)."""
     chosen = [run for run in runs if (run.change.values == "added") == is_added]
     for name in dict.fromkeys(run.name for run in chosen):
         own = [run for run in chosen if run.name == name]
@@ -73,11 +79,14 @@ def _tensors_of_changes(runs: list[Run], is_added: bool, device: torch.device) -
 
 
 def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Receive buckets of several groups at once and load them in turn. SGLang calls it on every rank."""
+    """Receive buckets from several groups at once and load them in turn.
+
+    Collective: SGLang calls it on every rank.
+    """
     ((told, empty),) = named_tensors
     groups = {str(name): group for group, name in c10d._world.pg_names.items()}
     arriving = []
-    for bucket in json.loads(told):  # in the order that all ranks of all servers have, so that none waits for another
+    for bucket in json.loads(told):  # same order on all ranks of all servers, to avoid deadlock
         dtypes = [getattr(torch, name) for name in bucket["dtypes"]]
         specs = [TensorSpec(*spec) for spec in zip(bucket["names"], dtypes, map(tuple, bucket["shapes"]), strict=True)]
         flat = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8, device=empty.device)
@@ -92,11 +101,11 @@ def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             model.load_weights(zip(names, tensors, strict=True))
     finally:
         for *_, broadcasts in arriving:
-            broadcasts.clear()  # in a traceback they would outlive their group, which gloo does not forgive
+            broadcasts.clear()  # a traceback would keep them beyond their group, where gloo aborts or hangs
 
 
 class _Merging(TorchFunctionMode):
-    """Has copies into tensors change them, by the bits of what is copied."""
+    """Replaces `Tensor.copy_`: applies the source's bits to the target as changes instead of overwriting it."""
 
     def __init__(self, is_added: bool) -> None:
         super().__init__()
@@ -107,7 +116,7 @@ class _Merging(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
         if target.device != source.device:
-            return func(*args, **(kwargs or {}))  # a change on its way to a device
+            return func(*args, **(kwargs or {}))  # only moves changes to the device
         bits = source.contiguous().view(INTEGERS[source.itemsize])
         if self.is_added:
             return target.view(bits.dtype).add_(bits)  # wraps around, as in `put`

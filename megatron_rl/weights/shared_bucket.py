@@ -1,8 +1,8 @@
-"""Buckets of weights in memory that trainer and servers of one host share: CUDA IPC on a GPU, /dev/shm on a CPU.
+"""Buckets of weights in memory shared by trainer and servers of one host: CUDA IPC on a GPU, /dev/shm on a CPU.
 
-The trainer makes a bucket, fills it and keeps it until every server has read it. A server that is given its handle maps
-the same memory. The handle is plain JSON, so that the embedded server unpickles nothing that comes from the network;
-SGLang has a form of its own, a pickle, in which it rebuilds the tensor (read in 0.5.19 and 0.5.21).
+The trainer creates a bucket, fills it and keeps it until every server has read it. A server maps the same memory by the
+bucket's handle. The handle is plain JSON, so the embedded server never unpickles data from the network. SGLang needs a
+pickle instead, from which it rebuilds the tensor (format read in SGLang 0.5.19 and 0.5.21).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REMEDY = (
 
 
 class SharedBucket:
-    """`flat` is `[nbytes]` uint8 in shared memory. RuntimeError where there is not enough of it.
+    """A bucket in shared memory; `flat` is `[nbytes]` uint8. Raises RuntimeError if memory is insufficient.
 
     For example:
 
@@ -45,33 +45,33 @@ class SharedBucket:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.file: Path | None = None
-        """Of a bucket on a CPU."""
+        """The bucket's file in /dev/shm; None on a GPU."""
         if device.type == "cuda":
-            torch.cuda.ipc_collect()  # what readers of earlier ones have let go of since
+            torch.cuda.ipc_collect()  # frees earlier buckets that readers have released
             self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
             return
         free = shutil.disk_usage(SHARED_FILES).free
-        if nbytes > free:  # writing would end the process with SIGBUS
+        if nbytes > free:  # writing would kill the process with SIGBUS
             raise RuntimeError(
                 f"{SHARED_FILES}: {free / 1e6:.0f} MB are free, and a bucket of rollout.publication = ipc takes "
                 f"{nbytes / 1e6:.0f} MB; make it larger (docker: --shm-size), or set rollout.publication=group."
             )
-        # As torch does under its sharing strategy `file_system`, which is a global of the process.
+        # Same as torch's sharing strategy `file_system`, which would be a process-wide setting.
         storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
         self.flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         self.file = SHARED_FILES / storage._share_filename_cpu_()[1].decode().lstrip("/")
 
     def handle(self) -> dict[str, Any]:
-        """Return a handle for `open_bucket`. On a GPU each is good for one reader."""
+        """Return a handle for `open_bucket`. On a GPU each handle serves one reader."""
         if self.file is not None:
-            # torch keeps a count in front of the bytes.
+            # torch stores a reference count before the bytes.
             return {"file": self.file.name, "offset": self.file.stat().st_size - self.flat.numel()}
         device, *parts = self.flat.untyped_storage()._share_cuda_()
         coded = [{"bytes": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts]
         return {"gpu": str(torch.cuda.get_device_properties(device).uuid), "parts": coded}
 
     def pickled(self, specs: Sequence[TensorSpec]) -> str:
-        """Return an entry of `serialized_named_tensors` for one rank of SGLang; each is good for one reader."""
+        """Return an entry of `serialized_named_tensors` for one SGLang rank. Each entry serves one reader."""
         metadata, start = [], 0
         for spec in specs:
             place = {"start_idx": start, "end_idx": start + spec.nbytes, "numel": spec.nbytes}
@@ -82,9 +82,10 @@ class SharedBucket:
         return base64.b64encode(written.getvalue()).decode()
 
     def close(self) -> Path | None:
-        """Give the memory back, which on a GPU stays while a reader has it open; return a file that readers still have.
+        """Release the memory. Return the bucket's file if readers still have it open, else None.
 
-        That file is to be removed: a server that died never lets go of it.
+        The caller must delete that file later, because a dead server never releases it. GPU memory stays allocated
+        while a reader has it open.
         """
         is_cuda = self.flat.is_cuda
         del self.flat
@@ -94,12 +95,12 @@ class SharedBucket:
 
 
 class _SharingPickler(pickle.Pickler):
-    """Pickles tensors in shared memory by their handle, with the functions that SGLang's unpickler lets through."""
+    """Pickles tensors in shared memory as handles, using only functions that SGLang's unpickler allows."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_cuda:
             rebuild, arguments = reductions.reduce_tensor(value)
-            uuid = str(torch.cuda.get_device_properties(value.device).uuid)  # numbers differ between processes
+            uuid = str(torch.cuda.get_device_properties(value.device).uuid)  # device numbers differ between processes
             return rebuild, (*arguments[:6], uuid, *arguments[7:])
         if isinstance(value, Tensor):
             storage = torch.TypedStorage(wrap_storage=value.untyped_storage(), dtype=value.dtype, _internal=True)
@@ -108,15 +109,15 @@ class _SharingPickler(pickle.Pickler):
         if isinstance(value, torch.TypedStorage):
             return reductions.rebuild_typed_storage, (value._untyped_storage, value.dtype)
         if isinstance(value, torch.UntypedStorage):
-            value._shared_incref()  # which the reader takes back
+            value._shared_incref()  # the reader decrements it
             return reductions.rebuild_storage_filename, (torch.UntypedStorage, *value._share_filename_cpu_())
         return NotImplemented
 
 
 def open_bucket(handle: dict[str, Any], nbytes: int) -> Tensor:
-    """Map the first `nbytes` of the bucket of a handle, `[nbytes]` uint8: to read only. ValueError says what is wrong.
+    """Map the first `nbytes` of a handle's bucket and return them as `[nbytes]` uint8, for reading only.
 
-    The memory is let go with the tensor.
+    The memory is released with the tensor. Raises ValueError if the handle is not valid here.
     """
     if "gpu" in handle:
         return _open_on_gpu(handle)[:nbytes]
@@ -124,7 +125,7 @@ def open_bucket(handle: dict[str, Any], nbytes: int) -> Tensor:
     if not isinstance(name, str) or not FILE_NAME.fullmatch(name) or type(offset) is not int or offset < 0:
         raise ValueError(f"shared_memory = {handle!r}: must be a handle that the trainer made of a bucket")
     try:
-        # The name matches FILE_NAME, so it has no folder in it; and it must not be a link to a file elsewhere.
+        # FILE_NAME allows no folder in the name. O_NOFOLLOW refuses a link to a file elsewhere.
         file = os.open(SHARED_FILES / name, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise ValueError(f"shared_memory.file = {name!r}: {error.strerror}. {REMEDY}") from None
@@ -134,7 +135,7 @@ def open_bucket(handle: dict[str, Any], nbytes: int) -> Tensor:
             raise ValueError(f"shared_memory.file = {name!r}: has {size} bytes; {offset} + {nbytes} are announced")
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        mapped = mmap.mmap(file, offset + nbytes, access=mmap.ACCESS_COPY)  # what is written here reaches nobody
+        mapped = mmap.mmap(file, offset + nbytes, access=mmap.ACCESS_COPY)  # private: writes do not reach others
     finally:
         os.close(file)
     return torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset)

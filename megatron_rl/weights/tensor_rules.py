@@ -1,7 +1,8 @@
-"""How Megatron parameters are made of HF tensors: layouts in both directions, and the rules that many families share.
+"""Convert between Megatron parameters and HF tensors: layouts, and the rules that many model families share.
 
-A Rule's layout says how: `load` cuts this tensor rank's shard out of the HF tensors and `export` joins all shards into
-them again. The round trip is a test and returns the same bits.
+A Rule maps a Megatron parameter to HF tensors, and its layout converts them. `load` reads one tensor-parallel rank's
+shard from the HF tensors; `export` joins all shards into HF tensors again. Tests check that the round trip returns the
+same bits.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ class WeightSource(Protocol):
     """Named HF tensors that can be read by rows or columns."""
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return the slice `[start, stop)` of dimension `dim`; 1-D tensors have dim 0 only."""
+        """Return the slice `[start, stop)` of dimension `dim` (0 for 1-D tensors)."""
 
 
 def _joined(shards: list[Tensor], dim: int = 0) -> Tensor:
-    """The shards side by side; a single one as it is, without a copy."""
+    """Concatenate the shards. A single shard is returned without a copy."""
     return torch.cat(shards, dim=dim) if len(shards) > 1 else shards[0]
 
 
 class Replicated:
-    """Every tensor rank holds the whole tensor."""
+    """Every tensor-parallel rank holds the whole tensor."""
 
     split_dim: int | None = None
 
-    # `load` of all layouts: shape is the shard's, rank and size are those of the axis that the parameter is cut along.
+    # In every layout's `load`, `shape` is the shard's; `rank` and `size` are of the axis the parameter is split over.
     def load(self, source: WeightSource, names: list[str], shape: Shape, rank: int, size: int, arch: Architecture):
         return source.read(names[0], 0, 0, shape[0])
 
@@ -44,20 +45,20 @@ class Replicated:
 
 
 class VocabRows:
-    """Vocabulary rows in rank order, padded with zeros to a multiple of the tensor axis."""
+    """Vocabulary rows, split in rank order and padded with zeros to a multiple of the tensor-parallel size."""
 
     split_dim: int | None = 0
 
     def load(self, source, names, shape, rank, size, arch):
         start = rank * shape[0]
         stop = min(start + shape[0], arch.vocab)
-        if stop <= start:  # with many ranks the last one may have nothing but padding
+        if stop <= start:  # with many ranks the last one may have only padding
             return torch.zeros(shape)
         rows = source.read(names[0], 0, start, stop)
         return rows if rows.shape == shape else torch.cat([rows, rows.new_zeros(shape[0] - len(rows), *shape[1:])])
 
     def export(self, shards, arch):
-        return [_joined(shards)[: arch.vocab]]  # HF knows no padding
+        return [_joined(shards)[: arch.vocab]]  # HF has no padding
 
 
 class Rows:
@@ -85,11 +86,11 @@ class Columns:
 
 
 Place = tuple[str, int]
-"""An HF tensor, and the row in it where a part begins."""
+"""Name of an HF tensor, and the row at which a part begins in it."""
 
 
 class GateUp:
-    """Each rank holds its gate rows above its up rows; the whole is not one split of [gate; up]."""
+    """Gate and up projections as one parameter: a rank has [its gate rows; its up rows], not a slice of [gate; up]."""
 
     split_dim: int | None = 0
 
@@ -107,7 +108,7 @@ class GateUp:
 
 
 class OneGateUp(GateUp):
-    """The same of files that have [gate; up] in one tensor."""
+    """`GateUp` for files that have [gate; up] in one tensor."""
 
     def places(self, names, ffn):
         return [(names[0], 0), (names[0], ffn)]
@@ -117,7 +118,7 @@ class OneGateUp(GateUp):
 
 
 class InterleavedGateUp(GateUp):
-    """The same of files that have gate, up, gate, up, ... in one tensor, and a matrix's inputs before its outputs."""
+    """`GateUp` for files that interleave gate and up outputs in one tensor, a matrix being `[inputs, outputs]`."""
 
     def load(self, source, names, shape, rank, size, arch):
         both = source.read(names[0], len(shape) - 1, rank * shape[0], (rank + 1) * shape[0]).movedim(-1, 0)
@@ -128,7 +129,7 @@ class InterleavedGateUp(GateUp):
 
 
 class TransposedColumns(Columns):
-    """Columns of files that have a matrix's inputs before its outputs."""
+    """`Columns` for files that store matrices as `[inputs, outputs]`."""
 
     def load(self, source, names, shape, rank, size, arch):
         return source.read(names[0], 0, rank * shape[1], (rank + 1) * shape[1]).T
@@ -138,7 +139,7 @@ class TransposedColumns(Columns):
 
 
 class FusedQKV:
-    """Query heads, key and value of each KV group side by side; ranks take equal runs of those rows."""
+    """QKV projection with rows grouped by KV head: query heads, key, value. Ranks hold equal runs of these rows."""
 
     split_dim: int | None = 0
 
@@ -149,8 +150,8 @@ class FusedQKV:
         q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
         group_rows = q_rows + 2 * kv_rows
         start, stop = rank * shape[0], (rank + 1) * shape[0]
-        # With fewer KV heads than ranks a rank's rows may begin and end within a group: its groups are read whole, and
-        # cut at the end.
+        # With fewer KV heads than ranks, a rank's rows may begin and end within a group. Groups are read whole and
+        # trimmed at the end.
         first, last = start // group_rows, (stop - 1) // group_rows + 1
         parts = []
         for group in range(first, last):
@@ -161,13 +162,13 @@ class FusedQKV:
     def export(self, shards, arch):
         q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
         whole = _joined(shards)
-        # `shape[1:]` is empty of a bias. HF has all query heads in one tensor, then all keys, then all values.
+        # `shape[1:]` is empty for a bias. HF separates all query heads, all keys and all values.
         groups = whole.view(arch.kv_heads, q_rows + 2 * kv_rows, *whole.shape[1:])
         return [part.reshape(-1, *whole.shape[1:]) for part in groups.split([q_rows, kv_rows, kv_rows], dim=1)]
 
 
 class OneQKV(FusedQKV):
-    """The same of files that have [all queries; all keys; all values] in one tensor."""
+    """`FusedQKV` for files that have [all queries; all keys; all values] in one tensor."""
 
     def places(self, names, arch):
         queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
@@ -178,7 +179,10 @@ class OneQKV(FusedQKV):
 
 
 class Part(NamedTuple):
-    """Rows of one HF tensor that belong to each of several groups of heads: `rows` at `start` + group x `stride`."""
+    """The rows of one HF tensor that belong to a group of heads: `rows` rows from `start + group * stride` on.
+
+    tensor: index of the HF tensor in the rule.
+    """
 
     tensor: int
     start: int
@@ -187,9 +191,10 @@ class Part(NamedTuple):
 
 
 class HeadGroups:
-    """The parts of each group of heads side by side, as `parts` names them; ranks take equal numbers of groups.
+    """Rows grouped by groups of heads, each with its parts in the order of `parts`. Ranks hold equally many groups.
 
-    parts: architecture -> the number of groups and each one's parts, which together are all rows of the HF tensors.
+    parts: function from an architecture to the number of groups and the parts of a group. Over all groups, the parts
+    cover all rows of the HF tensors.
     """
 
     split_dim: int | None = 0
@@ -222,7 +227,7 @@ class HeadGroups:
 
 @dataclass(frozen=True)
 class ExpertOfStack:
-    """One expert's part of tensors that begin with a dimension for the experts of a layer."""
+    """Source for one expert, read from tensors whose first dimension is the layer's experts."""
 
     stack: WeightSource
     number: int
@@ -233,45 +238,47 @@ class ExpertOfStack:
 
 @dataclass(frozen=True)
 class Rule:
-    """Megatron parameter <-> HF tensors with the sizes of their dimensions (the words of `sizes`).
+    """Maps a Megatron parameter to the HF tensors it is made of.
 
         rule = rule_for("mlp.linear_fc1.weight", 3, arch)
         rule.names()  # ["model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight"]
         shard = rule.load(source, shape, rank=0, size=2, arch=arch)
 
-    A rule with a word that the architecture has no size for is not the model's. Of an expert's rule `{}` in both names
-    is its number, on this rank in Megatron's and in the whole model in HF's. Files with one tensor for all experts of a
-    layer have none in HF's.
+    hf: tensor name -> its dimensions, as words that `mapping.sizes` translates to numbers. A rule applies to a model
+    only if `sizes` defines all of its words.
+
+    In an expert's rule `{}` stands for the expert's number: local to this rank in the Megatron name, global in the HF
+    names. HF names lack it if one tensor stacks all experts of a layer.
     """
 
     megatron: str
     hf: dict[str, str]
     layout: Replicated | VocabRows | Rows | Columns | GateUp | FusedQKV | HeadGroups
     expert: int | None = None
-    """Which of this rank's experts the parameter belongs to."""
+    """Number of the parameter's expert on this rank; None if it belongs to no expert."""
 
     def names(self, first_expert: int = 0) -> list[str]:
-        """The HF names; `first_expert` is the number of the rank's first expert in the whole model."""
+        """Return the HF names. first_expert: global number of the rank's first expert."""
         return list(self.hf) if self.expert is None else [name.format(first_expert + self.expert) for name in self.hf]
 
     @property
     def is_stacked(self) -> bool:
-        """Do the HF tensors have all experts of the layer?"""
+        """True if each HF tensor stacks all experts of the layer."""
         return "{}" in self.megatron and not any("{}" in name for name in self.hf)
 
     def load(
         self, source: WeightSource, shape: Shape, rank: int, size: int, arch: Architecture, first_expert: int = 0
     ) -> Tensor:
-        """Read the parameter's part on one of `size` ranks, of `shape`."""
+        """Read the shard of rank `rank` of `size`, which has this shape."""
         if self.is_stacked:
             assert self.expert is not None
             source = ExpertOfStack(source, first_expert + self.expert)
         return self.layout.load(source, self.names(first_expert), shape, rank, size, arch)
 
 
-# Parts of a layer: left to right to publish, right to left to load.
-# HF calls the norm before the feed-forward after what it follows: `post_attention_layernorm`. Gemma has norms in both
-# places, and there the same name is that of the norm right behind attention.
+# Rules for the parts of a layer.
+# HF names the norm before the feed-forward after the block it follows: `post_attention_layernorm`. Gemma has norms in
+# both places, and there this name means the norm directly after attention.
 NORMS = (
     Rule("input_layernorm.weight", {"input_layernorm.weight": "hidden"}, Replicated()),
     Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}, Replicated()),
@@ -305,11 +312,11 @@ QKV_BIAS = (
         FusedQKV(),
     ),
 )
-QK_NORM = (  # one weight for all heads, of a head's width
+QK_NORM = (  # all heads share one weight vector of a head's width
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_norm"}, Replicated()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_norm"}, Replicated()),
 )
-WIDE_QK_NORM = (  # one for all heads together: each rank has its heads' part
+WIDE_QK_NORM = (  # one weight vector over all heads: each rank holds the part of its heads
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "query"}, Rows()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "key"}, Rows()),
 )
@@ -342,9 +349,9 @@ SHARED_EXPERTS = (
     ),
     Rule("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared"}, Columns()),
 )
-# A buffer in Megatron, and always float32: gradients do not reach it (reshard.py adds it to the parameters).
+# A buffer in Megatron, always float32, because it receives no gradient. reshard.py handles it like a parameter.
 ROUTER_BIAS = (Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)
-MIXTRAL_EXPERTS = (  # w1 is the gate, w3 goes up, w2 down
+MIXTRAL_EXPERTS = (  # w1: gate, w3: up, w2: down
     Rule("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}, Replicated()),
     Rule(
         "mlp.experts.local_experts.{}.linear_fc1.weight",

@@ -1,7 +1,8 @@
-"""The process group that carries new weights from the trainer (rank 0) to the rollout servers, the byte layout of a
-bucket, and the checksum of a tensor. Trainer and servers both import this file, so the two ends cannot disagree.
+"""The process group that sends new weights to the rollout servers, a bucket's byte layout, and a tensor's checksum.
 
-Compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5.23): a real SGLang server may join too.
+The trainer is the group's rank 0. Trainer and servers both import this file, so the two ends cannot disagree. Group and
+bucket are compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5.23), so a real SGLang server
+may join too.
 """
 
 import contextlib
@@ -23,11 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.ops.checksum import word_sums
 
 LOOK_S = 0.1
-"""Seconds after which rank 0 asks again whether it waits in vain."""
+"""Seconds between calls of `is_hopeless` while rank 0 waits."""
 _environment = threading.Lock()
-"""A server may be joining two groups at a time, in two threads."""
+"""Guards os.environ: a server may join two groups at the same time, in two threads."""
 CONNECT_S = 30.0
-"""For gloo's connections between ranks that have all come to the store just before."""
+"""Timeout in seconds for gloo's connections between the ranks, once all have reached the store."""
 
 
 def join_update_group(
@@ -42,37 +43,39 @@ def join_update_group(
     listener: socket.socket | None = None,
     is_hopeless: Callable[[], bool] = lambda: False,
 ) -> dist.ProcessGroup:
-    """Join the group `name`; blocks until all `world_size` ranks have joined, or raises after `timeout_s`.
+    """Join the group `name`. Blocks until all `world_size` ranks have joined, and raises after `timeout_s`.
 
-    Rank 0 hosts the TCP store at `address:port`, and at no other address of its host. Works with or without a default
-    process group and never becomes it. `timeout_s` is also the deadline of every later collective of the group.
+    Rank 0 hosts the TCP store, which listens only on `address:port`. A default process group is not needed and is never
+    replaced. `timeout_s` also applies to every later collective of the group.
 
-    listener: rank 0's, which listens at `address:port` already and is taken over; None to open it here.
-    is_hopeless(): asked on rank 0; True where a rank will not come. TimeoutError then, at once and for all ranks.
+    listener: rank 0 only; a socket that already listens at `address:port`, which this function takes over. None opens
+    one.
+    is_hopeless: polled on rank 0. It returns True if some rank will not join. Then rank 0 raises TimeoutError at once,
+    and the other ranks stop waiting too.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"update group {name}: rank = {rank} must lie in [0, world_size = {world_size})")
     if name in c10d._world.pg_names.values():
         raise ValueError(f"update group {name}: this process is in a group of that name already; leave that one first")
     timeout = timedelta(seconds=timeout_s)
-    # The store of torch's tcp:// rendezvous, made directly: under torchrun, rendezvous() would look for the store of
-    # torchrun's agent (TORCHELASTIC_USE_AGENT_STORE) and rank 0 would host none.
+    # Same store as torch's tcp:// rendezvous, but created directly. Under torchrun, rendezvous() would use the agent's
+    # store (TORCHELASTIC_USE_AGENT_STORE), and rank 0 would host none.
     if rank == 0:
-        # Left to itself the store would listen on every address of the host.
+        # By default the store would listen on every address of the host.
         descriptor = (listener or socket.create_server((address, port))).detach()
         store = _hosted_store(descriptor, address, port, world_size, timeout, is_hopeless)
     else:
         store = dist.TCPStore(address, port, world_size, False, timeout=timeout, multi_tenant=True)
     is_gloo = backend == "gloo"
-    # A rank that dies from here on holds up gloo, which connects now, and not NCCL, which connects as it sends.
+    # If a rank dies from here on, gloo blocks, because it connects now. NCCL connects on first use.
     connecting = min(timeout, timedelta(seconds=CONNECT_S)) if is_gloo and rank == 0 else timeout
-    # As SGLang's init_custom_process_group does, prefix and all. `[]`: the group is no part of a default group.
+    # Same as SGLang's init_custom_process_group, including the prefix. `[]`: not a subgroup of the default group.
     place = world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store)
     with contextlib.nullcontext() if is_gloo else _without_watchdog():
         group, _ = c10d._new_process_group_helper(*place, group_name=name, timeout=connecting)
     if is_gloo:
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
-    # The helper leaves this to its caller: collectives look up `group_src` here.
+    # The helper leaves this to its caller. Collectives look up `group_src` here.
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
@@ -80,8 +83,8 @@ def join_update_group(
 def _hosted_store(
     listener: int, address: str, port: int, world_size: int, timeout: timedelta, is_hopeless: Callable[[], bool]
 ) -> dist.TCPStore:
-    """Return rank 0's store once all ranks have come to it."""
-    # A thread, as nothing interrupts a store that waits.
+    """Return rank 0's store once all ranks have connected. Raises TimeoutError if `is_hopeless` returns True."""
+    # In a thread, because a waiting store cannot be interrupted.
     with ThreadPoolExecutor(1, thread_name_prefix="weight-store") as thread:
         made = thread.submit(
             dist.TCPStore,
@@ -92,20 +95,21 @@ def _hosted_store(
         )
         while not wait([made], LOOK_S).done:
             if is_hopeless():
-                # Counted as the ranks that will not come, these end its waiting, and with it that of those that came.
+                # These connections count as the missing ranks. So the store, and the ranks that came, stop waiting.
                 for _ in range(world_size):
                     dist.TCPStore(address, port, world_size, False, timeout=timeout)
                 made.result()
-                del made  # the store closes here, and not where somebody lets go of the error with these frames
+                del made  # close the store now, not when the error's traceback is released
                 raise TimeoutError(f"update group at {address}:{port}: a rank will not come.")
         return made.result()
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Make NCCL's groups in this block without torch's watchdog, which reads the variable as a group is made.
+    """Create NCCL groups in this block without torch's watchdog.
 
-    It ends the process where a collective fails or is late, and a server may die. Who waits gets the error instead.
+    The watchdog ends the process if a collective fails or times out, as when a server dies. Without it, the caller that
+    waits for the collective gets the error. torch reads the environment variable when a group is created.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _environment:
@@ -119,19 +123,19 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def leave_update_group(group: dist.ProcessGroup) -> None:
-    """Leave and forget the group. Local: the other ranks need not call it, but their next collective would fail.
+    """Leave and destroy the group. Broadcasts in flight are abandoned.
 
-    What is on the wire is given up.
+    Not collective: other ranks need not call it, but their next collective in the group fails.
     """
     if dist.get_backend(group) == "gloo":
         dist.destroy_process_group(group)
-    else:  # NCCL's way to destroy waits for kernels, which never end where a peer has died
+    else:  # destroying would wait for NCCL kernels, which never end if a peer died
         c10d._abort_process_group(group)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The name, dtype and shape of one tensor of a bucket, as a receiver must know them.
+    """Name, dtype and shape of one tensor in a bucket.
 
     For example:
 
@@ -150,9 +154,9 @@ class TensorSpec:
 
 
 def unpack_bucket(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Views into `flat` (uint8), one per spec, in order: to fill a bucket with, or to read it.
+    """Return views into `flat` (uint8), one per spec, in order, for filling or reading a bucket.
 
-    Every offset must be a multiple of its tensor's item size, because the bytes are viewed in place.
+    Raises ValueError if the sizes differ, or if an offset is not a multiple of its tensor's item size.
     """
     offsets = _check_offsets([(spec.name, spec.dtype, spec.nbytes) for spec in specs])
     if flat.dtype != torch.uint8 or flat.numel() != offsets[-1]:
@@ -179,11 +183,11 @@ def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
 
 
 def digest(sums: Tensor, nbytes: int) -> str:
-    """The checksum (hex) of a tensor of `nbytes` bytes with these `word_sums`, on the CPU."""
-    # A tensor with a few zeros more may have the same sums, so its length is hashed with them.
+    """Return the checksum (hex) of a tensor of `nbytes` bytes from its `word_sums`, which must be on the CPU."""
+    # Trailing zeros may leave the sums unchanged, so the length is hashed too.
     return hashlib.sha256(nbytes.to_bytes(8, "little") + sums.numpy().tobytes()).hexdigest()
 
 
 def checksum(tensor: Tensor) -> str:
-    """The checksum (hex) of a tensor's bytes, row-major, in its own dtype."""
+    """Return the checksum (hex) of a tensor's bytes, row-major, in its dtype."""
     return digest(word_sums([tensor]).cpu(), tensor.nbytes)

@@ -1,4 +1,4 @@
-"""The families of models, a file each: adding one is a file here and its name in this list."""
+"""The supported model families, one file each. To add one, write a file here and add it to both lists below."""
 
 from megatron_rl.weights.families import (
     deepseek_v3,
@@ -41,4 +41,4 @@ FAMILIES: dict[str, Family] = {
         seed_oss,
     )
 }
-"""By name, as `Architecture.family` has it."""
+"""Family name, as in `Architecture.family` -> Family."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Kimi-K2 and Moonlight: latent attention, groups of experts chosen by biased sigmoids."""
+"""DeepSeek-V3, Kimi-K2 and Moonlight: latent attention, and expert groups chosen by biased sigmoid scores."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_rl.weights.tensor_rules import (
     Rule,
 )
 
-# Queries go through a low rank or not: `sizes` has the words of one kind only, so the other kind's rules are left out.
-# What projects down is small and stands before a norm over its whole width: every tensor rank has all of it. `with_mqa`
-# is the rotated part of the keys, one for all heads, in the same tensor.
+# Queries have a low-rank projection or a direct one. `sizes` defines only the words of one kind, which disables the
+# rules of the other. Down projections are small and a norm over their whole width follows, so every tensor rank has a
+# full copy. `with_mqa`: the tensor also projects the rotated part of the keys, which all heads share.
 LATENT_ATTENTION = (
     Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "latent_query no_query_rank"}, Rows()),
     Rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, Replicated()),

@@ -1,4 +1,4 @@
-"""Gemma 3: norms around attention and feed-forward that add 1, scaled embeddings, a rotation of its own for windows."""
+"""Gemma 3: norms before and after each block, which add 1 to their weights; scaled embeddings; own RoPE for windows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read(config: Config) -> dict[str, Any]:
         "windows": windows,
         "qk_norm": True,
         "window_rope_theta": _window_rope_theta(config),
-        # Not of head_dim: in Gemma 3 of 27 billion the two differ.
+        # Not head_dim: in Gemma 3 27B the two differ.
         "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
         "activation": "gelu_tanh",
         "embedding_scale": config["hidden_size"] ** 0.5,
@@ -36,7 +36,7 @@ def _window_rope_theta(config: Config) -> float:
 FAMILY = Family(
     name="gemma3",
     classes=("Gemma3ForCausalLM",),
-    # Gemma3ForSequenceClassification is the classifier of the model with images; that of text has a name of its own.
+    # Gemma3ForSequenceClassification is the image model's classifier; the text model's has another name.
     classifiers=("Gemma3TextForSequenceClassification",),
     attention=(*SANDWICH_NORMS, *ATTENTION, *QK_NORM),
     dense=DENSE,

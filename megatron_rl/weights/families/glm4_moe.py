@@ -1,4 +1,4 @@
-"""GLM-4.5 and later: DeepSeek-V3's mixture, biases and norms of queries and keys by config.json."""
+"""GLM-4.5 and later: DeepSeek-V3's mixture. config.json decides whether there are QKV biases and query-key norms."""
 
 from __future__ import annotations
 

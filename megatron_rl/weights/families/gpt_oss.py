@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks that attention may fall into, windows in every other layer, biases, experts stacked in one tensor."""
+"""GPT-OSS: attention sinks, a window in every other layer, biases, and one stacked tensor for a layer's experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama, and what is like it to the letter."""
+"""Llama, and models with exactly its architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniMax-M2: Mixtral's names, sigmoids with a bias, norms over all heads together."""
+"""MiniMax-M2: Mixtral's tensor names, biased sigmoid routing, and query-key norms over all heads together."""
 
 from __future__ import annotations
 

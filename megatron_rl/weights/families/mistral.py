@@ -1,4 +1,4 @@
-"""Mistral: Llama with one window for all layers."""
+"""Mistral: Llama with the same attention window in all layers."""
 
 from __future__ import annotations
 

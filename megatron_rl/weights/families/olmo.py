@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and feed-forward alone, and over all heads together."""
+"""OLMo 2 and 3: norms only after attention and feed-forward, and query-key norms over all heads together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.weights.tensor_rules import ATTENTION, DENSE, SANDWICH_NORMS, W
 
 def read(config: Config) -> dict[str, Any]:
     return {
-        "windows": windows_by_kind(config) or (None,) * config["num_hidden_layers"],  # of OLMo 2 no layer has one
+        "windows": windows_by_kind(config) or (None,) * config["num_hidden_layers"],  # OLMo 2 has no windows
         "wide_qk_norm": True,
         "has_norms_before": False,
         "has_norms_behind": True,

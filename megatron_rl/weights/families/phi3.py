@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama whose files join queries, keys and values, and gate and up."""
+"""Phi-3 and Phi-4: Llama, but HF files store Q, K and V as one tensor, and gate and up as one tensor."""
 
 from __future__ import annotations
 

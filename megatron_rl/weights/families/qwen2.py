@@ -1,4 +1,4 @@
-"""Qwen2: Llama with biases of queries, keys and values."""
+"""Qwen2: Llama with biases on the query, key and value projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of queries and keys."""
+"""Qwen3: Llama with query-key norms."""
 
 from __future__ import annotations
 

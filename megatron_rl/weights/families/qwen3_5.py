@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6, dense and mixtures: Qwen3-Next whose delta nets have four projections in files of their own."""
+"""Qwen3.5 and Qwen3.6, dense and MoE: Qwen3-Next, but HF files store the delta nets' four projections separately."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROJECTIONS = Rule(
 def read(config: Config) -> dict[str, Any]:
     fields = read_layers(config)
     if config.get("num_experts"):
-        # There is no dense feed-forward, of which config.json would give the width.
+        # There is no dense feed-forward, so config.json has no width for it.
         mixture = replace(read_mixture(config, (True,) * config["num_hidden_layers"]), renormalised=True)
         fields |= {"mixture": mixture, "ffn": mixture.ffn}
     return fields
@@ -50,7 +50,7 @@ def read(config: Config) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_5",
     classes=("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-    # Qwen3_5ForSequenceClassification is the classifier of the model with images.
+    # Qwen3_5ForSequenceClassification is the image model's classifier.
     classifiers=("Qwen3_5TextForSequenceClassification", "Qwen3_5MoeTextForSequenceClassification"),
     attention=(*NORMS, *GATED_ATTENTION),
     delta_net=(*NORMS, PROJECTIONS, *DELTA_NET),

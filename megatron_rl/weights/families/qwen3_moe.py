@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in some layers or all."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts in some or all layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def read(config: Config) -> dict[str, Any]:
         experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
         per_token=config["num_experts_per_tok"],
         ffn=config["moe_intermediate_size"],
-        # The step counts layers from 1, the list from 0.
+        # decoder_sparse_step counts layers from 1, mlp_only_layers from 0.
         layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in layers),
         renormalised=config.get("norm_topk_prob", False),
     )
     fields = {"qk_norm": True, "mixture": mixture}
-    if config.get("use_sliding_window", False):  # Qwen3MoeModel gives it to every layer, despite max_window_layers
+    if config.get("use_sliding_window", False):  # Qwen3MoeModel applies it to all layers, despite max_window_layers
         fields["windows"] = windows_everywhere(config)
     return fields
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three gated delta nets to one gated attention, norms that add 1, a mixture with a gated shared expert."""
+"""Qwen3-Next: three delta-net layers per gated-attention layer, norms that add 1, MoE with a gated shared expert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from megatron_rl.weights.tensor_rules import (
 
 
 def query_gate_key_value(arch: Architecture) -> tuple[int, list[Part]]:
-    """The files have each query head's gate behind it; upstream has the gates of a group behind its queries."""
+    """Return the parts of each KV group for gated attention.
+
+    HF stores each query head followed by its gate. Megatron stores a group's queries, then its gates, key and value.
+    """
     width, heads = arch.head_dim, arch.heads // arch.kv_heads
     queries = [Part(0, 2 * head * width, 2 * heads * width, width) for head in range(heads)]
     gates = [Part(0, (2 * head + 1) * width, 2 * heads * width, width) for head in range(heads)]
@@ -31,7 +34,7 @@ def query_gate_key_value(arch: Architecture) -> tuple[int, list[Part]]:
 
 
 def mixed_parts(arch: Architecture) -> tuple[int, list[Part]]:
-    """The rows of each key head in a tensor of all queries, all keys and all values."""
+    """Return the parts of each key head in one tensor [all queries; all keys; all values]."""
     delta = arch.delta_net
     values = delta.value_heads // delta.key_heads * delta.value_dim
     keys = delta.key_heads * delta.key_dim
@@ -40,7 +43,7 @@ def mixed_parts(arch: Architecture) -> tuple[int, list[Part]]:
 
 
 def _projections(arch: Architecture) -> tuple[int, list[Part]]:
-    """Both tensors are in the order of key heads already."""
+    """Return the parts of each key head in the two projection tensors, which HF already orders by key head."""
     delta = arch.delta_net
     values = delta.value_heads // delta.key_heads
     wide, narrow = 2 * delta.key_dim + 2 * values * delta.value_dim, 2 * values
@@ -60,7 +63,7 @@ GATED_ATTENTION = (
     ATTENTION[1],
     *QK_NORM,
 )
-DELTA_NET = (  # but for its projections
+DELTA_NET = (  # without its input projections
     Rule(
         "self_attention.conv_weight",
         {"linear_attn.conv1d.weight": "delta_mixed channel kernel"},
@@ -91,7 +94,7 @@ SHARED_EXPERT = (
 
 
 def read_layers(config: Config) -> dict[str, Any]:
-    """Return what Qwen3.5 has alike: norms, gated attention, and delta nets by layer."""
+    """Return the Architecture fields that Qwen3-Next and Qwen3.5 share: norms, gated attention and delta nets."""
     layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)

@@ -1,4 +1,4 @@
-"""Seed-OSS: Qwen2, whose config.json says whether there are biases."""
+"""Seed-OSS: Qwen2, except that config.json decides whether there are biases."""
 
 from __future__ import annotations
 
