@@ -1,4 +1,4 @@
-"""Process groups and this rank's place in the layout, built once from Megatron's groups and passed by hand."""
+"""Process groups and this rank's place in the layout, built once from Megatron's groups and passed as arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.config import ParallelConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of the rank grid: the group of the ranks along it, their number and this rank's index."""
+    """One axis of the rank grid: its process group, its size and this rank's index."""
 
     group: dist.ProcessGroup
     size: int
@@ -31,13 +31,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """One layout of the world. Several may exist (a critic's beside the policy's); `activate` says which one acts.
+    """Process groups of one parallel layout of all ranks.
+
+    Several layouts may exist, for example one for the policy and one for the critic. `activate` selects the one that
+    megatron.core uses.
 
     For example:
 
         groups = parallel.start(config.parallel, seed=1)  # on every rank
         groups.tensor.size, groups.data.rank
-        if groups.any(has_failed):  # the same answer on every rank, so that all take the same way
+        if groups.any(has_failed):  # every rank gets the same answer, so all ranks return together
             return
     """
 
@@ -45,19 +48,19 @@ class ParallelGroups:
     pipeline: Axis
     context: Axis
     data: Axis
-    """Replicas of the model with other trajectories."""
+    """Data-parallel replicas of the model. Each replica trains on different trajectories."""
     data_context: Axis
-    """Data and context together: the ranks that gradients of dense layers are summed over."""
+    """Data and context axes combined: the ranks over which gradients of dense layers are summed."""
     expert: Axis
     expert_tensor: Axis
     expert_data: Axis
-    """Replicas of an expert: the ranks that its gradients are summed over."""
+    """Replicas of an expert: the ranks over which its gradients are summed."""
     control: dist.ProcessGroup
     """All ranks over gloo, for small Python objects."""
     rank: int
     world_size: int
     upstream_state: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The globals of megatron.core's parallel_state under this layout."""
+    """Globals of megatron.core's parallel_state for this layout."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -78,64 +81,67 @@ class ParallelGroups:
 
     @functools.cached_property
     def replicas(self) -> tuple[list[int], ...]:
-        """The ranks of each data-parallel replica in the order of data ranks, the first one first.
+        """Global ranks of each data-parallel replica, in the order of data ranks.
 
-        In the policy's layout that is its rollout rank.
+        Each list starts with the replica's first rank. In the policy's layout that is its rollout rank.
         """
         tensor, stages = self.tensor.size * self.context.size, range(self.pipeline.size)
-        stage = self.world_size // self.pipeline.size  # megatron.core's order: tensor, context, data, pipeline
+        stage = self.world_size // self.pipeline.size  # megatron.core's rank order: tensor, context, data, pipeline
         return tuple(
             [number * stage + first + place for number in stages for place in range(tensor)]
             for first in range(0, stage, tensor)
         )
 
     def on_main(self, act: Callable[[], object]) -> str:
-        """Run `act` on the main rank while the others wait; return on all which OSError ended it, '' if none did."""
+        """Run `act` on the main rank while the others wait. Collective: every rank calls it.
+
+        Returns on all ranks the text of the OSError that `act` raised, or '' if it raised none.
+        """
         fault = [""]
         if self.is_main:
             try:
                 act()
-            except OSError as error:  # a disk's fault, which all must hear of; a bug ends this rank, and so the run
+            except OSError as error:  # every rank must learn of a disk error; a bug ends this rank and so the run
                 fault = [str(error)]
         dist.broadcast_object_list(fault, src=0, group=self.control)
         return fault[0]
 
     def any(self, is_so: bool) -> bool:
-        """True on all ranks if it is so on one. All ranks call it."""
-        votes = torch.tensor([int(is_so)])  # on the host: gloo's answer waits for no kernel
+        """Return True on all ranks if `is_so` is True on any rank. Collective: every rank calls it."""
+        votes = torch.tensor([int(is_so)])  # on the host: gloo need not wait for a CUDA kernel
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control)
         return bool(votes[0])
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers. All ranks call it."""
+        """Return the smallest number over all ranks. Collective: every rank calls it."""
         numbers = torch.tensor([number])
         dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.control)
         return int(numbers[0])
 
     def activate(self) -> None:
-        """Make this the layout that megatron.core sees: it keeps its groups in globals. No communication."""
+        """Make this the layout that megatron.core uses, which keeps its groups in globals. No communication."""
         from megatron.core import parallel_state
 
-        vars(parallel_state).update(self.upstream_state)  # modules built or run from now on read these
+        vars(parallel_state).update(self.upstream_state)  # modules built or run after this read these globals
 
 
 def start(
     config: ParallelConfig, *, seed: int, timeout_s: float = 1800.0, control: dist.ProcessGroup | None = None
 ) -> ParallelGroups:
-    """Join the trainer's process group and build a layout, which is then the active one. All ranks call it.
+    """Join the trainer's process group, build a layout and activate it. Collective: every rank calls it.
 
-    Without torchrun's variables this process is a world of its own. A second call adds a second layout of the same
-    ranks, which shares the first one's `control` group where it is given. Raises ValueError where the layout does not
-    divide the world.
-
-    timeout_s: for each collective of every group, be it over NCCL or gloo.
+    Without torchrun's environment variables, this process forms a world of size 1. A second call adds another layout
+    over the same ranks. Raises ValueError if the layout does not divide the world size.
+    timeout_s: timeout of each collective in every group, over NCCL and gloo alike.
+    control: the first layout's control group, for a second layout to share.
     """
     platform.prepare()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")  # torch remembers the last collectives; see life/hang_watch.py
+    # torch then records the last collectives; see life/hang_watch.py
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
     if platform.has_cuda():
         torch.cuda.set_device(platform.device())
     timeout = timedelta(seconds=timeout_s)
@@ -143,10 +149,11 @@ def start(
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(platform.backend(), timeout=timeout, **_place_in_world(timeout))
         else:
-            alone = dist.HashStore()  # in this process: opens no port
+            alone = dist.HashStore()  # an in-process store opens no port
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()  # forgets the other layout's groups; they live on in ParallelGroups
+        # clears the other layout's globals; its ParallelGroups still holds the groups
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -155,10 +162,10 @@ def start(
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=config.expert_tensor,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
-        # Upstream uses them in checkpoints of kinds that are not written here; each is a mesh of sockets.
+        # Megatron needs gloo groups only for checkpoint formats not written here. Each would open a mesh of sockets.
         create_gloo_process_groups=False,
     )
-    model_parallel_cuda_manual_seed(seed)  # upstream's layers ask for its random states by name, also without a GPU
+    model_parallel_cuda_manual_seed(seed)  # Megatron's layers look up its RNG states by name, even without a GPU
     groups = ParallelGroups(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
@@ -171,7 +178,7 @@ def start(
         control=control or _control_group(timeout),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        # Of what upstream's module has, its groups and sizes are the names in capitals.
+        # In Megatron's module, the groups and sizes are the names in capitals.
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
     assert groups.rank in groups.replicas[groups.data.rank], "megatron.core orders ranks in another way"
@@ -180,9 +187,10 @@ def start(
 
 
 def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | None:
-    """Return the axis of the first rank of each node, on these ranks, and None on others. All ranks call it.
+    """Return the axis of the first rank of each node, or None on the other ranks. Collective: every rank calls it.
 
-    Its group takes tensors of the device, and objects by way of the host.
+    Its group takes tensors on the device; objects go through host memory. Raises ValueError if nodes have different
+    numbers of ranks.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
     if groups.any(here != groups.least(here)):
@@ -196,23 +204,27 @@ def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | 
 
 
 def stage_heads(groups: ParallelGroups) -> Axis | None:
-    """Return the axis of the first ranks of the pipeline's stages, over gloo; None on others. All ranks call it."""
-    ranks: list[Any] = [dist.get_process_group_ranks(groups.pipeline.group)]  # of the main rank: the heads
+    """Return the axis of each pipeline stage's first rank, or None on other ranks. Collective: every rank calls it.
+
+    Its group uses gloo.
+    """
+    # the main rank's pipeline group: the stage heads
+    ranks: list[Any] = [dist.get_process_group_ranks(groups.pipeline.group)]
     dist.broadcast_object_list(ranks, src=0, group=groups.control)
     group = dist.new_group(ranks[0], backend="gloo")
     return _axis(cast(dist.ProcessGroup, group)) if groups.rank in ranks[0] else None
 
 
 Cut = tuple[tuple[range, ...], ...]
-"""The layers, counted over the whole model, of each model chunk of each pipeline stage."""
+"""Layer numbers, over the whole model, of each model chunk of each pipeline stage."""
 
 
 @functools.cache
 def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
-    """Return how megatron.core cuts a model of `layers` layers into a pipeline. Needs no process group.
+    """Return how megatron.core splits a model of `layers` layers into a pipeline. Needs no process group.
 
-    fields: those of TransformerConfig that say how, as JSON. ValueError with upstream's reason where it refuses, or
-    where a layer would be left out.
+    Raises ValueError, with Megatron's reason, if Megatron rejects the split, and also if a layer would be missing.
+    fields: JSON of the TransformerConfig fields that determine the split.
     """
     platform.prepare()
     from megatron.core.transformer.enums import LayerType
@@ -225,7 +237,7 @@ def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
             place = chunk if chunks > 1 else None, stage
             first = get_transformer_layer_offset(asked, *place)
             return range(first, first + get_num_layers_to_build(asked, *place))
-        # A layout's own functions count by the layout that is active, which may be another or none.
+        # The methods of PipelineParallelLayerLayout use the active layout, which may be a different one or none.
         rows = [[row[number].count(LayerType.decoder) for row in layout.layout] for number in range(chunks)]
         first = sum(map(sum, rows[:chunk])) + sum(rows[chunk][:stage])
         return range(first, first + rows[chunk][stage])
@@ -253,30 +265,33 @@ def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
 
 LOOPBACK = ("127.0.0.1", "localhost")
 MESH_RANKS = 128
-"""With more ranks gloo connects two of them once they meet in a collective, and not each with each at the start."""
+"""Above this number of ranks, gloo connects pairs on first use instead of building a full mesh at the start."""
 GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
-"""torch's way to ask for that; it has no other."""
+"""Environment variable that makes torch's gloo connect pairs on first use. torch has no other switch for this."""
 
 
 def own_listener(host: str, port: int = 0) -> int | None:
-    """Return a listening socket's descriptor for a store of torch's that serves processes of this host alone.
+    """Return a listening socket's descriptor for a torch store that serves only processes of this host.
 
-    Left to itself a store listens on every address of its host. None for other hosts' ranks, which may know this one
-    by any of its addresses.
+    By default a store listens on every address of its host. Returns None if `host` is not a loopback address: ranks on
+    other hosts may then connect through any address.
     """
     return socket.create_server((host, port)).detach() if host in LOOPBACK else None
 
 
 def _place_in_world(timeout: timedelta) -> dict[str, Any]:
-    """Return init_process_group's arguments where torch's own store would open a port to other hosts; else none."""
+    """Return init_process_group's arguments for a run on this host only; otherwise {}.
+
+    They contain a store that opens no port to other hosts, unlike torch's default store.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which is there already
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun has already created this store
     if is_torchruns or host not in LOOPBACK:
         return {}
     listener = None
     if rank == 0:
-        # This process's last world may have the port still: torch takes that world's store again, or else says so.
+        # This process's previous world may still hold the port. torch then reuses that store or reports an error.
         with contextlib.suppress(OSError):
             listener = own_listener(host, port)
     store = dist.TCPStore(
@@ -286,7 +301,7 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
 
 
 def _control_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Return a new group of all ranks over gloo. All ranks call it."""
+    """Return a new gloo group of all ranks. Collective: every rank calls it."""
     is_lazy = dist.get_world_size() > MESH_RANKS and GLOO_LAZY not in os.environ
     if is_lazy:
         os.environ[GLOO_LAZY] = "1"
@@ -294,11 +309,11 @@ def _control_group(timeout: timedelta) -> dist.ProcessGroup:
         return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     finally:
         if is_lazy:
-            del os.environ[GLOO_LAZY]  # it is for this group, and not for the servers that this process may start
+            del os.environ[GLOO_LAZY]  # must not leak into servers that this process may start
 
 
 def stop() -> None:
-    """Leave all groups. All ranks call it."""
+    """Leave all groups. Collective: every rank calls it."""
     from megatron.core import parallel_state
 
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Training engines on Megatron-Core, which is made ready for this machine before any module here imports it."""
+"""Training engines on Megatron-Core. Importing this package prepares megatron.core for this machine first."""
 
 from megatron_rl import platform
 

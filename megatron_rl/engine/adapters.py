@@ -1,8 +1,8 @@
-"""Low-rank adapters beside Megatron's linear layers: y = W x + scale lora_B (lora_A x), with W frozen.
+"""LoRA adapters on Megatron's linear layers: y = W x + scale lora_B (lora_A x), with W frozen.
 
-What a tensor rank computes is its part of W's own split: lora_A is cut where W's columns are, lora_B where its rows
-are, and the ranks exchange `rank` numbers a token instead of a row. tests/megatron/test_adapters.py holds each layout
-to one process.
+Each tensor rank computes its part of W's own split: lora_A is split if W's columns are, lora_B if W's rows are. Ranks
+exchange `rank` numbers per token instead of a whole row. tests/megatron/test_adapters.py compares each layout with one
+process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule
 
 
 class Adapter(nn.Module):
-    """The adapter of one matrix on this rank. It is called with the matrix' input and output, to which it adds.
+    """The adapter of one matrix on this rank. Called with the matrix's input and output, it returns the adapted output.
 
     lora_A: `[projections x rank, columns here]`; lora_B: `[rows here, rank]`.
     """
@@ -60,7 +60,8 @@ class Adapter(nn.Module):
         rows, columns = weight.shape
         self.lora_A = nn.Parameter(torch.empty(len(parts) * lora.rank, columns, **like))
         self.lora_B = nn.Parameter(torch.empty(rows, lora.rank, **like))
-        # Of a fused matrix, which projection each row here belongs to: it reads that one's part of lora_A x.
+        # The projection that each row of a fused matrix belongs to: the row uses only that projection's part of lora_A
+        # x.
         chosen: Tensor | None = None
         if len(rule.hf) > 1:
             of_row = rule.layout.load(_Numbered(parts), list(rule.hf), (rows, 1), axis.rank, axis.size, arch)
@@ -69,16 +70,20 @@ class Adapter(nn.Module):
         for name, part in self.named_parameters():
             dim = adapter_rule(rule, name, lora).layout.split_dim
             is_expert = rule.expert is not None
-            # Upstream's gradient norm counts tensor rank 0 alone for what is not cut; other ranks have other experts.
+            # Megatron's gradient norm counts replicated parameters on tensor rank 0 only, but other ranks have other
+            # experts.
             set_tensor_model_parallel_attributes(part, is_expert or dim is not None, -1 if dim is None else dim, 1)
             if is_expert:
-                part.allreduce = False  # its replicas are other ranks than those of the rest of the layer
-                part.shared = dim is None and axis.rank > 0  # left out of the norm, as another rank's copy is in it
+                part.allreduce = False  # an expert's replicas are on other ranks than those of the rest of the layer
+                part.shared = dim is None and axis.rank > 0  # excluded from the norm, which counts another rank's copy
             elif dim is None and self.sequence_parallel:
-                part.sequence_parallel = True  # a rank has its rows' gradient: upstream sums it
+                part.sequence_parallel = True  # each rank has the gradient of its rows, which Megatron sums
 
     def wide_b(self) -> Tensor:
-        """Return lora_B with a place for each projection's part of lora_A x, `[rows, projections x rank]`."""
+        """Return lora_B widened to `[rows, projections x rank]`.
+
+        Each row is zero outside its own projection's columns.
+        """
         if self.chosen is None:
             return self.lora_B
         return (self.chosen[:, :, None] * self.lora_B[:, None]).flatten(1)
@@ -88,28 +93,28 @@ class Adapter(nn.Module):
             return output
         group, is_shared = self.axis.group, self.axis.size > 1
         if self.rule.expert is not None:
-            # The dispatcher brings each rank all rows, and sums outputs and inputs' gradients over the ranks. Which the
-            # part that all ranks hold alike needs of its own gradient.
+            # The dispatcher gives each rank all rows, and sums outputs and input gradients over the ranks. The gradient
+            # of the replicated matrix must be summed here.
             copied = (lambda weight: copy_to_tensor_model_parallel_region(weight, group)) if is_shared else lambda w: w
             down, up = (self.lora_A, copied(self.lora_B)) if self.is_cut_by_columns else (copied(self.lora_A), None)
             return self._add(F.linear(x, down), self.wide_b() if up is None else up, output)
         inner = F.linear(x, self.lora_A)
         if is_shared and not self.is_whole:
-            if self.is_cut_by_columns:  # each rank has a part of the sum
+            if self.is_cut_by_columns:  # each rank has a partial sum
                 reduce = (
                     reduce_scatter_to_sequence_parallel_region
                     if self.sequence_parallel
                     else reduce_from_tensor_model_parallel_region
                 )
                 inner = reduce(inner, group=group)
-            elif self.sequence_parallel:  # each rank has some rows
+            elif self.sequence_parallel:  # each rank has some of the rows
                 inner = gather_from_sequence_parallel_region(inner, group=group)
-            else:  # each rank has all, and a part of the sum on the way back
+            else:  # each rank has all rows, and a partial sum in the backward pass
                 inner = copy_to_tensor_model_parallel_region(inner, group=group)
         return self._add(inner, self.wide_b(), output)
 
     def _add(self, inner: Tensor, up: Tensor, output: Tensor) -> Tensor:
-        """Add to the matrix' output, which may be the widest tensor of its layer: without forming another for it."""
+        """Return the output plus the adapter's product, without forming the product as a separate tensor."""
         rows = output.view(-1, output.shape[-1])
         return torch.addmm(rows, inner.flatten(0, -2), up.t(), alpha=self.scale).view(output.shape)
 
@@ -122,19 +127,19 @@ class Adapter(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters' places in the whole model, as upstream's layers do for theirs."""
+        """Return the parameters as shards of the whole model, in the format of Megatron's layers."""
         own = self.state_dict(keep_vars=True)
         cut = {} if self.is_whole else {"lora_A": 1} if self.is_cut_by_columns else {"lora_B": 0}
         groups = {"tp_group": self.axis.group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
         state = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets, **groups)
-        if isinstance(self.rule.layout, GateUp):  # gate and up have shards of their own
+        if isinstance(self.rule.layout, GateUp):  # gate and up are separate shards
             key = f"{prefix}lora_B"
             state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
         return state
 
 
 class _Numbered:
-    """A source whose tensors hold the number of their projection, -1 for those without an adapter."""
+    """A weight source whose tensors contain the number of their projection, or -1 if it has no adapter."""
 
     def __init__(self, names: list[str]) -> None:
         self.numbers = {name: number for number, name in enumerate(names)}
@@ -144,11 +149,11 @@ class _Numbered:
 
 
 class Adapters:
-    """All adapters of this rank, whose model chunks are frozen. Their values are still to be loaded."""
+    """All adapters of this rank. Creating it freezes the model chunks; the adapters' values are loaded afterwards."""
 
     def __init__(self, chunks: list[Any], arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
         self._of: dict[Tensor, Adapter] = {}
-        """By the matrices that they belong to."""
+        """Maps each adapted matrix to its adapter."""
         self.sum_of_base = 0
         self._base: list[tuple[Tensor, Rule]] = []
         for chunk in chunks:
@@ -158,7 +163,7 @@ class Adapters:
         modules = dict(chunk.named_modules())
         names = {parameter: name for name, parameter in chunk.named_parameters()}
         entries = list(rules_of(chunk, arch))
-        # A tied output layer is another stage's embedding once more.
+        # A tied output layer is a copy of another stage's embedding.
         is_copy = {weight: arch.tied and rule.megatron == "output_layer.weight" for weight, rule in entries}
         self._base += [entry for entry in entries if isinstance(entry[0], nn.Parameter) and not is_copy[entry[0]]]
         chosen = [(weight, rule) for weight, rule in entries if adapted(rule, lora)]
@@ -175,15 +180,15 @@ class Adapters:
             axis = groups.tensor if rule.expert is None else groups.expert_tensor
             adapter = Adapter(weight, rule, arch, lora, axis, config=chunk.config)
             modules[above].add_module(own + MODULE, adapter)
-            linear.register_forward_hook(_adding(adapter), prepend=True)  # in front of a norm behind the matrix
+            linear.register_forward_hook(_adding(adapter), prepend=True)  # before a norm that follows the matrix
             self._of[weight] = adapter
         if chunk.pre_process:
-            # Recomputed layers pass gradients on only where their input wants one, and nothing else here does.
+            # Recomputed layers propagate gradients only if their input requires one. Nothing else here makes it do so.
             chunk.embedding.register_forward_hook(_wanting_gradient)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Compute what the frozen model does."""
+        """Compute without adapters inside this context."""
         for adapter in self._of.values():
             adapter.is_on = False
         try:
@@ -193,8 +198,10 @@ class Adapters:
                 adapter.is_on = True
 
     def note_base(self, groups: ParallelGroups) -> None:
-        """Take `sum_of_base`, over the bits of all frozen weights and the same in every layout, once these are loaded.
-        All ranks call it."""
+        """Compute `sum_of_base` after loading: a checksum of all frozen weights that is the same in every layout.
+
+        Collective: every rank calls it.
+        """
         total = torch.zeros((), dtype=torch.int64, device=self._base[0][0].device)
         for weight, rule in self._base:
             is_expert, is_cut = rule.expert is not None, rule.layout.split_dim is not None
@@ -207,7 +214,7 @@ class Adapters:
         self.sum_of_base = int(total)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's shard of what a server without adapters computes with."""
+        """Return this rank's shard of the weight with its adapter merged, for servers without adapters."""
         adapter = self._of.get(weight)
         return weight.detach() if adapter is None else adapter.merged(weight)
 

@@ -1,8 +1,8 @@
 """Causal attention over packed rows for Megatron's core-attention slot.
 
-CUDA uses a kernel of variable lengths, torch's or Transformer Engine's, or FlexAttention (forks.py). Elsewhere pieces
-of one shape are attended together with SDPA, so a batch costs as many calls as it has different shapes. No padding,
-and nothing crosses a segment.
+On CUDA, torch's or Transformer Engine's variable-length kernel computes it, or FlexAttention (forks.py). Otherwise,
+pieces of equal shape share one SDPA call, so a batch needs as many calls as it has different shapes. There is no
+padding. A query attends only to its own segment and that segment's ancestors.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from megatron_rl.engine.rope import Rope, rotate
 class PackedAttention(nn.Module):
     """Grouped-query causal attention. query `[R, heads, D]`, key and value `[R, kv_heads, D]` -> `[R, heads * D]`.
 
-    It applies the rotary embedding itself, because rows need not stand in the order of their positions: `rope` is set
-    after building, None where the model has applied one. Under context parallelism keys and values are gathered.
+    It applies the rotary embedding itself, because rows need not be in the order of their positions. `rope` is set
+    after building; None means that the model has already rotated. Under context parallelism, keys and values are
+    gathered.
     """
 
     rope: Rope | None = None
     expand: Callable[[Tensor, PackedRows], tuple[Tensor, Tensor]] | None = None
-    """Makes the keys and values of all pieces of what latent attention hands over as keys."""
+    """Function that forms keys and values from the compressed keys of latent attention."""
     window: int | None = None
-    """Most keys that a query sees, itself included; None is all."""
+    """Maximum number of keys that a query attends to, itself included. None: all."""
     uses_transformer_engine = False
-    """Is the kernel what Transformer Engine chooses, of cuDNN's and FlashAttention's?"""
+    """True if Transformer Engine selects the kernel, cuDNN's or FlashAttention's."""
 
     def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class PackedAttention(nn.Module):
         elif packed.keys is None and packed.context.size == 1:
             query, key = self._rotated(query, packed), self._rotated(key, packed)
         else:
-            # One gather and one copy, not two of each; queries are rotated while keys are on their way.
+            # One gather and one copy for keys and values together. Queries are rotated during the gather.
             gathering = Gathering(torch.cat([self._rotated(key, packed), value], dim=-1), packed.context)
             query = self._rotated(query, packed)
             rows = gathering.rows()
@@ -70,7 +71,7 @@ class PackedAttention(nn.Module):
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """Keys that a query sees before and behind the one in its own place; -1 is all."""
+        """Numbers of keys before and after its own that a query attends to. -1: all."""
         return -1 if self.window is None else self.window - 1, 0
 
     def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
@@ -94,9 +95,9 @@ class PackedAttention(nn.Module):
             options["enable_gqa"] = True
         elif repeats > 1:
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        width = value.shape[-1]  # narrower than the queries in latent attention; the kernel wants one width
+        width = value.shape[-1]  # narrower than the queries in latent attention, but the kernel requires equal widths
         is_narrow = width < query.shape[-1]
-        if is_narrow:  # even a pad of nothing is a copy, and so is the gradient of a slice that is all of it
+        if is_narrow:  # even an empty pad copies, and so does the gradient of a full slice
             value = F.pad(value, (0, query.shape[-1] - width))
         out = varlen_attn(
             query,
@@ -129,16 +130,20 @@ class PackedAttention(nn.Module):
         k, v = (t.unflatten(0, (-1, alike.m)).transpose(1, 2) for t in (key, value))
         is_windowed = self.window is not None and self.window < alike.m
         is_square = alike.n == alike.m and not is_windowed
-        mask = None  # one query sees all of its keys
+        mask = None  # a single query attends to all of its keys
         if not is_square and (alike.n > 1 or is_windowed):
-            # The queries are the last n of the m keys: query i is key m - n + i. (SDPA's is_causal aligns the first.)
+            # The queries are the last n of the m keys: query i is key m - n + i. SDPA's is_causal aligns them with the
+            # first keys.
             mask = torch.ones(alike.n, alike.m, dtype=torch.bool, device=query.device).tril(alike.m - alike.n)
             if is_windowed:
                 mask = mask.triu(alike.m - alike.n - self.window + 1)
         return self._dense(q, k, v, mask, is_square).transpose(1, 2).flatten(0, 1)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """`[pieces, heads, n, D]`, `[pieces, kv_heads, m, D]`; mask `[n, m]`: True where a query sees a key."""
+        """Compute dense attention. query `[pieces, heads, n, D]`, key and value `[pieces, kv_heads, m, D]`.
+
+        mask: `[n, m]`, True where a query attends to a key.
+        """
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
@@ -147,15 +152,15 @@ class PackedAttention(nn.Module):
 
 @functools.cache
 def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_width: int, scale: float) -> nn.Module:
-    """Return Transformer Engine's attention over packed rows; layers share it, as it has no parameters."""
+    """Return Transformer Engine's attention over packed rows. It has no parameters, so layers share it."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
         heads,
-        (width, value_width),  # unequal in latent attention, for which some of its kernels need no padding
+        (width, value_width),  # unequal in latent attention; some of its kernels then need no padding
         num_gqa_groups=kv_heads,
         qkv_format="thd",
-        attn_mask_type="padding_causal_bottom_right",  # the queries of a piece are the last of its keys
+        attn_mask_type="padding_causal_bottom_right",  # a piece's queries are the last of its keys
         attention_type="cross",
         softmax_scale=scale,
     )
@@ -163,5 +168,5 @@ def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_wi
 
 @functools.cache
 def takes_grouped_queries(attend: Callable) -> bool:
-    """Return True if `attend` takes fewer key heads than query heads, which torch's did not before 2.12."""
+    """Return True if `attend` supports fewer key heads than query heads, as torch's does from 2.12 on."""
     return "enable_gqa" in inspect.signature(attend).parameters

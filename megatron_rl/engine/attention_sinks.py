@@ -1,7 +1,8 @@
-"""Attention with sinks: each head has a number that takes part in the softmax, and what falls to it is lost (GPT-OSS).
+"""Attention with sinks (GPT-OSS): each head has a learned logit in the softmax whose probability mass is discarded.
 
-Beside a key's exp(score), a softmax's sum has exp(sink). The kernel of variable lengths knows of none: what it returns
-is scaled by the keys' share of the sum, and the gradient is its own of the scaled result and the larger sum.
+The softmax's sum gets exp(sink) in addition to each key's exp(score). The variable-length kernel does not support this.
+Its result is therefore scaled by the keys' share of the larger sum. Its backward kernel gets the scaled result and the
+larger sum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_rl.engine.sharded_module import ShardedModule
 
 
 class SinkAttention(ShardedModule, PackedAttention):
-    """PackedAttention whose heads have a sink each; a tensor rank has those of its heads."""
+    """PackedAttention with one sink per head. Each tensor rank has the sinks of its heads."""
 
     cut = ("sinks",)
 
@@ -31,7 +32,7 @@ class SinkAttention(ShardedModule, PackedAttention):
         self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """A sink is the mask of one more key, whose product with every query and whose value are 0."""
+        """Compute dense attention with the sink as one more key: its mask is the sink, its key and value are 0."""
         pieces, heads, n, _ = query.shape
         m = key.shape[2]
         if is_causal:
@@ -65,9 +66,10 @@ class SinkAttention(ShardedModule, PackedAttention):
 
 
 class WithSinks(torch.autograd.Function):
-    """A kernel's attention with sinks. query `[R, heads, D]`, key, value `[K, kv_heads, D]`, sinks `[heads]`.
+    """Add sinks to a kernel's attention. query `[R, heads, D]`, key, value `[K, kv_heads, D]`, sinks `[heads]`.
 
-    forward: (query, key, value) -> result `[R, heads, D]`, log of the softmax's sum `[heads, R]` float32, its state.
+    The kernel is given as two functions, `forward` and `backward`.
+    forward: (query, key, value) -> result `[R, heads, D]`, log of the softmax's sum `[heads, R]` float32, kernel state.
     backward: (gradient, query, key, value, result, log of the sum, state) -> the gradients of query, key and value.
     """
 
@@ -86,6 +88,6 @@ class WithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, total = ctx.saved_tensors
         gradients = ctx.backward_kernel(grad.contiguous(), query, key, value, out, total, state=ctx.state)
-        share = (sinks.float()[:, None] - total).exp()  # [heads, R]: of the sink
+        share = (sinks.float()[:, None] - total).exp()  # [heads, R]: the sink's share
         lost = (grad.float() * out.float()).sum(-1)  # [R, heads]
         return *gradients, -(share.T * lost).sum(0).to(sinks.dtype), None, None

@@ -1,8 +1,8 @@
-"""Checkpoints through Megatron's dist_checkpointing, written in the background and loaded in any layout.
+"""Checkpoints in Megatron's dist_checkpointing format, written in the background and loadable in any parallel layout.
 
-A checkpoint is a folder: the sharded model and, of a training run, its optimizer, schedule and random states; `hf/`
-with the model's config.json and tokenizer; and manifest.json with the size and CRC-32 of every file. It appears under
-its name only when it is whole, and loading refuses one that has changed since.
+A checkpoint is a folder with three parts. The sharded state holds the model and, for a training run, its optimizer,
+schedule and random states. `hf/` holds config.json and the tokenizer. manifest.json lists the size and CRC-32 of every
+file. The folder appears under its name only when it is complete. Loading rejects a checkpoint that was modified.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from megatron_rl.weights.adapter_rules import is_adapter
 from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
 
 HF_FILES = "hf"
-"""Folder of config.json and the tokenizer in a checkpoint."""
+"""Folder in a checkpoint that holds config.json and the tokenizer."""
 COMMON = "common.pt"
-"""File of what every rank has alike, up to megatron.core 0.18."""
+"""File of the state that all ranks share, up to megatron.core 0.18."""
 RECIPE = "_extra_state"
-"""The name of the state of a recipe for quantisation in upstream's layers and in Transformer Engine's."""
+"""Name of the quantization recipe's state in the layers of Megatron and of Transformer Engine."""
 WRITER_NICENESS = 10
-"""Training comes first where writers share its cores."""
+"""Niceness of background writers, so that training has priority on shared cores."""
 SCHEDULE_KEYS = {
     "max_lr": "optimizer.lr",
     "min_lr": "optimizer.min_lr",
@@ -60,11 +60,11 @@ SCHEDULE_KEYS = {
     "lr_decay_steps": "run.steps, in updates",
     "start_wd": "optimizer.weight_decay",
 }
-"""Upstream's names of what a schedule consists of, and ours."""
+"""Megatron's names of the schedule's parameters, and the matching config keys."""
 
 
 class _TrainedModel(Protocol):
-    """The parts of an engine that a checkpoint holds or restores."""
+    """The attributes of an engine that a checkpoint saves or restores."""
 
     config: EngineConfig
     groups: ParallelGroups
@@ -76,13 +76,13 @@ class _TrainedModel(Protocol):
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one layout, one at a time, from forked processes. All ranks call every method."""
+    """Writer of one layout's checkpoints, one at a time, in forked processes. Every rank calls every method."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
         self.calls = AsyncCallsQueue(persistent=False)
         self.path: Path | None = None
-        """The folder of the checkpoint in work, None where there is none."""
+        """Folder of the checkpoint being written, or None."""
         self.copies = SharedCopies()
 
     def start(
@@ -95,13 +95,14 @@ class CheckpointWriter:
         training: list[Tensor],
         in_background: bool,
     ) -> None:
-        """Begin to write `state` as it is now; it may change once this returns. Waits for an earlier one first.
+        """Start writing a snapshot of `state`, which may change afterwards. Waits for an earlier checkpoint first.
 
-        training: the tensors that training changes, which the writers may not have. in_background: training goes on.
+        training: tensors that training changes, so the writers get copies of them.
+        in_background: True if training continues meanwhile, which lowers the writers' priority.
         """
         self.finish(wait=True)
         self.path = Path(path)
-        aside = self.path.with_name(f".{self.path.name}.partial")  # beside it, as renaming needs the same disk
+        aside = self.path.with_name(f".{self.path.name}.partial")  # same parent folder: renaming needs the same disk
 
         def make_room() -> None:
             shutil.rmtree(aside, ignore_errors=True)
@@ -113,26 +114,28 @@ class CheckpointWriter:
 
         self._on_main(make_room)
         strategy = get_default_save_sharded_strategy()
-        if self.groups.data_context.size > 1:  # replicas share the writing
+        if self.groups.data_context.size > 1:  # replicas divide the writing among themselves
             strategy = FullyParallelSaveStrategyWrapper(strategy, self.groups.data_context.group)
         options: dict[str, Any] = {"async_sharded_save": True}
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # megatron.core >= 0.18
             options["async_strategy"] = "mcore"
-        request = dist_checkpointing.save(state, str(aside), strategy, **options)  # plans: async_fn writes the tensors
+        # only plans the save; async_fn writes the tensors
+        request = dist_checkpointing.save(state, str(aside), strategy, **options)
         self._on_main(add_model_files)
         if request.async_fn is not None:
             niceness = WRITER_NICENESS if in_background else 0
             place = aside, self.groups.rank, niceness, os.getpid()
             write = functools.partial(_write_and_sum, request.async_fn, *place)
             request = request._replace(async_fn=write)
-        if request.preload_fn is not None:  # which makes copies of what is on a GPU
+        if request.preload_fn is not None:  # preload_fn copies tensors from the GPU
             request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
         request.add_finalize_fn(functools.partial(self._publish, aside, self.path))
         self.calls.schedule_async_request(request)
 
     def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
-        """Return upstream's buckets, (file, key, (bytes, tensors)), with copies of training's own tensors."""
-        # By storage, as upstream's tensors are views; the rest, such as random states, nobody changes meanwhile.
+        """Return Megatron's buckets, (file, key, (bytes, tensors)), with copies of the tensors of `training`."""
+        # Compare storages, because Megatron's tensors are views. Nothing else, such as random states, changes during
+        # the save.
         storages = {tensor.untyped_storage().data_ptr() for tensor in training}
         buckets = preload()
         tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
@@ -144,9 +147,10 @@ class CheckpointWriter:
         ]
 
     def finish(self, *, wait: bool) -> bool:
-        """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
+        """Publish the pending checkpoint if its writers are done. Returns True if no checkpoint is pending.
 
-        CheckpointError on all ranks where a writer failed; what stood under the name before is untouched then.
+        Raises CheckpointError on all ranks if a writer failed. An earlier checkpoint of that name then stays untouched.
+        wait: wait for the writers first.
         """
         if self.path is None:
             return True
@@ -160,7 +164,7 @@ class CheckpointWriter:
         return self.path is None
 
     def drop(self) -> None:
-        """End this rank's writer, if one is at work: nobody is going to publish what it writes."""
+        """Stop this rank's writer, if one is running. Its checkpoint is never published."""
         for call in self.calls.async_calls:
             call.async_caller.close(abort=True)
         self.calls.async_calls.clear()
@@ -174,7 +178,7 @@ class CheckpointWriter:
         self._on_main(publish)
 
     def _on_main(self, act: Callable[[], None]) -> None:
-        """Run `act` on the main rank; CheckpointError on all ranks where its files could not be written."""
+        """Run `act` on the main rank. Raises CheckpointError on all ranks if it could not write its files."""
         fault = self.groups.on_main(act)
         if fault:
             raise self._failure(fault)
@@ -182,7 +186,7 @@ class CheckpointWriter:
     def _failure(self, fault: str) -> manifest.CheckpointError:
         path, self.path = self.path, None
         assert path is not None
-        # What a full disk makes of a file in work hides the reason: torch's writer then complains of a position.
+        # A full disk hides the reason of the failure: torch's writer then complains about a file position.
         free = next((shutil.disk_usage(folder).free for folder in path.parents if folder.exists()), 0)
         return manifest.CheckpointError(
             f"checkpoint {str(path)!r}: {fault}, and no new checkpoint is there; see that the disk has space "
@@ -191,23 +195,24 @@ class CheckpointWriter:
 
 
 def _in_words(reason: BaseException) -> str:
-    """Return an error's words; a writer that left no result was ended, which upstream's name for it does not say."""
+    """Return an error's text, or say that the writer was killed if Megatron's error means that."""
     return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
 
 
 def _write_and_sum(
     write: Callable[..., None], aside: Path, rank: int, niceness: int, trainer: int, *args: Any, **kwargs: Any
 ) -> None:
-    """Run upstream's writer, then checksum this rank's files while the kernel still holds them.
+    """Run Megatron's writer, then checksum this rank's files while they are in the page cache.
 
-    It forks a process for each file and waits until every one has told of its end, for ever where one was killed.
+    Megatron's writer forks a process per file and waits for a result from each, forever if one was killed. A SIGCHLD
+    handler prevents that.
     """
     process_exit.die_with(trainer)
     process_exit.let_go_of_sockets()
     for number in (signal.SIGINT, *SIGNALS):
-        signal.signal(number, signal.SIG_IGN)  # whoever sends them means the trainer, which waits for this process
+        signal.signal(number, signal.SIG_IGN)  # these signals are meant for the trainer, which waits for this process
     os.register_at_fork(after_in_child=functools.partial(_join_writer, os.getpid()))
-    signal.signal(signal.SIGCHLD, lambda *_: _fail_with_children(args[-1]))  # upstream's queue of results
+    signal.signal(signal.SIGCHLD, lambda *_: _fail_with_children(args[-1]))  # args[-1] is Megatron's queue of results
     os.nice(niceness)
     write(*args, **kwargs)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -220,7 +225,7 @@ def _join_writer(writer: int) -> None:
 
 
 def _fail_with_children(results: Any) -> None:
-    """Leave as the writer's result that a child of it did not end well, and end it and with it all others."""
+    """If a child process failed, report that as the writer's result and exit, which also ends the other children."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if code := os.waitstatus_to_exitcode(ended[1]):
@@ -233,11 +238,11 @@ def _fail_with_children(results: Any) -> None:
 
 
 def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = False) -> dict[str, Any]:
-    """Return the sharded weights by their global layer: the number of chunks may differ between saving and loading.
+    """Return the sharded weights by global layer number, so that the number of chunks may differ between save and load.
 
-    adapters: these alone, as the others are those of the model's folder.
-
-    Left out are the states of recipes, empty as nothing is quantised, which only some kinds of layers have.
+    States of quantization recipes are omitted: only some kinds of layers have them, and they are empty without
+    quantization.
+    adapters: return only the adapters; all other weights are those of the model's folder.
     """
     states = (chunk.sharded_state_dict(metadata=_metadata(groups)) for chunk in chunks)
     return {
@@ -251,7 +256,8 @@ def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = F
 def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[OptimizerShards]]:
     """Return the sharded weights and optimizer, the schedule, the version and each rank's random states.
 
-    Of a distributed optimizer the shards are returned too: whoever loads them calls `take_over` at the end.
+    Also returns the shards of a distributed optimizer. After loading into them, the caller must call `take_over` on
+    each.
     """
     start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
@@ -264,7 +270,7 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
         optimizer = engine.optimizer.sharded_state_dict(models, metadata=_metadata(engine.groups))
         _keep_step_count(optimizer, parts)
         for number, part in enumerate(parts):
-            if not part.get_parameters():  # an empty list of the main rank's would pass for what every rank has
+            if not part.get_parameters():  # the main rank's empty list would be taken for the state of every rank
                 optimizer[number].pop("fp32_from_fp16_params", None)
     state = models | {
         "optimizer": optimizer,
@@ -280,16 +286,16 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
 
 
 def _lora_state(engine: _TrainedModel) -> dict[str, Any]:
-    """Return what the adapters of a checkpoint belong to; {} for a model without."""
+    """Return the LoRA options and the checksum of the frozen weights; {} for a model without adapters."""
     if engine.adapters is None:
         return {}
     lora = dataclasses.asdict(engine.config.lora)
-    lora.pop("path")  # where they began says nothing of what they are now
+    lora.pop("path")  # the adapters' initial values do not matter any more
     return lora | {"base": engine.adapters.sum_of_base}
 
 
 def _check_lora(engine: _TrainedModel, common: dict[str, Any], path: str) -> None:
-    """ValueError where the checkpoint's adapters are not of this engine's shape, or were trained on other weights."""
+    """Raise ValueError if the checkpoint's adapters have other options or were trained on other base weights."""
     mine, saved = _lora_state(engine), common.get("lora", {})
     if bool(mine) != bool(saved):
         holds, rank = ("adapters alone", saved["rank"]) if saved else ("a whole model, without adapters", 0)
@@ -310,7 +316,7 @@ def _check_lora(engine: _TrainedModel, common: dict[str, Any], path: str) -> Non
 
 def _metadata(groups: ParallelGroups) -> dict[str, Any]:
     return {
-        "chained_optim_avoid_prefix": True,  # else names would hold an optimizer's place in its chain
+        "chained_optim_avoid_prefix": True,  # otherwise names would contain an optimizer's position in its chain
         "singleton_local_shards": False,
         "dp_cp_group": groups.data_context.group,
     }
@@ -322,26 +328,26 @@ def _layout(groups: ParallelGroups) -> dict[str, int]:
 
 
 def start_adam(optimizer: Any) -> None:
-    """Give Adam the state that it makes at its first step only; state that is there stays."""
+    """Create Adam's state, which it otherwise creates in its first step. Existing state is kept."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
-        if inner is None:  # a rank without parameters of this kind
+        if inner is None:  # this rank has no parameters of this kind
             continue
         if isinstance(inner, HybridDeviceOptimizer):
             _start_hybrid(inner)
         elif part.config.use_precision_aware_optimizer:
             for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
                 if not inner.state[parameter]:
-                    inner.initialize_state(parameter, False)  # upstream's function leaves out the second argument
+                    inner.initialize_state(parameter, False)  # Megatron's own initialization omits the second argument
         else:
             part.init_state_fn(inner, part.config)
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             for state in inner.state.values():
-                state.setdefault("step", torch.tensor(0.0))  # which upstream's initialisation leaves out
+                state.setdefault("step", torch.tensor(0.0))  # Megatron's initialization omits it
 
 
 def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
-    """Let an optimizer with parts on the host make a first step that changes nothing, and forget it."""
+    """Create the state of a partly offloaded optimizer by a step that changes nothing and is not counted."""
     if optimizer.state:
         return
     groups = [group | {"params": []} for group in optimizer.param_groups]
@@ -360,17 +366,17 @@ def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
-    """Add the common step count where it is 0: upstream leaves it out, 0.16 to 0.19."""
+    """Add the common step count if it is missing: megatron.core 0.16 to 0.19 omits a count of 0."""
     for number, optimizer in enumerate(optimizers):
         part = state[number] if 0 in state else state
         inner = part.get("optimizer", part)
-        # Only where parameters have one: Transformer Engine's Adam does not know what to do with another's.
+        # Only for an Adam with per-parameter counts: Transformer Engine's Adam does not expect one.
         if "state" in inner and optimizer.optimizer and optimizer_kinds.counts_by_parameter(optimizer.optimizer):
             inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
 def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> ShardedObject:
-    """Ask for each rank's own state in the layout that was saved; in another one all ranks get the first rank's."""
+    """Return each rank's random state to save or load. In another layout, all ranks use the first rank's state."""
     is_same = saved_layout == _layout(groups)
     return ShardedObject(
         f"random_state_{groups.rank if is_same else 0}",
@@ -383,7 +389,7 @@ def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> Shard
         },
         global_shape=(1,),
         global_offset=(0,),
-        replica_id=0 if is_same else groups.rank,  # upstream wants one owner of each object, and copies of it
+        replica_id=0 if is_same else groups.rank,  # Megatron requires exactly one owner per object
     )
 
 
@@ -395,11 +401,11 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool = False) -> None:
-    """Restore a checkpoint in this or another layout; all ranks call it.
+    """Restore a checkpoint in the same or another layout. Collective: every rank calls it.
 
-    ValueError for a folder that is none, or that has weights only while `with_optimizer` asks for more, or another
-    schedule. RuntimeError names a file that is not as it was written, or code that it holds; `is_checked` says that the
-    caller has looked at the files.
+    Raises ValueError if the folder is no checkpoint, if it lacks the optimizer that `with_optimizer` requires, or if
+    its schedule differs. Raises RuntimeError if a file was modified or contains code.
+    is_checked: True if the caller has verified the files.
     """
     with refusing_code(path):
         _load(path, engine, with_optimizer=with_optimizer, is_checked=is_checked)
@@ -415,26 +421,26 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
         if engine.optimizer is not None:
             engine.optimizer.reload_model_params()
         return
-    if "scheduler" not in common:  # written by megatron-rl convert
+    if "scheduler" not in common:  # a checkpoint written by megatron-rl convert
         raise ValueError(
             f"checkpoint {str(path)!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
             f"one written by save(with_optimizer=True)."
         )
     dtype = engine.config.model.dtype
-    if common.get("dtype", dtype) != dtype:  # earlier versions did not write it
+    if common.get("dtype", dtype) != dtype:  # absent in checkpoints of earlier versions
         raise ValueError(
             f"model.dtype = {dtype!r}: the checkpoint {str(path)!r} has {common['dtype']!r}, and its optimizer "
             f"continues in it; give the same value, or start a new run from its weights."
         )
     schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], str(path))
     wanted, shards = training_state(engine)
-    wanted["random"] = _random_state(engine.groups, common["layout"])  # by the names that the saved layout gave
+    wanted["random"] = _random_state(engine.groups, common["layout"])  # under the names of the saved layout
     was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
     if is_distributed and not was_distributed:
         optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
     elif was_distributed and not is_distributed:
         optimizer_kinds.ask_as_distributed(wanted["optimizer"])
-    # A stage without experts has nothing to load into their optimizer, and upstream's load leaves out what is empty.
+    # A stage without experts has nothing to load into their optimizer, and Megatron's load drops empty entries.
     parts = dict(enumerate(engine.optimizer.chained_optimizers))
     idle = {n: part.state_dict() for n, part in parts.items() if not (is_distributed or part.get_parameters())}
     state = dist_checkpointing.load(wanted, str(path))
@@ -457,10 +463,13 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
 
 
 def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
-    """Check every file against the manifest, shared out over the ranks, and return the unsharded state."""
+    """Check every file against the manifest, divided over the ranks, and return the unsharded state.
+
+    Collective: every rank calls it.
+    """
     path = Path(path)
     if groups.is_main:
-        recover_folder(path)  # a save that was killed between its two renames
+        recover_folder(path)  # finishes a save that was killed between its two renames
     dist.barrier(group=groups.control)
     if not is_checkpoint(path):
         raise ValueError(
@@ -473,14 +482,15 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
 
 
 def _common_state(path: Path) -> dict[str, Any]:
-    """Read the unsharded state as data: versions of megatron.core differ in what they would let a pickle do here."""
-    if (path / COMMON).is_file():  # newer ones have it among the sharded objects, which are checked as they are read
+    """Read the unsharded state safely: versions of megatron.core differ in what they let a pickle do."""
+    # newer versions store it with the sharded objects, which are checked as they are read
+    if (path / COMMON).is_file():
         check_objects(path / COMMON)
     return dist_checkpointing.load_common_state_dict(str(path))
 
 
 def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the saved schedule, which upstream compares with this run's; a constant one may go on for longer."""
+    """Return the saved schedule, after checking that it matches this run's. A constant schedule may become longer."""
     if mine["lr_decay_style"] == saved["lr_decay_style"] == "constant":
         saved = saved | {"lr_decay_steps": mine["lr_decay_steps"]}
     for name, key in SCHEDULE_KEYS.items():
@@ -505,5 +515,5 @@ def _set_random_state(states: dict[str, Any], *, with_tracker: bool) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["device"])
-    if with_tracker:  # its seeds belong to places in a layout; another layout keeps those that it started from
+    if with_tracker:  # its seeds belong to ranks of a layout; a different layout keeps its initial seeds
         get_cuda_rng_tracker().set_states(states["tracker"])

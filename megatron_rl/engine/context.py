@@ -1,4 +1,4 @@
-"""Collectives over the context axis that autograd knows."""
+"""Differentiable collectives over the context axis."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_rl.parallel import Axis
 
 
 class Gathering:
-    """Rows `[R, ...]` of every rank on their way to all: work between the start and `rows` hides the way.
+    """All-gather of rows `[R, ...]` over the context axis that overlaps with the work between the start and `rows()`.
 
-    The backward pass hides it likewise: the sum of what all ranks have computed from a rank's rows is on its way while
-    the gradients of that work are computed.
+    The backward pass overlaps likewise. The gradients of the gathered rows are reduced to their owners while the
+    gradients of the work in between are computed.
 
         gathering = Gathering(keys, context)
         queries = project(hidden)
@@ -27,8 +27,8 @@ class Gathering:
         self._gathered: Tensor | None = own if axis.size == 1 else _Start.apply(own, self)
 
     def rows(self) -> Tensor:
-        """Wait for the rows; called once."""
-        gathered, self._gathered = self._gathered, None  # whose graph has this object: no circle
+        """Wait for the rows and return them. Call it once."""
+        gathered, self._gathered = self._gathered, None  # its graph refers to this object; avoids a reference cycle
         return gathered if self.axis.size == 1 else _Arrive.apply(gathered, self)
 
 
@@ -55,11 +55,11 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # Every rank's queries have seen these rows, and each knows its own part of their gradient.
+        # Every rank's queries attend to these rows, and each rank has its own part of their gradient.
         axis, grad = ctx.gathering.axis, grad.contiguous()
         own = ctx.gathering.gradient = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
         ctx.gathering.under_way = dist.reduce_scatter_tensor(own, grad, group=axis.group, async_op=True)
-        return grad, None  # which is kept until the sum has arrived
+        return grad, None  # keeps `grad` alive until the reduction is done
 
 
 class _SumForAll(torch.autograd.Function):
@@ -71,9 +71,12 @@ class _SumForAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, None  # all ranks go on alike: a sum over them would count one gradient `size` times
+        return grad, None  # all ranks compute the same afterwards: a sum would count one gradient `size` times
 
 
 def sum_for_all(part: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks, for a computation that is the same on each: its gradient is each part's own already."""
+    """Sum over the ranks, for a computation that is identical on each rank afterwards.
+
+    The backward pass returns the output's gradient unchanged, because every rank has the complete gradient.
+    """
     return part if axis.size == 1 else _SumForAll.apply(part, axis)

@@ -1,8 +1,9 @@
-"""Gated delta nets by the kernels of flash-linear-attention, in 16-bit numbers on CUDA (`model.delta_kernel=fla`).
+"""Gated delta nets with the kernels of flash-linear-attention, in 16-bit dtypes on CUDA (`model.delta_kernel=fla`).
 
-They take packed sequences, each with a state to begin from; a segment of a microbatch is one. The convolution of all is
-one call, as the inputs that each begins with are there. The delta rule is one call for each depth of forks: what goes
-on from a segment begins with its final state, which is in float32. The package is imported when a layer first computes.
+The kernels take packed sequences, each with an initial state; every segment of a microbatch is one sequence. One call
+computes the convolution of all segments, because its initial inputs are known beforehand. The delta rule needs one call
+per fork depth, because a segment starts from its parent's final state (float32). The package is imported when a layer
+first computes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from megatron_rl.ops import TakenRows
 from megatron_rl.types import prefix_sums
 
 CHUNK_ROWS = 64
-"""Rows that a program of the kernels takes at a time, as the package has it."""
+"""Rows that a kernel program processes at a time, as fixed by the package."""
 
 
 class Sequences(NamedTuple):
-    """S sequences of one call, one after the other. Told on the host, so that the kernels need not ask the device."""
+    """S consecutive sequences of one call. Computed on the host, so that the kernels need no device sync."""
 
     bounds: Tensor
-    """`[S + 1]` int64 prefix sums of their rows."""
+    """`[S + 1]` int64 prefix sums of the sequences' row counts."""
     chunks: Tensor
-    """`[chunks, 2]` int64: a chunk's sequence, and its number in it."""
+    """`[chunks, 2]` int64: each chunk's sequence, and its index within that sequence."""
 
     @classmethod
     def of(cls, rows: Tensor) -> Sequences:
@@ -37,26 +38,26 @@ class Sequences(NamedTuple):
 
 
 class Depth(NamedTuple):
-    """Segments that as many others come before."""
+    """The segments at one fork depth."""
 
     sequences: Sequences
     rows: int
-    """The rows of all of them."""
+    """Total row count of these segments."""
     parents: TakenRows | None
-    """The segments whose final states they begin with, counted over those one depth above; None: with zero."""
+    """Indices, one depth above, of the segments whose final states are this depth's initial states. None: zero."""
 
 
 class Inputs(NamedTuple):
-    """The K rows before each of S segments, with which a convolution over K rows begins."""
+    """The K rows before each of S segments, which initialize a convolution over K rows."""
 
     taken: TakenRows
-    """`[S * K]`"""
+    """`[S * K]` row indices."""
     are_there: Tensor
     """`[S * K, 1]` bool: False before a sequence's first row."""
 
 
 class Calls(NamedTuple):
-    """The calls for R packed rows.
+    """The kernel calls for R packed rows.
 
     For example:
 
@@ -66,22 +67,26 @@ class Calls(NamedTuple):
 
     segments: Sequences
     inputs: Inputs | None
-    """None where no segment goes on from another."""
+    """None if no segment has a parent."""
     depths: list[Depth]
     by_depth: Tensor | None
-    """`[R]`: the rows in the order of `depths`; None where it is their own."""
+    """`[R]`: the rows in the order of `depths`. None if they already are in that order."""
     in_order: Tensor | None
-    """`[R]`: where each row is in that order."""
+    """`[R]`: the index of each row in that order."""
 
     @classmethod
     def of(cls, segments: Tensor, kernel: int) -> Calls:
-        """Plan on the host for `[S, 4]` segments as MicroBatch has them; kernel: rows that the convolution sees."""
+        """Plan the calls on the host.
+
+        segments: `[S, 4]` of a MicroBatch.
+        kernel: number of rows in the convolution.
+        """
         first, rows, parent, _ = segments.unbind(1)
         whole = Sequences.of(rows)
         if bool((parent < 0).all()):
             return cls(whole, None, [Depth(whole, int(rows.sum()), None)], None, None)
         depth = torch.zeros_like(parent)
-        for number, above in enumerate(parent.tolist()):  # a segment stands before those that go on from it
+        for number, above in enumerate(parent.tolist()):  # a segment precedes its descendants
             if above >= 0:
                 depth[number] = depth[above] + 1
         depths, order, place = [], [], torch.empty_like(parent)
@@ -108,7 +113,7 @@ def _inputs(segments: Tensor, kernel: int) -> Inputs:
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the package's convolution and its delta rule in chunks."""
+    """Return the package's functions for the convolution and the chunked delta rule."""
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -116,7 +121,11 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
-    """SiLU of each channel's sum over the last K rows of its sequence. x: `[R, channels]`, weight: `[channels, K]`."""
+    """Return SiLU of each channel's weighted sum over its sequence's last K rows.
+
+    x: `[R, channels]`.
+    weight: `[channels, K]`.
+    """
     state = None
     if calls.inputs is not None:
         taken = calls.inputs.taken.of_values(x) * calls.inputs.are_there
@@ -130,7 +139,7 @@ def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, calls: Calls
 ) -> Tensor:
-    """Return `[R, V heads, D_v]` in queries' dtype, of arguments as engine/delta_rule.py's function has them."""
+    """Return `[R, V heads, D_v]` in the queries' dtype. Arguments are those of engine/delta_rule.py's function."""
     rule, inputs = kernels()[1], [query, key, value, log_decay, beta]
     if calls.by_depth is not None:
         inputs = [x.index_select(0, calls.by_depth) for x in inputs]

@@ -1,4 +1,4 @@
-"""Gated delta nets in the place of attention, of upstream's matrices: heads are divided over the tensor axis."""
+"""Gated delta nets in place of attention, built from Megatron's linear layers. Heads are split over the tensor axis."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron_rl.weights.decoder import DeltaNet
 
 
 class GatedDeltaNet(ShardedModule, MegatronModule):
-    """A layer's delta net in the slot of its attention; each tensor rank has its key heads and their value heads.
+    """A layer's delta net, used in the attention slot. Each tensor rank has some key heads and their value heads.
 
-    The rows of `linear_in` are, for each key head: query, key, the values, their gates, their betas, their decays.
+    The rows of `linear_in` are, per key head: query, key, the values, their gates, their betas, their decays.
     """
 
     cut = ("conv_weight", "decay_rate", "decay_bias")
     uses_kernels = False
-    """Compute with flash-linear-attention's kernels."""
+    """True to compute with the kernels of flash-linear-attention."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim, dtype=dtype))
 
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
-        """`[R / tensor, 1, H]` -> the same, and no bias."""
+        """Map hidden states `[R / tensor, 1, H]` to the same shape. Returns no bias."""
         projected, _ = self.linear_in(hidden_states)
-        # Between its two matrices a row takes many times the bytes of its hidden state: the backward pass forms them
-        # again.
+        # Between the two matrices, a row takes many times the memory of its hidden state: recompute these tensors in
+        # the backward pass.
         device = hidden_states.device
         plan: Chunks | Calls = (
             packed_seq_params.delta_calls(device, self.sizes.kernel)
@@ -100,7 +100,7 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
             out = gated_delta_rule(*inputs, plan).to(gate.dtype)
         else:
             out = delta_kernels.gated_delta_rule(*inputs, plan)
-        # One weight for all heads, of which each rank has a part: its gradient is their sum.
+        # One weight for all heads. Each rank has some of the heads, so the gradient is the sum over ranks.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         normed = F.rms_norm(out.float(), weight.shape, eps=self.config.layernorm_epsilon).to(out.dtype) * weight
         gated = (normed * F.silu(gate.float())).to(out.dtype)

@@ -1,7 +1,7 @@
-"""The gated delta rule (arXiv 2412.06464) over packed rows: one matrix per head that decays and is corrected.
+"""The gated delta rule (arXiv 2412.06464) over packed rows: a recurrent state matrix per head, decayed and corrected.
 
-In plain torch, a chunk of rows at a time. The state begins at zero with each sequence; the replies of a group and the
-forks of a dialogue fork the state, and the last inputs of the convolution, where what they have in common ends.
+Written in plain torch, one chunk of rows at a time. Each sequence starts with a zero state. If replies or dialogues
+share a prefix, they start from a copy of its final state and of the convolution's last inputs.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ROWS = 64
-"""Rows of a chunk: within it all is products of matrices, from one to the next the state goes on."""
+"""Rows per chunk. Within a chunk everything is matrix products; the state is carried from chunk to chunk."""
 
 
 class Level(NamedTuple):
-    """Segments that begin from finished states, the longest first."""
+    """Segments that start from finished states, longest first."""
 
     parents: Tensor | None
-    """`[S]`: whose final states they begin from, counted over all segments of the levels before; None is zero."""
+    """`[S]`: indices of the segments whose final states are the initial states. None: zero.
+
+    Indices count all segments of earlier levels.
+    """
     active: list[int]
-    """For each chunk index, how many of the segments have such a chunk."""
+    """For each chunk index, the number of segments that have such a chunk."""
 
 
 @dataclass
 class Chunks:
-    """The layout of R packed rows in N chunks of C places, ordered by level, by index in the segment, by segment.
+    """The layout of R packed rows in N chunks of C places, ordered by level, chunk index in the segment, and segment.
 
     For example:
 
@@ -37,18 +40,18 @@ class Chunks:
     """
 
     rows: Tensor
-    """`[N * C]`: the row at each place, R where there is none."""
+    """`[N * C]`: the row at each place, or R if the place is empty."""
     places: Tensor
-    """`[R]`: where each row is."""
+    """`[R]`: the place of each row."""
     before: Tensor
-    """`[R + 1]`: the row before each in its sequence, R where there is none."""
+    """`[R + 1]`: the preceding row of each row in its sequence, or R if there is none."""
     levels: list[Level]
     size: int
     _moved: dict[torch.device, Chunks] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Tensor, size: int = CHUNK_ROWS) -> Chunks:
-        """Plan for `[S, 4]` segments as MicroBatch has them, in the order of their rows and without gaps."""
+        """Plan the layout for `[S, 4]` segments of a MicroBatch, in the order of their rows and without gaps."""
         first, rows, parent, _ = segments.unbind(1)
         count = int(rows.sum())
         size = min(size, 1 << (int(rows.max()) - 1).bit_length())
@@ -57,7 +60,7 @@ class Chunks:
         before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, count)
         parents = parent.tolist()
         depth: list[int] = []
-        for number in parents:  # a segment stands before those that go on from it
+        for number in parents:  # a segment precedes its descendants
             depth.append(depth[number] + 1 if number >= 0 else 0)
         starts, lengths = first.tolist(), rows.tolist()
         levels, order, place = [], [], {}
@@ -81,7 +84,7 @@ class Chunks:
         return cls(at, places[:count], before, levels, size)
 
     def to(self, device: torch.device) -> Chunks:
-        """Return the same plan on a device, copied once."""
+        """Return the plan on a device. The copy is made once per device."""
         if device not in self._moved:
             levels = [Level(p if p is None else p.to(device), active) for p, active in self.levels]
             places = (self.rows.to(device), self.places.to(device), self.before.to(device))
@@ -90,7 +93,11 @@ class Chunks:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    """Each channel's sum over the last K rows of its sequence. x: `[R, channels]`, weight: `[channels, K]` -> x's."""
+    """Return each channel's weighted sum over its sequence's last K rows, in the dtype of x.
+
+    x: `[R, channels]`.
+    weight: `[channels, K]`.
+    """
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()
     row = torch.arange(len(x), device=x.device)
     total = padded[:-1] * weight[:, -1].float()
@@ -103,15 +110,16 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Return `[R, V heads, D_v]` float32: of each row S q, where S = exp(log_decay) S + beta (v - S k) k^T.
+    """Return `[R, V heads, D_v]` float32: S q for each row, where S = exp(log_decay) S + beta (v - S k) k^T.
 
-    query, key: `[R, K heads, D_k]`, each shared by V heads / K heads value heads; value: `[R, V heads, D_v]`; log_decay
-    (at most 0) and beta: `[R, V heads]`.
+    query, key: `[R, K heads, D_k]`, each shared by V heads / K heads value heads.
+    value: `[R, V heads, D_v]`.
+    log_decay, beta: `[R, V heads]`; log_decay is at most 0.
     """
     heads, width = key.shape[1], key.shape[2]
 
     def chunked(x: Tensor) -> Tensor:
-        """`[R, K heads, ...]` -> `[N, K heads, C, ...]` float32, zero where no row is."""
+        """`[R, K heads, ...]` -> `[N, K heads, C, ...]` float32, zero at empty places."""
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).float()
         return x.index_select(0, chunks.rows).unflatten(0, (-1, chunks.size)).transpose(1, 2)
 
@@ -120,15 +128,15 @@ def gated_delta_rule(
     v = chunked(value.unflatten(1, (heads, -1))).transpose(2, 3)  # [N, K heads, V per K, C, D_v]
     decay, beta = (chunked(x.unflatten(1, (heads, -1))).transpose(2, 3) for x in (log_decay, beta))
     decay, beta = decay.cumsum(-1), beta[..., None]
-    # From each row to each later one; what is above the diagonal must not overflow on its way to 0.
+    # Decay from each row to each later row. Mask before exp, so that the upper triangle cannot overflow.
     ahead = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(ahead, -torch.inf).exp()
     since_start = decay.exp()[..., None]
-    # Each row's correction depends on those before it: a triangular system instead of a row after the other.
+    # Each row's correction depends on the rows before it: solve a triangular system instead of looping over rows.
     system = (beta * (k @ k.mT) * between).tril(-1)
     right = torch.cat([beta * v, beta * since_start * k], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    added, seen = solved.split([v.shape[-1], width], dim=-1)  # with no state, and what of the state is corrected
+    added, seen = solved.split([v.shape[-1], width], dim=-1)  # without a state, and the correction of the state
     scores, asked = (q @ k.mT) * between, q * since_start
     until_end = (decay[..., -1:] - decay).exp()[..., None]
     kept, whole = (k * until_end).mT, since_start[..., -1:, :]  # [..., D_k, C], [..., 1, 1]
@@ -144,7 +152,7 @@ def gated_delta_rule(
             state = state * whole[at] + kept[at] @ corrected
             ended.append(state[active[index + 1] if index + 1 < len(active) else 0 :])
             chunk += count
-        ended = torch.cat(ended[::-1])  # the longest ended last
+        ended = torch.cat(ended[::-1])  # the longest ended last, but come first
         finals = ended if parents is None else torch.cat([finals, ended])
     out = torch.cat(outputs).permute(0, 3, 1, 2, 4).flatten(0, 1)  # [N * C, K heads, V per K, D_v]
     return out.index_select(0, chunks.places).flatten(1, 2)

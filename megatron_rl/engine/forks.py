@@ -1,8 +1,8 @@
-"""Attention of dialogues that fork without a copy of the keys they share: FlexAttention reads keys where they lie.
+"""Attention over forked dialogues without copying their shared keys: FlexAttention reads the keys in place.
 
-Rows stand depth first, so all rows that go on from a segment follow it without a gap: a key is seen from its own row on
-until its branch ends. Of the scores only those blocks are computed that hold one which is seen, and only blocks at an
-edge ask for each score. torch compiles the kernel at the first step (arXiv 2412.05496).
+Rows are in depth-first order, so all descendants of a segment follow it without a gap. A key is visible from its own
+row until its branch ends. Only blocks of scores with a visible key are computed, and only blocks at an edge evaluate
+the mask per score. torch compiles the kernel at the first step (arXiv 2412.05496).
 """
 
 from __future__ import annotations
@@ -16,31 +16,38 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK = 128
-"""Queries and keys of a block of scores, which is what FlexAttention's kernels take by default."""
+"""Queries and keys per block of scores: the default of FlexAttention's kernels."""
 
 
 class Forks(NamedTuple):
-    """The columns that decide which of K keys each of R queries sees. All int32."""
+    """The columns that determine which of K keys each of R queries attends to. All int32."""
 
     query_row: Tensor
-    """`[R]` the query's row in the microbatch."""
+    """`[R]`: the query's row in the microbatch."""
     query_position: Tensor
-    """`[R]` its place in its dialogue, for windows."""
+    """`[R]`: the query's position in its dialogue, for windows."""
     key_row: Tensor
-    """`[K]`"""
+    """`[K]`: the key's row in the microbatch."""
     key_position: Tensor
-    """`[K]`"""
+    """`[K]`: the key's position in its dialogue."""
     key_end: Tensor
-    """`[K]` one past the last row that goes on from the key."""
+    """`[K]`: one past the last row of the key's segment and of all its descendants."""
 
     @classmethod
     def of(cls, segments: Tensor, positions: Tensor, queries: Tensor, keys: Tensor) -> Forks:
-        """segments `[S, 4]` of a microbatch, positions of its rows, and which rows the queries and the keys are."""
+        """Build the columns for the rows `queries` and `keys`.
+
+        segments: `[S, 4]` of a microbatch.
+        positions: each row's position in its dialogue.
+        """
         ends = torch.repeat_interleave(branch_ends(segments), segments[:, 1])
         return cls(*(x.int() for x in (queries, positions[queries], keys, positions[keys], ends[keys])))
 
     def seen(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return FlexAttention's mask: is this key seen from this query? window: most keys a query sees, or None."""
+        """Return FlexAttention's mask function, True if a query attends to a key.
+
+        window: maximum number of keys per query, or None.
+        """
         query_row, query_position, key_row, key_position, key_end = self
 
         def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -53,7 +60,7 @@ class Forks(NamedTuple):
         return mask
 
     def blocks(self, window: int | None) -> BlockMask:
-        """Return which blocks of scores are computed, found where the rows are, so that no host waits for it."""
+        """Return the blocks of scores to compute. Runs on the rows' device, so the host does not wait."""
         first, last = _extremes(self.query_row)  # [query blocks]
         earliest, latest = _extremes(self.key_row)  # [key blocks]
         shortest, longest = _extremes(self.key_end)
@@ -73,9 +80,10 @@ class Forks(NamedTuple):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """query `[R, heads, D]`, key `[K, kv_heads, D]`, value `[K, kv_heads, E]` -> `[R, heads, E]`, `[R, heads]`.
+    """Compute attention. query `[R, heads, D]`, key `[K, kv_heads, D]`, value `[K, kv_heads, E]`.
 
-    The second is the log of each softmax's sum, float32. Gradients of keys are summed in float32, block after block.
+    Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32. Key gradients are summed
+    in float32, block by block.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, width]
     is_grouped = query.shape[1] != key.shape[1]
@@ -87,12 +95,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: 
 
 @functools.cache
 def compiled() -> Callable:
-    """Return FlexAttention as torch compiles it, once for rows of any number."""
+    """Return FlexAttention compiled by torch, once for any number of rows."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def branch_ends(segments: Tensor) -> Tensor:
-    """`[S]` int64: one past the last row of all segments that go on from each; `[S, 4]` as in packed_rows.py."""
+    """Return one past the last row of each segment and its descendants, `[S]` int64.
+
+    segments: `[S, 4]` as in packed_rows.py.
+    """
     ends = (segments[:, 0] + segments[:, 1]).tolist()
     for segment, parent in reversed(list(enumerate(segments[:, 2].tolist()))):
         if parent >= 0:
@@ -101,13 +112,19 @@ def branch_ends(segments: Tensor) -> Tensor:
 
 
 def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """`[R]` -> the smallest and the largest number of each block."""
+    """Return the smallest and the largest number of each block.
+
+    numbers: `[R]`.
+    """
     beyond = torch.nn.functional.pad(numbers[None], (0, -len(numbers) % BLOCK), mode="replicate")[0]
     return beyond.view(-1, BLOCK).amin(1), beyond.view(-1, BLOCK).amax(1)
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """`[query blocks, key blocks]` bool -> how many key blocks of each query block, and these before all others."""
+    """Return, per query block, the number of chosen key blocks, and all key blocks with the chosen ones first.
+
+    chosen: `[query blocks, key blocks]` bool.
+    """
     count = chosen.sum(-1, dtype=torch.int32)
     order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], order[None, None]

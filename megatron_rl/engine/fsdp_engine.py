@@ -1,9 +1,9 @@
-"""FSDPEngine: one transformers model under torch FSDP2 behind the TrainEngine interface, the referee of MegatronEngine.
+"""FSDPEngine: a transformers model under torch FSDP2, as a TrainEngine. It serves as a reference for MegatronEngine.
 
-Model, attention, language-model head, sharding, clipping and optimizer are torch's and transformers' own; packing and
-the value head are shared. Data parallelism only. It forms a microbatch's whole logits, so a large vocabulary wants
-small microbatches.
-tests/megatron/test_fsdp_referee.py holds both engines to the same log-probs, losses, gradient norms and weights.
+Model, attention, language-model head, sharding, clipping and optimizer come from torch and transformers; packing and
+the value head are shared with MegatronEngine. Only data parallelism is supported. The engine forms a microbatch's whole
+logits, so a large vocabulary needs small microbatches. tests/megatron/test_fsdp_referee.py checks that both engines
+agree on log-probs, losses, gradient norms and weights.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megatron_rl.weights.update_group import TensorSpec
 
 
 class FSDPEngine(ModelEngine):
-    """A policy or a critic (or, with `trainable=False`, a frozen reference or reward model).
+    """A model under FSDP2: policy, critic or, with `trainable=False`, a frozen reference or reward model.
 
         engine = FSDPEngine(config.actor)  # the layout has no axis but data
         engine.initialize(None, FinetuneSpec(total_updates=100))
         stats = engine.train_batch(batch, LogprobLoss(my_loss, temperature=1.0))
         engine.step_lr_scheduler()
 
-    Parameters, gradients and AdamW's state are sharded.
+    Parameters, gradients and AdamW's state are sharded over the data axis.
 
-    groups: the world, where one exists already (a second engine shares the first one's).
-    head: `policy`, or `value` for one number per token; from a folder without such a head it starts at zero.
+    groups: existing process groups, such as those of the first engine. Default: `initialize` builds them.
+    head: `policy`, or `value` for one number per token. A value head that the folder lacks starts at zero.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FSDPEngine(ModelEngine):
                 f"model.path = {config.model.path!r}: FSDPEngine has no mixtures of experts, and {self.arch.family} is "
                 f"one; use MegatronEngine."
             )
-        if self.arch.delta_net is not None:  # transformers' states would go on from sequence to sequence
+        if self.arch.delta_net is not None:  # transformers would carry the recurrent state across packed sequences
             raise ValueError(
                 f"model.path = {config.model.path!r}: FSDPEngine has no delta nets, and {self.arch.family} has; use "
                 f"MegatronEngine."
@@ -78,8 +78,11 @@ class FSDPEngine(ModelEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Join the process group, shard the model over the data axis, load this rank's rows and make the optimizer."""
-        source = self.first_weights()  # before any process group: a bad folder must not cost a start
+        """Join the process group, shard the model over the data axis, load this rank's rows and create the optimizer.
+
+        Collective: every rank calls it.
+        """
+        source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
         self.groups = self.groups or parallel.start(self.config.parallel, seed=self.config.seed)
         self.device = platform.device()
         self.model = self._sharded_model()
@@ -92,8 +95,8 @@ class FSDPEngine(ModelEngine):
             self.model.eval()
 
     def _sharded_model(self):
-        """Build the model and cut it. Each rank's host holds the whole of it once."""
-        # transformers takes no gradient of the padding token's embedding, and that token may end turns too.
+        """Build the model and shard it. Each rank holds the whole model in host memory once."""
+        # transformers computes no gradient for the padding token's embedding, but that token may also end turns.
         changes = {"attention_dropout": 0.0, "pad_token_id": None}
         hf_config = AutoConfig.from_pretrained(self.config.model.path, **changes)
         options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
@@ -101,14 +104,14 @@ class FSDPEngine(ModelEngine):
             model: nn.Module = ValueModel(AutoModel.from_config(hf_config, **options), self.arch.hidden)
         else:
             model = AutoModelForCausalLM.from_config(hf_config, **options)
-        # The mesh names its device; FSDP2 would otherwise ask torch.cuda, which may be the platform's stand-ins.
+        # Name the mesh's device: FSDP2 would otherwise ask torch.cuda, which may be the platform's stand-ins.
         mesh = DeviceMesh.from_group(self.groups.data.group, self.device.type)
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for part in (*model.model.layers, model):
-            # The root too is cut again after a forward, so that parameters() are always this rank's shards.
+            # Reshard the root too after a forward pass, so that parameters() always returns this rank's shards.
             fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-            part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks; train_batch divides, once
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, FSDP2's way to a factor
+            part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks; train_batch divides once
+            part.set_force_sum_reduction_for_comms(True)  # gloo lacks PREMUL_SUM, with which FSDP2 applies a factor
         return model
 
     @torch.no_grad()
@@ -116,16 +119,19 @@ class FSDPEngine(ModelEngine):
         data = self.groups.data
         for name, parameter in self.model.named_parameters():
             count = len(parameter)
-            rows = -(-count // data.size)  # FSDP2 cuts dimension 0 as torch.chunk does
+            rows = -(-count // data.size)  # FSDP2 splits dimension 0 like torch.chunk
             start = min(data.rank * rows, count)
             parameter.to_local().copy_(source.read(name, 0, start, min(start + rows, count)))
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, as between a warm start and RL; `lr` is the rate of all its updates."""
+        """Start a new optimizer and schedule, for example between a warm start and RL.
+
+        lr: constant learning rate that replaces the configured schedule.
+        """
         options = self.optimizer_options(lr)
         self.options, self.total_updates, self.scheduled_updates = options, total_updates, -1
         self.was_skipped = False
-        # Megatron leaves norms and biases out of weight decay.
+        # Like Megatron, no weight decay for norms and biases.
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -134,7 +140,7 @@ class FSDPEngine(ModelEngine):
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
-        self.step_lr_scheduler()  # counts to 0: the first update has the rate after 0 steps
+        self.step_lr_scheduler()  # counts to 0: the first update uses the rate after 0 steps
 
     def destroy(self) -> None:
         self.close_publisher()
@@ -152,7 +158,7 @@ class FSDPEngine(ModelEngine):
         totals = self._accumulate(data, loss_fn, loss_weight_fn, backward=True)
         for parameter in self.model.parameters():
             parameter.grad.div_(max(totals["weight"], 1.0))  # the one division
-        # 0 is Megatron's way to clip nothing. The norm is a DTensor: each rank has that of its shards.
+        # As in Megatron, clip_grad = 0 disables clipping. The norm is a DTensor: each rank has the part of its shards.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_grad or math.inf)
         grad_norm, lr, loss = float(norm.full_tensor()), self.optimizer.param_groups[0]["lr"], totals["loss"]
         applied = self.is_sound(loss, grad_norm)
@@ -176,7 +182,8 @@ class FSDPEngine(ModelEngine):
             if self.arch.head == "value":
                 values.append(output)
             elif post_hook is None:
-                values.append(logprobs_entropy(output, rows["labels"], temperature)[entropy])  # one of the pair
+                # selects log-probs or entropy
+                values.append(logprobs_entropy(output, rows["labels"], temperature)[entropy])
             else:
                 values.append(post_hook(output, rows).float())
         on_host = [value.to(batch["input_ids"].device) for value in values]
@@ -190,7 +197,7 @@ class FSDPEngine(ModelEngine):
             group["lr"] = learning_rate(self.options, self.scheduled_updates, self.total_updates)
 
     def _accumulate(self, data, loss_fn, loss_weight_fn, *, backward: bool) -> dict[str, float]:
-        """Run all microbatches; return the global sums of loss, weight and statistics."""
+        """Run all microbatches. Return the global sums of loss, weight and statistics."""
         self.check_loss(loss_fn)
         kept = []
         for microbatch in self._pack(TrajectoryBatch.of(data)):
@@ -207,10 +214,10 @@ class FSDPEngine(ModelEngine):
         return dict(zip(kept[0], totals.tolist(), strict=True))
 
     def _rows_and_output(self, microbatch: MicroBatch) -> tuple[TensorDict, Tensor]:
-        """Return the rows on the device with their `[T, V]` float32 logits, or `[T]` values, 0 where not trained.
+        """Return the rows on the device, and `[T, V]` float32 logits or `[T]` values, which are 0 in untrained rows.
 
-        Masks keep sequences apart. A forward per sequence would too, but under FSDP every forward is a collective, and
-        ranks hold different numbers of sequences; of microbatches they have as many.
+        Masks keep sequences apart. A forward pass per sequence would too, but under FSDP each forward pass is a
+        collective: ranks have equally many microbatches but different numbers of sequences.
         """
         columns, positions = one_copy((dict(microbatch.rows.items()), microbatch.positions), self.device)
         rows = TensorDict(columns)
@@ -225,8 +232,11 @@ class FSDPEngine(ModelEngine):
         return rows, output.logits[0].float()
 
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the mask of T rows, `[1, 1, T, T]` bool; by transformers' names where layers' windows differ."""
-        # A sequence begins where the positions begin again.
+        """Return the attention mask of T rows, `[1, 1, T, T]` bool.
+
+        If layers have different windows, returns a dict by transformers' names of the layer kinds.
+        """
+        # A sequence begins at each position 0.
         sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)
         distance = row[:, None] - row[None, :]
         visible = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
@@ -248,7 +258,7 @@ class FSDPEngine(ModelEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():  # transformers' names, a tied head left out
+        for name, parameter in self.model.named_parameters():  # transformers' names, without a tied head
             full = parameter.detach().full_tensor()
             if self.groups.is_main:
                 yield name, full.to(self.dtype)
@@ -267,7 +277,7 @@ class FSDPEngine(ModelEngine):
 
 
 class ValueModel(nn.Module):
-    """transformers' trunk under a value head; parameters go by the names of a sequence classification model."""
+    """transformers' trunk with a value head. Parameter names are those of a sequence classification model."""
 
     def __init__(self, trunk: nn.Module, hidden: int) -> None:
         super().__init__()
@@ -276,11 +286,11 @@ class ValueModel(nn.Module):
     def forward(self, **inputs: Any) -> Tensor:
         """Return `[T]` float32 values of one packed sequence of `[1, T]` tokens."""
         values = self.score(self.model(**inputs).last_hidden_state[0])
-        return values.clone()  # an operation in place on a view would lose FSDP2's hook, of which it warns
+        return values.clone()  # an in-place operation on a view would lose FSDP2's hook, with a warning
 
 
 def check_layout(layout: ParallelConfig) -> None:
-    """Raise ValueError for a layout that FSDPEngine does not have."""
+    """Raise ValueError for a layout that FSDPEngine does not support."""
     for key in ("tensor", "pipeline"):
         if getattr(layout, key) > 1:
             raise ValueError(
@@ -298,7 +308,7 @@ def _refuse_optimizer(method: str, with_optimizer: bool) -> None:
 
 
 def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) -> float:
-    """Return the rate after `updates` steps of the schedule: `OptimizerParamScheduler.get_lr` of megatron.core 0.16."""
+    """Return the learning rate after `updates` updates, like `OptimizerParamScheduler.get_lr` of megatron.core 0.16."""
     warmup, last = options.warmup_updates, max(total_updates, options.warmup_updates + 1)
     if warmup and updates <= warmup:
         return options.lr * updates / warmup
@@ -310,7 +320,10 @@ def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) ->
 
 
 def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log p(label) and entropy, both `[T]`, 0 where the label is negative: plain autograd, no kernel of ops."""
+    """Return log p(label) and entropy, both `[T]`, 0 where the label is negative.
+
+    Uses plain autograd and no kernel of ops.
+    """
     trained = (labels >= 0).nonzero()[:, 0]
     log_p = (logits[trained] / temperature).log_softmax(-1)
     chosen = log_p.gather(-1, labels[trained, None])[:, 0]
@@ -319,12 +332,15 @@ def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tupl
 
 
 def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a microbatch's loss sum and statistics. The sum always has a graph: backward is a collective."""
+    """Return a microbatch's loss sum and statistics.
+
+    The sum always has a graph, because backward is a collective that every rank must run.
+    """
     count = float(weight)
     if not count.is_integer():
         raise ValueError(f"loss_weight_fn returned {count}: must be an integer count; put fractions into the loss.")
     if not isinstance(loss_fn, LogprobLoss | ValueLoss):
-        # A mean over nothing is 0 / 0.
+        # A mean over no rows is 0 / 0.
         return loss_fn(output, rows) * count if count else output.sum() * 0.0, {}
     if isinstance(loss_fn, ValueLoss):
         loss_sum, sums = loss_fn.fn(output, rows)

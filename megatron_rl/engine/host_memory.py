@@ -1,8 +1,8 @@
-"""Memory of the host in relation to the forked processes that write checkpoints.
+"""Host memory shared with the forked processes that write checkpoints, and page-locked host memory.
 
-A fork makes every page of the parent copy-on-write: without a GPU, training would copy all weights, gradients and
-optimizer states page by page in the step after it, which took three times the step itself. So writers get a copy in
-shared memory, which is used again with every checkpoint, and training's own tensors are left out of the fork.
+A fork makes every page of the parent copy-on-write. Without a GPU, the next training step would copy all weights,
+gradients and optimizer states page by page, which took three times as long as the step itself. So writers get a copy in
+shared memory that is reused for every checkpoint, and training's own tensors are excluded from the fork.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch
 from torch import Tensor
 
 _PORTABLE = 1
-"""Of cudaHostRegister: page-locked for every device of this process."""
+"""Flag of cudaHostRegister: page-locked for all devices of this process."""
 _DONT_FORK, _DO_FORK = 10, 11
-"""Of madvise(2), on Linux."""
+"""Advice values of madvise(2) on Linux."""
 ALIGNMENT = 64
 LEAST_BYTES = 1024 * 1024
-"""Smaller tensors are not worth a system call."""
+"""Tensors below this size are not worth a system call."""
 
 
 class SharedCopies:
-    """Copies of tensors in memory that processes forked from this one share with it."""
+    """Copies of tensors in memory that is shared with forked processes."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy the tensors, and forget the copies made before: whoever read those must be done.
+        """Copy the tensors, overwriting earlier copies: all readers of those must be done.
 
-        Each copy is a storage of its own, of its own size: torch.save writes the whole storage of a view.
+        Each copy has its own storage of exactly its size, because torch.save writes the whole storage of a view.
         """
         sizes = [math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if sum(sizes) > len(self.memory):
-            self.memory = mmap.mmap(-1, sum(sizes))  # not from /dev/shm, which containers make small
+            self.memory = mmap.mmap(-1, sum(sizes))  # anonymous memory: containers limit /dev/shm
         copies, start = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
             if tensor.numel():
@@ -50,7 +50,7 @@ class SharedCopies:
 
 
 class _PageLocked(mmap.mmap):
-    """Memory that a GPU reads and writes by itself, until nobody holds it."""
+    """Page-locked memory that a GPU can access directly. It is unregistered when freed."""
 
     def lock(self, address: int) -> None:
         self.address = address
@@ -68,9 +68,9 @@ class _PageLocked(mmap.mmap):
 
 
 def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
-    """Return so many bytes of host memory (uint8), page-locked where there is a GPU.
+    """Return `nbytes` of host memory (uint8), page-locked if there is a GPU.
 
-    torch's own page-locked memory comes in powers of two: up to twice of what was asked for.
+    torch's own page-locked allocator rounds up to powers of two, up to twice the request.
     """
     memory = _PageLocked(-1, max(nbytes, mmap.PAGESIZE))
     flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -81,19 +81,22 @@ def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
 
 @contextlib.contextmanager
 def left_out_of_forks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep the large ones of these host tensors out of processes forked meanwhile, which must not touch them."""
+    """Exclude these host tensors from processes forked inside this context, which must not access them.
+
+    Tensors below LEAST_BYTES are not excluded.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     spans = []
     for address, storage in storages.items():
         if storage.device.type == "cpu" and storage.nbytes() >= LEAST_BYTES:
-            # Whole pages, and not the first one: an allocator keeps its own notes in front of what it gives.
+            # Only whole pages, and not the first: an allocator keeps metadata in front of an allocation.
             first = (address // mmap.PAGESIZE + 2) * mmap.PAGESIZE
             last = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
             spans.append((ctypes.c_void_p(first), ctypes.c_size_t(last - first)))
     try:
         for span in spans:
-            libc.madvise(*span, _DONT_FORK)  # advice: where it is not taken the fork is slower, and as right
+            libc.madvise(*span, _DONT_FORK)  # only advice: if ignored, the fork is slower but still correct
         yield
     finally:
         for span in spans:

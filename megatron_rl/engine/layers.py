@@ -1,4 +1,4 @@
-"""The parts of each family's layers: upstream's layer specs with our norm and attention in their slots."""
+"""Layers of each model family: Megatron's layer specs with this package's norms and attention inserted."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import Architecture
 
 LATENT_NORM_EPS = 1e-6
-"""HF's for the norms within latent attention, whatever the model's others have."""
+"""HF's epsilon of the norms inside latent attention, whatever the model's other norms use."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, as HF computes it; its gradient is summed over the tensor axis under SP."""
+    """Root-mean-square norm in float32, as in HF. Under sequence parallelism, tensor ranks sum its gradient."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # a rank has its rows' gradient: upstream sums it
+        # each rank has the gradient of its rows, which Megatron sums
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
@@ -65,7 +66,7 @@ class OffsetNorm(RMSNorm):
 
 
 class WideNorm(ShardedModule):
-    """RMSNorm over the width of all heads, of which each rank of `group` has a part. `[R, 1, heads, D]` -> the same."""
+    """RMSNorm over all heads together, split over the ranks of `group`. Maps `[R, 1, heads, D]` to the same shape."""
 
     cut = ("weight",)
 
@@ -79,7 +80,8 @@ class WideNorm(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
         squares = values.square().sum((-2, -1), keepdim=True)  # [R, 1, 1, 1]
-        if self.tp_group.size() > 1:  # the sum over ranks, and on the way back the sum of what each has of its gradient
+        # sums over ranks in the forward pass, and the partial gradients in the backward pass
+        if self.tp_group.size() > 1:
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = (values * (squares / self.width + self.eps).rsqrt()).to(x.dtype)
@@ -87,14 +89,14 @@ class WideNorm(ShardedModule):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """The matrix that ends a part of a layer, with the norm that is behind it in Gemma and OLMo."""
+    """The last matrix of attention or feed-forward, followed by a norm as in Gemma and OLMo."""
 
     norm_class: type[RMSNorm] = RMSNorm
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.norm = self.norm_class(config, output_size, eps=config.layernorm_epsilon)
-        self.register_forward_hook(_normed)  # in a hook, so that an adapter's can come before it
+        self.register_forward_hook(_normed)  # a hook, so that an adapter's hook can run before it
 
 
 def _normed(linear: nn.Module, inputs: Any, result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
@@ -102,22 +104,23 @@ def _normed(linear: nn.Module, inputs: Any, result: tuple[Tensor, Tensor | None]
 
 
 class OffsetNormedRowParallelLinear(NormedRowParallelLinear):
-    """Gemma's."""
+    """NormedRowParallelLinear with Gemma's norm."""
 
     norm_class = OffsetNorm
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """The matrix that ends an expert, with a bias, which upstream adds in place."""
+    """The last matrix of an expert, with a bias that Megatron adds in place."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(x)
-        # Without expert parallelism a function of upstream's passes it on as it is, and autograd forbids to change it.
+        # Without expert parallelism, Megatron returns its custom function's input unchanged. Autograd forbids changing
+        # it.
         return output if self.explicit_expert_comm else output.clone(), bias
 
 
 class WholeLinear(nn.Module):
-    """A matrix that every tensor rank holds whole and applies to its own rows. `[..., H]` -> `[..., size]`."""
+    """A matrix that every tensor rank holds whole and applies to its own rows. Maps `[..., H]` to `[..., size]`."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
@@ -129,11 +132,12 @@ class WholeLinear(nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-head latent attention that rotates rows by their own positions.
+    """Multi-head latent attention (MLA) that rotates rows by their own positions.
 
-    Upstream's local layers cut the down projections over the tensor axis; each rank would then keep only its own heads'
-    gradient of the rotated key that all heads share. Here they are whole, which needs sequence parallelism. The norms
-    behind them are ours too: with those of a spec, megatron.core 0.19 wants the queries to have one in any case.
+    Megatron's local layers split the down projections over the tensor axis. Each rank would then have only its own
+    heads' gradient of the rotated key, which all heads share. Here the projections are replicated, which needs sequence
+    parallelism. The norms after them are also replaced: with a spec's norms, megatron.core 0.19 always requires one for
+    the queries.
     """
 
     rope: Rope
@@ -156,9 +160,10 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedRows | None = None,
         **_,
     ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
-        """`[R / tensor, 1, H]` -> query `[R, heads, ...]`, what `expand` takes, and what both are projected from.
+        """Project hidden states `[R / tensor, 1, H]` to queries and compressed keys.
 
-        Under context parallelism the ranks gather what `expand` takes: a fraction of the bytes of all heads' keys.
+        Returns the query `[R, heads, ...]`, the input of `expand`, None, and the inputs of both up projections. Under
+        context parallelism, ranks gather the compressed keys: a fraction of the bytes of all heads' keys.
         """
         config, packed = self.config, packed_seq_params
         rotation = packed.rotation(self.rope)
@@ -178,17 +183,19 @@ class LatentAttention(MLASelfAttention):
         query = query.squeeze(1).unflatten(-1, (self.num_attention_heads_per_partition, -1))  # [R, heads, ...]
         plain_query, rotated_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat([plain_query, rotate(_halves(rotated_query), rotation)], dim=-1)
-        return query, gathering.rows(), None, query_source, kv_source  # upstream pads values, but none that are None
+        return query, gathering.rows(), None, query_source, kv_source  # the value is None, which Megatron does not pad
 
     def expand(self, latent: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
-        """Compressed rows `[rows / tensor, 1, ...]`, with the rotated key of all heads -> key, value `[K, heads, ...]`.
+        """Form key and value, `[K, heads, ...]`, from compressed keys `[rows / tensor, 1, ...]`.
 
-        The core attention calls it, which forms keys and values again where it is recomputed.
+        The compressed keys include the rotated part that all heads share. The core attention calls this, so that
+        recomputation forms keys and values again.
         """
         config, heads = self.config, self.num_attention_heads_per_partition
         kv_source, rotated_key = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         key_value, _ = self.linear_kv_up_proj(kv_source.contiguous())
-        if config.sequence_parallel:  # linear_kv_up_proj gathers its input itself; this part does not pass through it
+        # linear_kv_up_proj gathers its input itself, but the rotated key does not pass through it
+        if config.sequence_parallel:
             rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
         key_value = key_value.squeeze(1).unflatten(-1, (heads, -1))
         if packed.keys is not None:
@@ -198,17 +205,17 @@ class LatentAttention(MLASelfAttention):
 
 
 def _halves(rotated: Tensor) -> Tensor:
-    """HF's pairs are neighbours, `rotate` pairs the halves; queries and keys may be reordered alike."""
+    """Reorder HF's adjacent pairs into the half-split pairs of `rotate`. Queries and keys are reordered alike."""
     return torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
 
 
 def config_class(arch: Architecture) -> type[TransformerConfig]:
-    """Return upstream's class of options for the family."""
+    """Return Megatron's config class for the model family."""
     return TransformerConfig if arch.latent is None else MLATransformerConfig
 
 
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that dense Llama-like decoders leave alone."""
+    """Return the TransformerConfig fields that a dense Llama-like decoder does not set."""
     options = _mixture_options(arch, parallel) | _latent_options(arch)
     if arch.activation == "gelu_tanh":
         options["activation_func"] = functools.partial(F.gelu, approximate="tanh")
@@ -217,7 +224,8 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
     if arch.has_biases:
         options["add_bias_linear"] = True
     if arch.delta_net is not None:
-        # The delta nets are ours; this has upstream write layers of different kinds under names of their own.
+        # The delta nets are not Megatron's. This option makes it name layers of different kinds differently in
+        # checkpoints.
         options["linear_attention_freq"] = [int(has_delta_net) for has_delta_net in arch.delta_net.layers]
     if arch.gated_attention:
         options["attention_output_gate"] = True
@@ -238,15 +246,15 @@ def _mixture_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, 
         moe_layer_freq=[int(is_mixture) for is_mixture in mixture.layers],
         moe_router_topk=mixture.per_token,
         moe_router_score_function="sigmoid" if mixture.is_biased else "softmax",
-        # A softmax over the chosen experts alone is the softmax over all of them, renormalised.
+        # A softmax over only the chosen experts equals the renormalized softmax over all experts.
         moe_router_pre_softmax=not mixture.renormalised,
         moe_router_num_groups=mixture.groups,
         moe_router_group_topk=mixture.groups_per_token,
         moe_router_topk_scaling_factor=mixture.scale,
         moe_router_enable_expert_bias=mixture.is_biased,
-        moe_router_bias_update_rate=0.0,  # the model's own bias stays as it is
+        moe_router_bias_update_rate=0.0,  # keeps the model's bias fixed
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",  # a loss for it would stand beside loss_fn, undivided
+        moe_router_load_balancing_type="none",  # its auxiliary loss would be added to loss_fn's, undivided
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
     )
@@ -263,7 +271,7 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
         qk_head_dim=latent.plain_dim,
         qk_pos_emb_head_dim=arch.head_dim,
         v_head_dim=latent.value_dim,
-        # Upstream takes from these only the scale of the softmax; the rotation is ours.
+        # Megatron uses these only for the softmax scale; this package rotates.
         rope_type="rope",
         rotary_scaling_factor=scaling.get("factor", 1.0),
         mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
@@ -278,7 +286,7 @@ def layer_spec(
     is_mixture: bool = False,
     use_transformer_engine: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a layer of one kind, of upstream's or of TE's modules."""
+    """Return the spec of one kind of layer, built from Megatron's local modules or Transformer Engine's."""
     if tf_config.moe_grouped_gemm and not use_transformer_engine:
         raise ValueError(
             "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
@@ -291,16 +299,17 @@ def layer_spec(
     )
     if use_transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
-        # A checkpoint names the norms as local layers do, whichever layers wrote it.
+        # Name the norms in checkpoints as local layers do, whichever kind of layer wrote them.
         local = get_gpt_layer_local_spec(multi_latent_attention=options["multi_latent_attention"])
-        names = local.submodules.sharded_state_dict_keys_map  # upstream's for its mixtures of either kind differ
+        # Megatron's names for mixtures differ between the two kinds
+        names = local.submodules.sharded_state_dict_keys_map
         spec.submodules.sharded_state_dict_keys_map = names or {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
     else:
         spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if arch.latent is not None:
         spec.submodules.self_attention.module = LatentAttention
-    # No other knows of shared prompts and of a context rank's rows.
+    # Only these support shared prompts and the rows of a context rank.
     attention.core_attention = SinkAttention if arch.has_sinks else PackedAttention
     if use_transformer_engine:
         return spec
@@ -319,7 +328,7 @@ def layer_spec(
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return the submodules of a feed-forward's spec, which megatron.core makes a partial from 0.19 on."""
+    """Return the submodules of a feed-forward's spec. From megatron.core 0.19 on, the spec is a functools.partial."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 
@@ -335,7 +344,7 @@ def block_spec(
     use_transformer_engine: bool = False,
     replays_routing: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's model chunk and the norm after the last."""
+    """Return the layers of this rank's model chunk and the final norm."""
     specs = {
         kind: layer_spec(
             arch, tf_config, has_delta_net=kind[0], is_mixture=kind[1], use_transformer_engine=use_transformer_engine
@@ -354,31 +363,32 @@ def block_spec(
 
 
 def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transformer_engine: bool = False) -> None:
-    """Give the attention of each built layer its rotary embedding and its window."""
+    """Set the rotary embedding and the window of each built layer's attention."""
     rope = windowed_rope = Rope.of(arch)
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
     rope.is_fused = windowed_rope.is_fused = use_transformer_engine
     for layer in layers:
-        if arch.has_delta_net(layer.layer_number - 1):  # whose state knows the order of rows by itself
+        if arch.has_delta_net(layer.layer_number - 1):  # a delta net's state already encodes the order of rows
             continue
-        attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # upstream counts from 1
+        attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # Megatron numbers layers from 1
         attention.core_attention.window = window
-        if arch.wide_qk_norm:  # not in the spec: upstream would take their gradients for parts of a sum over the ranks
+        if arch.wide_qk_norm:  # not in the spec: Megatron would treat their gradients as parts of a sum over ranks
             attention.q_layernorm, attention.k_layernorm = (
                 WideNorm(attention.config, heads, arch.head_dim, attention.pg_collection.tp)
                 for heads in (arch.heads, arch.kv_heads)
             )
         rotating = attention.core_attention
         if arch.latent is not None:
-            rotating.expand, rotating = attention.expand, attention  # latent keys rotate before it
+            # latent attention rotates before the core attention
+            rotating.expand, rotating = attention.expand, attention
         rotating.rope = rope if window is None else windowed_rope
 
 
 def add_gradients_in_products(model: nn.Module) -> None:
-    """Let Transformer Engine's products add a matrix' gradient to DDP's buffer: no tensor and no sum in between.
+    """Make Transformer Engine's matrix products add weight gradients directly to DDP's buffer.
 
-    Upstream's option says so for all layers at once, of which its own output layer would ask for apex.
+    Set per layer: Megatron's global flag also covers the output layer, which then needs apex.
     """
     for module in model.modules():
         if "fuse_wgrad_accumulation" in vars(module):
@@ -386,7 +396,7 @@ def add_gradients_in_products(model: nn.Module) -> None:
 
 
 def scale_embedding(embedding: nn.Module, arch: Architecture) -> None:
-    """Let the embedding return rows times the family's factor, rounded to the model's precision as in HF."""
+    """Multiply the embedding's output by the family's factor, rounded to the model's precision as in HF."""
     if arch.embedding_scale is not None:
         scale = torch.tensor(arch.embedding_scale)
         embedding.register_forward_hook(lambda module, inputs, rows: rows * scale.to(rows.dtype).item())

@@ -1,6 +1,6 @@
-"""manifest.json: name, size and CRC-32 of every file of a folder, so that a changed or missing one is named.
+"""manifest.json: name, size and CRC-32 of every file in a folder, to detect modified or missing files.
 
-A folder inside it that has a manifest of its own is summed up by that one, whose sum the outer manifest has.
+If a subfolder has its own manifest, the outer manifest lists that manifest and not the subfolder's other files.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; what stood under its name before is untouched."""
+    """Error for a checkpoint that could not be written. An earlier checkpoint of that name stays untouched."""
 
 
 def write_part(folder: Path, files: list[Path], *, name: str) -> None:
-    """Keep the sums of some files for `write`, which then need not read them again."""
+    """Store the checksums of some files, so that `write` need not read these files again."""
     (folder / f"{_PART}{name}").write_text(json.dumps({str(path.relative_to(folder)): _entry(path) for path in files}))
 
 
 def write(folder: Path) -> None:
-    """Write the manifest of all files below `folder`; sums that `write_part` has kept are taken from there."""
+    """Write the manifest of all files below `folder`, using the checksums that `write_part` has stored."""
     known: dict[str, dict[str, int]] = {}
     for part in folder.glob(f"{_PART}*"):
         try:
             known |= json.loads(part.read_text())
-        except ValueError:  # its writer ran out of disk; the files themselves are summed up below
+        except ValueError:  # the disk was full; the checksums are computed below
             pass
         part.unlink()
     inner = [path.parent for path in folder.rglob(NAME) if path.parent != folder]
@@ -48,9 +48,9 @@ def write(folder: Path) -> None:
 
 
 def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Describe every file of this part of the manifest that is missing or differs; empty if all is well.
+    """Describe every missing or modified file in this part of the manifest. Empty if all files match.
 
-    A file without an entry is a fault too, as nobody knows what was written there; hidden ones may be anybody's.
+    A file without an entry is a fault too, because its origin is unknown. Hidden files are ignored.
     """
     try:
         entries = _read(folder)
@@ -70,7 +70,10 @@ def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def faults_for_all(path: Path, groups: ParallelGroups) -> list[str]:
-    """Check every file of a folder with a manifest, shared out over the ranks; all ranks get all faults."""
+    """Check every file of a folder with a manifest, divided over the ranks. Every rank gets all faults.
+
+    Collective: every rank calls it.
+    """
     of_ranks: list[list[str]] = [[] for _ in range(groups.world_size)]
     found = faults(path, part=groups.rank, parts=groups.world_size)
     dist.all_gather_object(of_ranks, found, group=groups.control)
@@ -78,7 +81,7 @@ def faults_for_all(path: Path, groups: ParallelGroups) -> list[str]:
 
 
 def _read(folder: Path) -> dict[str, dict[str, int]]:
-    """Return the entries of a folder's manifest and of those of the folders inside."""
+    """Return the entries of a folder's manifest and of its subfolders' manifests."""
     entries: dict[str, dict[str, int]] = json.loads((folder / NAME).read_text())["files"]
     for name in [name for name in entries if name != NAME and Path(name).name == NAME]:
         inner = Path(name).parent

@@ -1,7 +1,7 @@
-"""MegatronEngine: one model on Megatron-Core behind the TrainEngine interface.
+"""MegatronEngine: one model on Megatron-Core, as a TrainEngine.
 
 All ranks call every method with their data-parallel share of the data; tensor and pipeline peers hold the same share.
-Results do not depend on the layout or the microbatch split; tests/megatron holds it to that.
+Results do not depend on the layout or the microbatch split, which tests/megatron verifies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from megatron_rl.weights.update_group import TensorSpec
 
 
 class MegatronEngine(ModelEngine):
-    """A policy or a critic (or, with `trainable=False`, a frozen reference or reward model) on Megatron-Core.
+    """A model on Megatron-Core: policy, critic or, with `trainable=False`, a frozen reference or reward model.
 
         engine = MegatronEngine(config.actor)
         engine.initialize(None, FinetuneSpec(total_updates=100))
@@ -65,9 +65,9 @@ class MegatronEngine(ModelEngine):
         engine.step_lr_scheduler()
         engine.save("runs/mine/final")
 
-    groups: the layout, where one exists already (a second engine shares the first one's).
-    head: `policy`, or `value` for one number per token; from a folder without such a head it starts at zero.
-    shared_device: given where the device has not room for all engines at once, or rollout servers use it too.
+    groups: an existing layout, such as that of the first engine. Default: `initialize` builds one.
+    head: `policy`, or `value` for one number per token. A value head that the folder lacks starts at zero.
+    shared_device: needed if the device lacks memory for all engines at once, or if rollout servers use it too.
     """
 
     def __init__(
@@ -90,9 +90,12 @@ class MegatronEngine(ModelEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Join the process group, build this rank's shard, load its slices and make the optimizer."""
+        """Join the process group, build this rank's shard, load its weights and create the optimizer.
+
+        Collective: every rank calls it.
+        """
         config = self.config
-        source = self.first_weights()  # before any process group: a bad folder must not cost a start
+        source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
         if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
             raise ValueError(
@@ -110,7 +113,7 @@ class MegatronEngine(ModelEngine):
         self.device = platform.device()
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
-        with self.device:  # where parameters are made whose layers have no word in it
+        with self.device:  # for layers without a device argument
             self.chunks = build_chunks(
                 *(self.arch, self.tf_config, self.groups, config.model.flash_attention, config.model.delta_kernel),
                 replays_routing=config.routing_replay != "off",
@@ -119,9 +122,10 @@ class MegatronEngine(ModelEngine):
         self.routing = None if form is None else RoutingReplay(form, self.chunks, self.device)
         self.wrapped: list[Any] = list(self.chunks)
         self.adapters = Adapters(self.chunks, self.arch, config.lora, self.groups) if config.lora.rank > 0 else None
-        if self.dtype is torch.bfloat16:  # upstream's wrapper of either 16-bit dtype, despite its name
+        if self.dtype is torch.bfloat16:  # despite its name, Megatron's wrapper for bfloat16 too
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
-        load_shards(self.chunks, source, self.arch, self.groups)  # last: the wrapper rounds what must stay in float32
+        # after wrapping, because the wrapper would round weights that must stay float32
+        load_shards(self.chunks, source, self.arch, self.groups)
         if config.model.init == "hf":
             self.say_what_is_not_loaded(config.model.path)
         if self.adapters is not None:
@@ -139,7 +143,7 @@ class MegatronEngine(ModelEngine):
         options = self.config.optimizer
         ddp = gradient_buffers(options)
         self.wrapped = [
-            # As upstream does: the reduction of later chunks is hidden behind the first one's backward anyway.
+            # As in Megatron: the reduction of later chunks overlaps with the first chunk's backward pass anyway.
             DistributedDataParallel(self.tf_config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.wrapped)
         ]
@@ -147,13 +151,16 @@ class MegatronEngine(ModelEngine):
             for chunk in self.chunks:
                 add_gradients_in_products(chunk)
         self.tf_config.finalize_model_grads_func = schedule.divide_by_weight(self.groups)
-        if options.overlap:  # gradients are complete, and may be reduced, in the last microbatch only
+        if options.overlap:  # gradients are complete, and so reducible, only in the last microbatch
             no_sync = [chunk.no_sync for chunk in self.wrapped]
             self.tf_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.reset_optimizer(total_updates)
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, as between a warm start and RL; `lr` is the rate of all its updates."""
+        """Start a new optimizer and schedule, for example between a warm start and RL.
+
+        lr: constant learning rate that replaces the configured schedule.
+        """
         self._activate()
         options = self.optimizer_options(lr)
         self.was_skipped = False
@@ -162,22 +169,22 @@ class MegatronEngine(ModelEngine):
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
     def offload(self) -> None:
-        """Move weights and optimizer to host memory and free the device; gradients are dropped. Harmless if done.
+        """Move weights and optimizer state to host memory and free the device. Gradients are discarded. Idempotent.
 
-        All ranks call it.
+        Collective: every rank calls it.
         """
         if not self.host_copy.is_out:
-            self._gather_weights()  # one under way would write into emptied storages
+            self._gather_weights()  # a pending all-gather would write into emptied storages
             if self.optimizer is not None:
-                self.optimizer.zero_grad()  # main parameters hold gradients of their own
+                self.optimizer.zero_grad()  # main parameters have separate gradients
             self.host_copy.take(*tensors_of(self), self.device)
 
     def onload(self) -> None:
-        """Undo `offload`. Every method that computes does so by itself."""
+        """Undo `offload`. Every method that computes calls it."""
         self.host_copy.give_back()
 
     def _activate(self) -> None:
-        """Make this the layout that megatron.core sees, and have this engine's tensors on the device."""
+        """Make megatron.core use this engine's layout, and move its tensors to the device."""
         self.groups.activate()
         if self.shared_device is None:
             self.onload()
@@ -199,7 +206,7 @@ class MegatronEngine(ModelEngine):
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
         self.check_trainable()
-        # The gradient buffers are DDP's, and the optimizer's own gradients, of its float32 weights, are beside them.
+        # DDP owns the gradient buffers; the optimizer has separate gradients of its float32 weights.
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -230,7 +237,7 @@ class MegatronEngine(ModelEngine):
                 values = head.logprobs(hidden, rows["labels"], packed, temperature, entropy)[int(entropy)]
             else:
                 values = post_hook(head.logits(hidden, packed), TensorDict(rows))
-            # The schedule wants a loss and a weight of every microbatch; the values are what is kept.
+            # The schedule requires a loss and a weight per microbatch; only the values are used.
             return values.sum() * 0.0, torch.ones((), dtype=torch.int), values.detach().float()
 
         with torch.no_grad():
@@ -239,10 +246,11 @@ class MegatronEngine(ModelEngine):
 
     @torch.no_grad()
     def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
-        """Return what this model says in place of each trained token, for the loss of another one in its layout.
+        """Return this model's distribution at each trained token, to teach another engine with the same layout.
 
-        There is a row for each of them, in their order, on the host. top: of the model's most likely tokens, at the
-        temperature; 0: of the whole vocabulary, by its output layer as it is now. Stages but the last get no content.
+        Rows follow the order of the trained tokens, on the host. With `top` > 0: the `top` most likely tokens at
+        `temperature`. With `top` = 0: hidden states and a snapshot of the output layer, which define the whole
+        distribution. Only the last pipeline stage gets content; the tensors of other stages are empty.
         """
         self._activate()
         batch = TrajectoryBatch.of(data)
@@ -260,7 +268,7 @@ class MegatronEngine(ModelEngine):
         kept = self._run(microbatches, last_stage, forward_only=True)
         mask = batch["loss_mask"].bool()
         number, count = mask.cumsum(0) - 1, int(mask.sum())
-        if not kept:  # another stage's, or no microbatch
+        if not kept:  # not the last stage, or no microbatch
             return TeacherStates(torch.empty(count, 0), torch.empty(0, 0))
         rows = number[torch.cat([it.source[it.rows["labels"] >= 0] for it in microbatches])]
         columns = []
@@ -270,7 +278,7 @@ class MegatronEngine(ModelEngine):
         if top > 0:
             return TopTokens(*columns)
         weight = self._output_weight().detach()
-        # Of a model that is about to be trained, or sent out of the device, the layer is kept as it is.
+        # Clone the output layer if this model may be trained or offloaded afterwards.
         is_passing = self.trainable or self.shared_device is not None
         return TeacherStates(columns[0], weight.clone() if is_passing else weight)
 
@@ -281,12 +289,16 @@ class MegatronEngine(ModelEngine):
     def _accumulate(
         self, data, loss_fn, loss_weight_fn, *, forward_only: bool
     ) -> tuple[dict[str, float], Tensor | None]:
-        """Run all microbatches; return the global sums of loss, weight and statistics, and this share's log-probs."""
+        """Run all microbatches. Return the global sums of loss, weight and statistics, and this rank's log-probs.
+
+        The log-probs are `[N]`, or None if the loss is not a LogprobLoss.
+        """
         self.check_loss(loss_fn)
         wants_final_rows, head = not isinstance(loss_fn, LogprobLoss | ValueLoss), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            weight = torch.as_tensor(loss_weight_fn(microbatch.rows))  # on the host: its value costs no wait
+            # on the host: reading its value does not wait for the device
+            weight = torch.as_tensor(loss_weight_fn(microbatch.rows))
             if weight.is_floating_point() and float(weight) != int(weight):
                 raise ValueError(
                     f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, "
@@ -300,13 +312,14 @@ class MegatronEngine(ModelEngine):
             elif isinstance(loss_fn, LogprobLoss):
                 term = None if loss_fn.beside is None else loss_fn.beside.of(microbatch.rows, self.device)
                 loss_sum, sums, logprobs = head.logprob_loss(loss_fn, hidden, rows, packed, term)
-            elif int(weight) == 0:  # a mean over nothing is 0 / 0; keep the graph for the schedule's backward
+            elif int(weight) == 0:  # a mean over no rows is 0 / 0; keep the graph for the schedule's backward
                 loss_sum, sums = head.logits(hidden, packed).sum() * 0.0, {}
             else:
                 loss_sum, sums = loss_fn(head.logits(hidden, packed), rows) * weight, {}
-            loss_sum = loss_sum.as_subclass(Tensor)  # of VocabParallelLogits: upstream's arithmetic is on plain tensors
+            loss_sum = loss_sum.as_subclass(Tensor)  # drop the VocabParallelLogits type: Megatron needs plain tensors
             kept = {"loss": loss_sum.detach().float().clone()} | {k: v.detach().float() for k, v in sums.items()}
-            # Context ranks compute one loss together: upstream adds up their gradients, and must count its weight once.
+            # Context ranks compute one loss together. Megatron sums their gradients, so only one of them counts the
+            # weight.
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
             return loss_sum, counted, (kept, int(weight), logprobs)
 
@@ -314,7 +327,7 @@ class MegatronEngine(ModelEngine):
         microbatches = self._pack(batch, final_rows=wants_final_rows)
         kept = self._run(microbatches, last_stage, forward_only=forward_only)
         totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))
-        if self.routing is not None:  # a share, as the means over trained tokens that it is shown with
+        if self.routing is not None:  # scaled, because metrics divide it by the number of trained tokens
             totals["changed_routes"] = self.routing.changed_share * totals.get("tokens", totals["weight"])
         if not isinstance(loss_fn, LogprobLoss):
             return totals, None
@@ -340,7 +353,7 @@ class MegatronEngine(ModelEngine):
         self.check_tokens(batch)
         if self.routing is not None:
             self.routing.check(batch)
-        # The interleaved schedule takes its microbatches in rounds of the pipeline's length.
+        # The interleaved schedule needs a multiple of the pipeline size.
         rounds = self.groups.pipeline.size if len(self.chunks) > 1 else 1
         return pack_alike(
             batch,
@@ -353,59 +366,60 @@ class MegatronEngine(ModelEngine):
         )
 
     def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
-        """Bring `[T]` results of each microbatch on the last stage to `[N]` float32 by token on all stages."""
+        """Scatter the last stage's `[T]` results of each microbatch into `[N]` float32 by token, on all stages."""
         counts = [microbatch.tokens for microbatch in microbatches]
         results = torch.cat(rows) if rows else torch.empty(sum(counts), dtype=torch.float32, device=self.device)
         if self.groups.pipeline.size > 1:
             dist.broadcast(results, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
-        results = results.to(batch["input_ids"].device)  # waits once for all microbatches; their rows are known there
+        # one wait for all microbatches; the row numbers are on the host
+        results = results.to(batch["input_ids"].device)
         return packing.scatter_rows(microbatches, list(results.split(counts)), len(batch["input_ids"]))
 
     def _global_sums(self, kept: list[dict[str, Tensor]], weight: int) -> dict[str, float]:
-        """Add the statistics of all microbatches and data-parallel ranks, and the weights; every rank gets them."""
+        """Sum statistics and weights over all microbatches and data-parallel ranks. Every rank gets the totals."""
         totals: list[Any] = [None]
         if self.groups.is_last_stage:
-            names = list(kept[0])  # every microbatch has the same, also one without a trained row
+            names = list(kept[0])  # every microbatch has the same names, even without a trained row
             sums = [torch.stack([part[n] for part in kept]).double().sum() for n in names]
             sums = torch.stack([*sums, torch.full_like(sums[0], weight)])
-            dist.all_reduce(sums, group=self.groups.data.group)  # tensor and context peers have the same sums already
+            dist.all_reduce(sums, group=self.groups.data.group)  # tensor and context peers already have the same sums
             totals = [dict(zip([*names, "weight"], sums.cpu().tolist(), strict=True))]
-        if self.groups.pipeline.size > 1:  # on the host; the world's last rank is of the last stage
+        if self.groups.pipeline.size > 1:  # on the host; the last global rank is on the last stage
             dist.broadcast_object_list(totals, src=self.groups.world_size - 1, group=self.groups.control)
         return totals[0]
 
     @property
     def _gathers_late(self) -> bool:
-        """True where an update leaves other ranks' parts of the weights stale until the next forward pass."""
+        """True if an update leaves other ranks' parts of the weights stale until the next forward pass."""
         return self.optimizer is not None and self.config.optimizer.overlap
 
     def _output_weight(self) -> Tensor:
         weight = self.chunks[-1].output_weight()
-        # Upstream waits in front of each module's forward, and this weight is used without one.
+        # Megatron waits before each module's forward, but this weight is used without one.
         if self._gathers_late and weight.requires_grad:
             self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
         return weight
 
     def _gather_weights(self) -> None:
-        """Bring this rank's weights up to date before they are read other than by a forward pass. All ranks call it."""
+        """Update stale weights before they are read outside a forward pass. Collective: every rank calls it."""
         if self._gathers_late:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
 
     def parameters(self) -> Iterator[Tensor]:
-        """This rank's parameters, chunk by chunk."""
+        """Iterate over this rank's parameters, chunk by chunk."""
         return itertools.chain.from_iterable(chunk.parameters() for chunk in self.chunks)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the model's tensors, with adapters merged into them."""
+        """Stream the model's HF tensors, with adapters merged into them."""
         export = self.export()
         self._gather_weights()
         return export.stream()
 
     def export(self) -> HFExport:
-        """Return the plan of `hf_tensors`, made by the first call. All ranks call it."""
+        """Return the export plan of `hf_tensors`, which the first call creates. Collective: every rank calls it."""
         self._activate()
         if self._export is None:
             shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
@@ -413,14 +427,16 @@ class MegatronEngine(ModelEngine):
         return self._export
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' HF tensors, by their names without PEFT's prefix, on global rank 0. All ranks call it and
-        exhaust the stream."""
+        """Yield the adapters' HF tensors on global rank 0, named without PEFT's prefix.
+
+        Collective: every rank calls it and exhausts the stream.
+        """
         known = {spec.name for spec in self.adapter_specs()}
         self._gather_weights()
         return ((name, tensor) for name, tensor in self._adapter_export.stream() if name in known)
 
     def adapter_specs(self) -> list[TensorSpec]:
-        """Return what `adapter_tensors` yields. All ranks call it."""
+        """Return the specs of the tensors that `adapter_tensors` yields. Collective: every rank calls it."""
         self._activate()
         lora = self.config.lora
         if self._adapter_export is None:
@@ -442,14 +458,14 @@ class MegatronEngine(ModelEngine):
 
     @property
     def base(self) -> FrozenBase:
-        """The model below the adapters, as a reference without weights of its own."""
+        """The model without its adapters, as a reference that needs no weights of its own."""
         return FrozenBase(self)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
-        """Take over the weights of an engine of the same architecture and layout. All ranks call it."""
+        """Copy the weights of another engine with the same architecture and layout. Collective: every rank calls it."""
         self._activate()
-        other.onload()  # for the moment of the copy both are on the device
+        other.onload()  # both are on the device during the copy
         other._gather_weights()
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
@@ -479,11 +495,11 @@ class MegatronEngine(ModelEngine):
     def save_async(
         self, path: str | Path, *, beside: Iterable[MegatronEngine] = (), in_background: bool = True
     ) -> None:
-        """Begin to write a resumable checkpoint of this moment and go on; all ranks call it.
+        """Start writing a resumable checkpoint of the current state in the background. Collective: every rank calls it.
 
-        It appears under its name in the first `finish_saves` after the writers are done. beside: engines of the same
-        processes that are trained meanwhile too. in_background: False where the caller is going to wait, so that the
-        writers need not stand back.
+        The checkpoint appears under its name in the first `finish_saves` after its writers are done.
+        beside: other engines of these processes that are trained during the save.
+        in_background: False if the caller will wait, so that the writers run at normal priority.
         """
         self._activate()
         if self.optimizer is None:
@@ -496,9 +512,10 @@ class MegatronEngine(ModelEngine):
             self.checkpoints.start(path, state, training=training, in_background=in_background, **self.saved_model)
 
     def finish_saves(self, *, wait: bool = True) -> bool:
-        """Publish a finished checkpoint, waiting for its writers if asked to; True if none is being written any more.
+        """Publish a finished checkpoint. Returns True if no save is pending any more. Collective: every rank calls it.
 
-        All ranks call it. CheckpointError where a writer failed; an earlier checkpoint of that name is still there.
+        Raises CheckpointError if a writer failed; an earlier checkpoint of that name stays intact.
+        wait: wait for the writers first.
         """
         if self.checkpoints is None:
             return True
@@ -506,16 +523,16 @@ class MegatronEngine(ModelEngine):
         return self.checkpoints.finish(wait=wait)
 
     def drop_saves(self) -> None:
-        """Give up a checkpoint in work: its writer on this rank ends at once."""
+        """Discard an unfinished checkpoint by stopping this rank's writer at once."""
         if self.checkpoints is not None:
             self.checkpoints.drop()
 
     def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
-        """Load a HF folder or the weights of a checkpoint; with the optimizer, resume the checkpoint.
+        """Load a HF folder or a checkpoint. Collective: every rank calls it.
 
-        An engine with adapters loads these of a folder in PEFT's format, and of checkpoints, which hold nothing else.
-
-        `is_checked` leaves out the comparison of a checkpoint's files with their sums, where the caller has made it.
+        An engine with adapters also loads them from a PEFT folder. Its checkpoints contain only adapters.
+        with_optimizer: resume the checkpoint's training state, not only its weights.
+        is_checked: skip the checksum comparison of a checkpoint that the caller has already checked.
         """
         self._activate()
         if with_optimizer and self.optimizer is None:
@@ -535,17 +552,19 @@ class MegatronEngine(ModelEngine):
 
 
 class FrozenBase:
-    """The model below a policy's adapters: the reference of a run, which shares the policy's weights.
+    """The model without a policy's adapters: a run's reference that shares the policy's weights.
 
-    policy = MegatronEngine(config.actor)
-    ref_logprobs = policy.base.forward(batch)
+    For example:
+
+        policy = MegatronEngine(config.actor)
+        ref_logprobs = policy.base.forward(batch)
     """
 
     def __init__(self, engine: MegatronEngine) -> None:
         self.engine = engine
 
     def forward(self, data: Any, **options: Any) -> Tensor:
-        """Return what `MegatronEngine.forward` would with all adapters at zero. All ranks call it."""
+        """Return `MegatronEngine.forward` with all adapters off. Collective: every rank calls it."""
         assert self.engine.adapters is not None
         with self.engine.adapters.off():
             return self.engine.forward(data, **options)

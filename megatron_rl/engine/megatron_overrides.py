@@ -1,7 +1,7 @@
-"""The rules of the `megatron:` section: fields of TransformerConfig that no other key and no part of ours decides.
+"""Rules of the `megatron:` section, which sets TransformerConfig fields that no other option determines.
 
-A field that contradicts the layout, the model or our attention and head would be ignored or compute something else
-without a word; it is refused here, before any process group, with the way out.
+A field that contradicts the layout, the model or this package's attention and head would be ignored or silently change
+results. It is rejected here, before any process group exists, with an error that says what to do instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUR_KEYS = {
     "fp16": "model.dtype",
     "transformer_impl": "model.transformer_impl",
 }
-"""Fields that a key of ours sets."""
+"""Megatron fields that this package sets, and the option that determines each."""
 
 MAY_BE_SET = {
     "bias_activation_fusion",
@@ -38,7 +38,7 @@ MAY_BE_SET = {
     "moe_permute_fusion",
     "moe_token_dispatcher_type",
 }
-"""Of the fields that `transformer_config` sets, those that change speed and memory alone."""
+"""Fields set by `transformer_config` that may be overridden, because they affect only speed and memory."""
 
 _PER_TOKEN = "the gradient is divided once, by the global sum of loss_weight_fn"
 _ATTENTION = "the packed attention does not read it"
@@ -80,11 +80,14 @@ REASONS = {
     }.items()
     for field in fields.split()
 }
-"""Why a field is not to be set, where that is more than the model's or the layout's business."""
+"""Reasons why a field must not be set. Fields that the model or the layout determines need no entry."""
 
 
 def check_flex_dispatcher(parallel: ParallelConfig) -> None:
-    """Raise ValueError where `megatron.moe_token_dispatcher_type=flex` has nothing to send, or no way to send it."""
+    """Raise ValueError if `megatron.moe_token_dispatcher_type=flex` cannot work.
+
+    It needs experts on several ranks and the package deep_ep.
+    """
     if parallel.expert * parallel.expert_tensor == 1:
         fault = "every rank has all experts, and upstream wants more ranks; raise parallel.expert"
     elif importlib.util.find_spec("deep_ep") is None:
@@ -97,10 +100,12 @@ def check_flex_dispatcher(parallel: ParallelConfig) -> None:
 def check_passed_through(
     given: dict[str, Any], ours: dict[str, Any], upstream: type[TransformerConfig] = TransformerConfig
 ) -> None:
-    """Raise ValueError for the first of the `megatron:` fields that upstream lacks or that contradicts us.
+    """Raise ValueError for the first `megatron:` field that Megatron lacks or that contradicts this package.
 
-    ours: the fields that the engine sets. upstream: the class of options for the model. A field that says what holds
-    anyway is let through.
+    A field with the value that it would have anyway is accepted.
+    given: the `megatron:` section.
+    ours: fields that the engine sets.
+    upstream: the model's config class.
     """
     fields = {field.name: field for field in dataclasses.fields(upstream)}
     for key, value in given.items():

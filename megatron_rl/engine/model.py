@@ -1,6 +1,6 @@
-"""Builds this rank's part of a Megatron-Core decoder from a HF architecture. Weights come from weights/reshard.py.
+"""Build this rank's part of a Megatron-Core decoder from a HF architecture. weights/reshard.py loads the weights.
 
-The last stage returns hidden states, not logits: the engine's head decides which rows need the vocabulary.
+The last stage returns hidden states, not logits: the engine's head decides which rows need logits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        # Either way each tensor rank gets all rows, and its columns' part of the gradient is summed on the way back.
+        # Both return all rows to each tensor rank. The backward pass sums the gradients of the ranks' vocabulary
+        # shards.
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -64,9 +65,9 @@ class PolicyModel(GPTModel):
 
 
 class ValueModel(PolicyModel):
-    """PolicyModel with a value head: every tensor rank gets all hidden states and computes the same values and loss.
+    """PolicyModel with a value head. Every tensor rank gets all hidden states and computes the same values and loss.
 
-    So their gradients are equal, not parts of a sum, and are only cut on the way back.
+    The ranks' gradients are therefore equal, not parts of a sum: the backward pass only splits them.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -83,26 +84,30 @@ class ValueModel(PolicyModel):
 
 
 def padded_vocab(arch: Architecture, groups: ParallelGroups) -> int:
-    """Return the vocabulary rounded up to a multiple of the tensor axis."""
+    """Return the vocabulary size, rounded up to a multiple of the tensor axis."""
     return -(-arch.vocab // groups.tensor.size) * groups.tensor.size
 
 
 def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
-    """Return the real columns of this tensor rank; padding is left out and so never takes probability mass."""
+    """Return the real columns of this tensor rank. Padding is excluded, so it never gets probability mass."""
     rows = padded_vocab(arch, groups) // groups.tensor.size
     start = groups.tensor.rank * rows
     return VocabShard(start, min(start + rows, arch.vocab), arch.vocab, groups.tensor.group)
 
 
 def compiles_activation(arch: Architecture, dtype: torch.dtype) -> bool:
-    """Do megatron.core's own layers compile SwiGLU, to one kernel each way that keeps its input alone?"""
+    """Return True if megatron.core's own layers compile SwiGLU.
+
+    A compiled SwiGLU is one kernel per direction, and keeps only its input for the backward pass.
+    """
     return platform.has_cuda() and dtype is torch.bfloat16 and arch.activation == "silu"
 
 
 def transformer_config(arch: Architecture, config: EngineConfig, passed_through: dict[str, Any]) -> TransformerConfig:
-    """Translate the architecture and the layout; `passed_through` adds fields that neither decides.
+    """Translate the architecture and the layout into Megatron's config. Needs no process group.
 
-    Needs no process group. ValueError where the parts do not fit together.
+    Raises ValueError if the settings contradict each other.
+    passed_through: additional fields that neither the architecture nor the layout determines.
     """
     dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
     check_layout(arch, parallel, passed_through)
@@ -113,10 +118,10 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
             f"model.flash_attention = 'TE': {arch.family} has attention sinks, for which the sum of each softmax is "
             f"read, and Transformer Engine's attention does not return it; set model.flash_attention=torch."
         )
-    if parallel.pipeline == 1:  # a critic, say, beside a policy whose pipeline they cut
+    if parallel.pipeline == 1:  # for example a critic; the fields split the policy's pipeline
         passed_through = {key: value for key, value in passed_through.items() if key not in PIPELINE_CUTS}
     optimizer.check_passed_through(config)
-    # Transformer Engine's layers fuse norms and experts into their matrices, beside which an adapter has no place.
+    # Transformer Engine's layers fuse norms and experts into their matrices, which leaves no place for an adapter.
     transformer_impl = "local" if config.lora.rank > 0 else config.model.transformer_impl
     uses_transformer_engine = platform.uses_transformer_engine(transformer_impl)
     if uses_transformer_engine and not arch.fits_transformer_engine:
@@ -142,8 +147,8 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=False,  # Transformer Engine would build whole float32 matrices on the host
-        perform_initialization=False,  # weights are read right after building
+        use_cpu_initialization=False,  # otherwise Transformer Engine builds whole float32 matrices on the host
+        perform_initialization=False,  # weights are loaded right after building
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -151,13 +156,13 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        # Two chunks on two stages send twice between the same two ranks; batched, upstream mixes the two up silently.
+        # Two chunks on two stages send twice between the same two ranks. If batched, Megatron silently mixes them up.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
-        batch_p2p_sync=False,  # would wait for the device after each hop; torch 1.13 has mended what that is against
+        batch_p2p_sync=False,  # would wait for the device after each send, against a bug that torch 1.13 fixed
         sequence_parallel=parallel.sequence_parallel,
-        variable_seq_lengths=True,  # every microbatch has another number of rows
-        moe_token_dispatcher_type="alltoall",  # upstream takes no allgather with variable_seq_lengths
+        variable_seq_lengths=True,  # microbatches differ in their number of rows
+        moe_token_dispatcher_type="alltoall",  # Megatron does not support allgather with variable_seq_lengths
         # One kernel for all of a rank's experts, and one that sorts tokens by expert.
         moe_grouped_gemm=uses_transformer_engine and arch.mixture is not None,
         moe_permute_fusion=uses_transformer_engine and arch.mixture is not None and is_te_min_version("2.1.0"),
@@ -192,9 +197,9 @@ def build_chunks(
     *,
     replays_routing: bool = False,
 ) -> list[PolicyModel]:
-    """Return this rank's model chunks with uninitialised weights: one, or several of an interleaved pipeline."""
+    """Return this rank's model chunks with uninitialized weights. An interleaved pipeline has several per rank."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
-    stages = range(count) if count > 1 else [None]  # upstream knows a plain pipeline by None
+    stages = range(count) if count > 1 else [None]  # Megatron uses None for a plain pipeline
     options = {"count": count, "replays_routing": replays_routing}
     chunks = [_build(arch, tf_config, groups, vp_stage=stage, **options) for stage in stages]
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -226,7 +231,8 @@ def _build(
         ),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
-        # Chunks go around the stages: the first has the embedding, the last stage's last one the head.
+        # Chunks are assigned to the stages in turn. The first has the embedding, the last chunk of the last stage the
+        # head.
         pre_process=groups.is_first_stage and vp_stage in (None, 0),
         post_process=groups.is_last_stage and vp_stage in (None, count - 1),
         vp_stage=vp_stage,
@@ -237,17 +243,17 @@ def _build(
     if model.pre_process:
         scale_embedding(model.embedding, arch)
     for parameter, rule in rules_of(model, arch):
-        # Upstream marks split parameters only where it initialises them. Unmarked ones pass for copies, of which its
-        # gradient norm counts that of tensor rank 0 alone.
+        # Megatron marks split parameters only when it initializes them. It takes unmarked ones for replicas, and counts
+        # only tensor rank 0 in the gradient norm.
         if not hasattr(parameter, "tensor_model_parallel"):
             dim = rule.layout.split_dim
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
         if rule.expert is not None:
-            # Upstream does this only under expert parallelism; but wherever the expert-tensor axis is not the tensor
-            # axis, an expert has other replicas than the rest of the layer, over which its gradient is to be summed.
+            # Megatron does this only under expert parallelism. But if the expert-tensor axis differs from the tensor
+            # axis, an expert's replicas, over which its gradient is summed, differ from those of the rest of the layer.
             parameter.allreduce = False
             if rule.layout.split_dim is None:
-                # A bias. Upstream would sum its gradient over the tensor axis once more, and leave the experts of all
-                # but one tensor rank out of its gradient norm.
+                # A bias. Otherwise Megatron sums its gradient over the tensor axis again, and counts only tensor rank
+                # 0's experts in the gradient norm.
                 parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
     return model

@@ -1,5 +1,4 @@
-"""Methods that engines share on either backend: sources of weights, the version, which head computes what, scores,
-statistics, publication, and updates that are skipped."""
+"""Base class of both engines: initial weights, scores, statistics, publication and skipped updates."""
 
 from __future__ import annotations
 
@@ -36,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 
 class ModelEngine(TrainEngine):
-    """An engine of the model `arch`, whose head says what it computes: a policy's log-probs, or values."""
+    """Training engine of one model. `head` is "policy" for log-probs or "value" for one value per token."""
 
     version = 0
     was_skipped = False
-    """True where the last update was skipped: the schedule does not count it."""
+    """True if the last update was skipped. The learning-rate schedule does not count skipped updates."""
     optimizer: Any
     """None for a frozen model."""
     dtype: torch.dtype
-    """The type of the weights as they are published and saved."""
+    """Dtype of published and saved weights."""
 
     def __init__(self, config: EngineConfig, *, groups: ParallelGroups | None, trainable: bool, head: str) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable
@@ -52,29 +51,29 @@ class ModelEngine(TrainEngine):
         self.publisher: WeightPublisher | None = None
 
     def first_weights(self) -> WeightSource:
-        """Return where the weights of the start are read: the model's folder, or numbers drawn from the seed."""
+        """Return the source of the initial weights: the model's folder, or random numbers from the seed."""
         config = self.config
         seed = config.seed if config.model.init == "random" else None
         return weight_source(config.model.path, self.arch, random_seed=seed)
 
     def say_what_is_not_loaded(self, folder: str | Path) -> None:
-        """Log, on the main rank, the tensors of a HF folder that this model has no parameters for."""
+        """Log, on the main rank, the tensors of a HF folder for which this model has no parameters."""
         assert self.groups is not None
         if self.groups.is_main and (text := without_rule_text(folder)):
             logger.warning("%s", text)
 
     @property
     def saved_model(self) -> dict[str, str]:
-        """The folder whose files go with saved weights, and the head, as writers of folders and checkpoints ask."""
+        """Arguments for writers of saved weights: the folder whose config and tokenizer are copied, and the head."""
         return {"model_folder": self.config.model.path, "head": self.arch.head}
 
     def optimizer_options(self, lr: float | None) -> OptimizerConfig:
-        """Return the optimizer's config; with `lr`, one of that rate at every update."""
+        """Return the optimizer's config. If `lr` is given, the learning rate is constant at that value."""
         options = self.config.optimizer
         return options if lr is None else replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
 
     def check_tokens(self, batch: TrajectoryBatch) -> None:
-        """ValueError for a token that the model has no embedding of, padded rows of a split one included."""
+        """Raise ValueError for a token id outside the vocabulary, including ids of padded embedding rows."""
         ids = batch["input_ids"]
         if len(ids) and not 0 <= (found := int(ids.max())) < self.arch.vocab:
             raise ValueError(
@@ -83,7 +82,7 @@ class ModelEngine(TrainEngine):
             )
 
     def check_trainable(self) -> None:
-        """RuntimeError for an engine that has no optimizer."""
+        """Raise RuntimeError if this engine has no optimizer."""
         if self.optimizer is None:
             raise RuntimeError(
                 "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
@@ -96,8 +95,11 @@ class ModelEngine(TrainEngine):
         tensors: Iterator[tuple[str, Tensor]],
         version: int,
     ) -> None:
-        """Send weights to the servers behind `receiver`, over what the first call has set up. All ranks call it."""
-        if self.publisher is None:  # the servers are known only now; what is set up for them is kept
+        """Send weights to the rollout servers through `receiver`. Collective: every rank calls it.
+
+        The first call creates the publisher, and later calls reuse it.
+        """
+        if self.publisher is None:  # created lazily: the servers are unknown before the first call
             self.publisher = make_publisher(receiver, self.config, self.arch, backend=platform.backend())
         self.publisher.publish(specs, tensors, version)
 
@@ -106,7 +108,10 @@ class ModelEngine(TrainEngine):
             self.publisher.close()
 
     def write_weights(self, path: str | Path) -> None:
-        """Write a HF folder of `hf_tensors`; CheckpointError on all ranks where the disk did not take it."""
+        """Write `hf_tensors` to a HF folder. Collective: every rank calls it.
+
+        Raises CheckpointError on all ranks if writing fails.
+        """
         tensors = iter(self.hf_tensors())
 
         def write() -> None:
@@ -115,10 +120,10 @@ class ModelEngine(TrainEngine):
                 carried = carried_tensors(model.path) if model.init == "hf" else ()
                 write_hf_folder(path, tensors, dtype=self.dtype, carried=carried, **self.saved_model)
             finally:
-                deque(tensors, maxlen=0)  # what a full disk left of them: all ranks have a part in each
+                deque(tensors, maxlen=0)  # drain the stream after a failed write: every tensor is a collective
 
         if not self.groups.is_main:
-            deque(tensors, maxlen=0)  # exhausts the stream: every tensor of it is a collective
+            deque(tensors, maxlen=0)  # drain the stream: every tensor of it is a collective
         if fault := self.groups.on_main(write):
             raise CheckpointError(f"weights {fault}; see that the disk has space, and save again.")
 
@@ -132,32 +137,33 @@ class ModelEngine(TrainEngine):
         self.version = version
 
     def score(self, data: TrajectoryBatch | TensorDict) -> Tensor:
-        """Return the value at each sequence's last token, `[B]` float32: what a reward model gives a whole sequence.
+        """Return the value at each sequence's last token, `[B]` float32: a reward model's score of the whole sequence.
 
-        An empty sequence scores 0. All ranks call it, with their share of the data; the engine has a value head.
+        An empty sequence scores 0. Needs a value head. Collective: every rank calls it with its share of the data.
         """
         self.check_head("score", "value")
-        # A value is that of the state in front of a token: behind the last one, that of one more.
+        # The value at a token is of the state before it. The state after the last token needs one more token.
         longer, last = TrajectoryBatch.of(data).with_one_more_token()
         return self.forward(longer)[last]
 
     def is_sound(self, loss: float, grad_norm: float) -> bool:
-        """Return True if the update's loss and gradient are numbers on every rank. All ranks call it."""
+        """Return True if loss and gradient norm are finite on every rank. Collective: every rank calls it."""
         return not self.groups.any(not (math.isfinite(loss) and math.isfinite(grad_norm)))
 
     def note_update(
         self, applied: bool, data: Any, loss_fn: Any, *, loss: float, grad_norm: float, results: Tensor | None = None
     ) -> str:
-        """Count an update that was applied; of one that was skipped return why, and log it. All ranks call it.
+        """Count an applied update, or log why it was skipped. Returns the reason, '' if applied.
 
-        results: the log-probs that the loss was computed from, where they are known.
+        Collective: every rank calls it.
+        results: log-probs from which the loss was computed, if known. Otherwise a skipped update recomputes them.
         """
         self.version += applied
         self.was_skipped = not applied
         if applied:
             return ""
         batch, name = TrajectoryBatch.of(data), "own value" if self.arch.head == "value" else "own log p"
-        if results is None:  # a pass more, in a step that is lost anyway
+        if results is None:  # an extra forward pass; the update is lost anyway
             temperature = loss_fn.temperature if isinstance(loss_fn, LogprobLoss) else 1.0
             results = self.forward(batch, temperature=temperature)
         fault = soundness.explain(loss, grad_norm, batch, results, name, self.groups)
@@ -166,11 +172,11 @@ class ModelEngine(TrainEngine):
         return fault
 
     def check_loss(self, loss_fn: Any) -> None:
-        """ValueError for a loss of the other head."""
+        """Raise ValueError if the loss needs the other kind of head."""
         self.check_head("loss_fn", "value" if isinstance(loss_fn, ValueLoss) else "policy")
 
     def check_head(self, asked: str, head: str) -> None:
-        """ValueError where `asked` needs a head that this engine has not."""
+        """Raise ValueError unless this engine has the head that `asked` needs."""
         if self.arch.head != head:
             raise ValueError(
                 f"{asked}: needs an engine with head={head!r}, and this one has {self.arch.head!r}: log-probs and "
@@ -179,12 +185,12 @@ class ModelEngine(TrainEngine):
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
-    """Return the usual loss weight: the number of trained rows of a microbatch."""
+    """Return the default loss weight: the microbatch's number of trained rows."""
     return (rows["labels"] >= 0).sum()
 
 
 def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
-    """Make a step's statistics of `totals`, the global sums of loss, weight and statistics by name."""
+    """Build a step's statistics from `totals`, the global sums by name. Removes "loss" and "weight" from `totals`."""
     loss, weight = totals.pop("loss"), totals.pop("weight")
     return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
 
@@ -192,7 +198,10 @@ def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
 def make_publisher(
     receiver: WeightReceiver | None, config: EngineConfig, arch: Architecture, *, backend: str
 ) -> WeightPublisher:
-    """Return the publisher of `config.publication`; `backend` is that of the trainer's own groups."""
+    """Return the publisher that `config.publication` selects.
+
+    backend: the trainer's torch.distributed backend.
+    """
     folder: dict[str, Any] = {"folder": Path(config.publication_folder), "model_folder": config.model.path}
     if config.publication == "disk":
         return DiskPublisher(receiver, **folder)

@@ -1,7 +1,7 @@
-"""Moves what a model keeps on its device to host memory and back, so that several models can share one device.
+"""Move a model's device memory to the host and back, so that several models can share one device.
 
-Works on storages, which are emptied and filled again in place: every view of them is then what it was, be it a
-parameter in DDP's buffer, a bucket or the distributed optimizer's shard.
+Storages are emptied and refilled in place. All their views therefore stay valid, whether a parameter in DDP's buffer, a
+bucket or the distributed optimizer's shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.engine.host_memory import ALIGNMENT
 
 
 class _MovableEngine(Protocol):
-    """The parts of an engine that its device holds, and its two ways between device and host memory."""
+    """The parts of an engine that are needed to move it between device and host memory."""
 
     optimizer: Any
     wrapped: list[Any]
@@ -33,15 +33,15 @@ class _MovableEngine(Protocol):
 
 
 class HostCopy:
-    """The place in host memory where a model's storages wait while they are off the device. It is kept and used again.
+    """Host memory for a model's storages while they are off the device. The memory is reused.
 
-    On a machine without CUDA device and host are the same memory; the storages move all the same.
+    Without CUDA, device and host are the same memory; the storages are still copied.
     """
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.hosts: dict[int, Tensor] = {}
-        """The content of each storage, by its address as an object: parts of `memory`."""
+        """Content of each storage, a part of `memory`, keyed by the storage object's address."""
         self.kept: list[UntypedStorage] = []
         self.dropped: list[tuple[UntypedStorage, int]] = []
 
@@ -51,8 +51,9 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], device: torch.device) -> None:
-        """Copy the storages of `kept` to the host and empty them, and those of `dropped` without a copy."""
-        # By storage, which many tensors may be views of; _cdata is the address of its object and survives resizing.
+        """Copy the storages of `kept` to the host and empty them. Empty the storages of `dropped` without a copy."""
+        # Keyed by storage, because many tensors may be views of one. _cdata is the address of its object and survives
+        # resizing.
         keep = {s._cdata: s for s in (t.untyped_storage() for t in kept if t.device == device) if s.nbytes()}
         drop = {s._cdata: s for s in (t.untyped_storage() for t in dropped) if s.nbytes() and s._cdata not in keep}
         self.hosts = self._rooms({key: storage.nbytes() for key, storage in keep.items()})
@@ -60,28 +61,28 @@ class HostCopy:
             self.hosts[key].copy_(_bytes_of(storage), non_blocking=True)
         self.kept = list(keep.values())
         self.dropped = [(storage, storage.nbytes()) for storage in drop.values()]
-        torch.cuda.synchronize()  # the copies have arrived, before what they were made of is given away
+        torch.cuda.synchronize()  # wait for the copies before freeing their sources
         for storage in [*keep.values(), *drop.values()]:
             storage.resize_(0)
         torch.cuda.empty_cache()
 
     def _rooms(self, sizes: dict[int, int]) -> dict[int, Tensor]:
-        """Return a part of the host memory for each storage, which has grown where they are more now."""
+        """Return a part of the host memory for each storage. Enlarges the memory if needed."""
         ends = list(itertools.accumulate(math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes.values()))
         if ends and ends[-1] > len(self.memory):
             self.hosts = {}
-            self.memory = torch.empty(0, dtype=torch.uint8)  # first: there may be no room for both
+            self.memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first: both may not fit
             self.memory = host_memory.page_locked(ends[-1], has_gpu=platform.has_cuda())
         places = zip(sizes.items(), [0, *ends][: len(sizes)], strict=True)
         return {key: self.memory[start : start + size] for (key, size), start in places}
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Fill the storages again; those that were dropped come back as zeros."""
+        """Refill the storages. Dropped storages become zeros."""
         for storage in self.kept:
             host = self.hosts[storage._cdata]
             storage.resize_(len(host))
-            _bytes_of(storage).copy_(host, non_blocking=True)  # on the stream that will use it; the host copy stays
+            _bytes_of(storage).copy_(host, non_blocking=True)  # on the stream that will use it; the host memory is kept
         for storage, size in self.dropped:
             storage.resize_(size)
             _bytes_of(storage).zero_()
@@ -93,12 +94,12 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what an engine must keep (weights, main parameters, optimizer state) and its gradient buffers."""
+    """Return an engine's tensors to keep (weights, main parameters, optimizer state), and its gradient buffers."""
     kept = [parameter.data for parameter in engine.parameters()]
     if engine.optimizer is None:
         return kept, []
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        if part.optimizer is not None:  # a rank may have no parameters of this kind
+        if part.optimizer is not None:  # this rank has no parameters of this kind
             kept += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
             states: Iterable[Any] = (value for state in part.optimizer.state.values() for value in state.values())
             kept += [value for value in states if torch.is_tensor(value)]
@@ -107,15 +108,15 @@ def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class SharedDevice:
-    """One device that several engines share: the one that is used is there, all others wait in host memory.
+    """One device shared by several engines: the active engine is on it, and all others wait in host memory.
 
         device = SharedDevice()
         policy = MegatronEngine(config, groups=groups, shared_device=device)
         reference = MegatronEngine(config, groups=groups, trainable=False, shared_device=device)
         policy.forward(batch)  # sends the reference out and brings the policy in
 
-    `one_at_a_time`=False lets engines be there together. `make_room` is called before one comes in, on all ranks, where
-    the device is not the engines' alone.
+    one_at_a_time: False allows several engines on the device together.
+    make_room: called on all ranks before an engine moves in, if rollout servers share the device.
     """
 
     def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[], None] | None = None) -> None:
@@ -123,7 +124,7 @@ class SharedDevice:
         self.engines: list[_MovableEngine] = []
 
     def take(self, engine: _MovableEngine) -> None:
-        """Send the others out, then bring `engine` in; one that is not known yet joins."""
+        """Move the other engines out, then move `engine` in. A new engine is registered."""
         if self.make_room is not None:
             self.make_room()
         if self.one_at_a_time:
@@ -133,7 +134,7 @@ class SharedDevice:
         engine.onload()
 
     def leave(self, remaining: _MovableEngine | None = None) -> None:
-        """Send all engines out, but for one. All ranks call it."""
+        """Move all engines out except `remaining`. Collective: every rank calls it."""
         for engine in self.engines:
             if engine is not remaining:
                 engine.offload()

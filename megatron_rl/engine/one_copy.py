@@ -1,4 +1,4 @@
-"""Brings what a device reads of a microbatch to it in one copy that nobody waits for."""
+"""Copy everything that a device needs of a microbatch in one transfer, without blocking the host."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 ALIGNMENT = 16
-"""Bytes: a tensor of any dtype may begin there, and a kernel may read several entries at a time."""
+"""Alignment in bytes, sufficient for any dtype and for kernels that load several entries at once."""
 
 
 def one_copy(tree: Any, device: torch.device) -> Any:
-    """Return dicts, lists and named tuples like the host's, with their tensors on the device.
+    """Return a copy of nested dicts, lists and named tuples with their tensors on the device.
 
-    All travel in one buffer of pinned memory, of which they are views there: a copy of its own, from pageable memory,
-    would let the host wait for all that the device has yet to do. On the CPU they are the same tensors.
+    All tensors travel in one pinned buffer, and the results are views of it. Separate copies from pageable memory would
+    make the host wait for all pending device work. On the CPU, the same tensors are returned.
     """
     leaves, structure = tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -27,8 +27,8 @@ def one_copy(tree: Any, device: torch.device) -> Any:
 
 
 def pack(tensors: list[Tensor], *, pinned: bool = False) -> Tensor:
-    """Return the bytes of all tensors, each at a multiple of ALIGNMENT, as uint8."""
-    # torch keeps pinned memory from being used again until the copies from it are done.
+    """Return the bytes of all tensors in one uint8 buffer, each at a multiple of ALIGNMENT."""
+    # torch does not reuse pinned memory until copies from it are done.
     buffer = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, pin_memory=pinned)
     for place, tensor in zip(cut(buffer, tensors), tensors, strict=True):
         place.copy_(tensor)
@@ -36,7 +36,7 @@ def pack(tensors: list[Tensor], *, pinned: bool = False) -> Tensor:
 
 
 def cut(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the views of `pack`'s buffer, wherever it is by now, that have the tensors' dtypes and shapes."""
+    """Return views of a buffer made by `pack`, on any device, with the tensors' dtypes and shapes."""
     views, start = [], 0
     for tensor in tensors:
         views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule from our options."""
+"""Megatron's optimizer and learning-rate schedule, built from this package's options."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from megatron_rl import platform
 from megatron_rl.config import EngineConfig, OptimizerConfig
 
 BUFFERS = {"grad_reduce_in_fp32": (True, False), "bucket_size": None, "pad_buckets_for_high_nccl_busbw": (True, False)}
-"""Fields of DistributedDataParallelConfig that `optimizer.megatron` may set, and their values; None for numbers."""
+"""DistributedDataParallelConfig fields that `optimizer.megatron` may set, with their allowed values.
+
+None: any number above 0.
+"""
 OFFLOAD = {"optimizer_offload_fraction": None} | dict.fromkeys(
     ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), (True, False)
 )
 DTYPES = {"main_params_dtype": ("float32", "float16")} | dict.fromkeys(
     ("exp_avg_dtype", "exp_avg_sq_dtype"), ("float32", "bfloat16", "float16")
 )
-"""Of Adam's tensors; the gradients' dtype follows from `grad_reduce_in_fp32`."""
+"""Dtypes of Adam's tensors. The gradients' dtype follows from `grad_reduce_in_fp32`."""
 FLAGS = dict.fromkeys(("use_precision_aware_optimizer", "optimizer_cpu_offload"), (True, False))
 OFFERED: dict[str, tuple[Any, ...] | None] = BUFFERS | FLAGS | OFFLOAD | DTYPES
 
 
 def check_passed_through(config: EngineConfig) -> None:
-    """Raise ValueError for the first of `optimizer.megatron`'s fields that is not offered or cannot hold."""
+    """Raise ValueError for the first field of `optimizer.megatron` that is not offered or contradicts other options."""
     given = config.optimizer.megatron
 
     def refuse(key: str, rule: str) -> None:
@@ -55,37 +58,37 @@ def check_passed_through(config: EngineConfig) -> None:
         refuse("optimizer_cpu_offload", "is a form of another option; set use_precision_aware_optimizer=true too")
     if aware and not (config.optimizer.distributed and config.model.dtype == "bfloat16"):
         refuse("use_precision_aware_optimizer", "needs optimizer.distributed=true and model.dtype=bfloat16; set them")
-    if aware and not platform.uses_transformer_engine("auto"):  # of which upstream asks even Adam's version on the host
+    if aware and not platform.uses_transformer_engine("auto"):  # Megatron needs it even for the Adam on the host
         refuse("use_precision_aware_optimizer", "needs Transformer Engine 2.1 or later; install it, or leave this out")
 
 
 class CheckedOptimizer(ChainedOptimizer):
-    """Megatron's optimizers of one model, whose step can be left out once the gradient's norm is known.
+    """Megatron's optimizers of one model, with a step that can be skipped once the gradient norm is known.
 
     `ChainedOptimizer.step` of megatron.core 0.16 to 0.19 prepares the gradients, calls `get_grad_norm`, clips, and
-    calls `step_with_ready_grads`, the first to change weights, moments and step counts. Upstream looks for gradients
-    that are no number in float16 only.
+    calls `step_with_ready_grads`, the first to change weights, moments and step counts. Megatron checks for NaN or
+    infinite gradients only in float16.
     """
 
     def step_if(self, is_sound: Callable[[float], bool]) -> tuple[bool, float]:
-        """Apply the gradients, unless `is_sound` is False of their norm; return whether they were, and the norm."""
+        """Apply the gradients unless `is_sound(norm)` is False. Returns whether they were applied, and the norm."""
         self._is_sound = is_sound
         applied = bool(self.step()[0])
         return applied, self._norm
 
     def get_grad_norm(self) -> float:
-        norm = super().get_grad_norm()  # with Transformer Engine 2.14 a tensor, which is read once
+        norm = super().get_grad_norm()  # a tensor with Transformer Engine 2.14; read it once
         self._norm = 0.0 if norm is None else float(norm)
         return self._norm
 
     def step_with_ready_grads(self) -> bool:
-        # is_sound asks all ranks, and upstream calls this on all, also where a rank has no parameter of a kind.
+        # is_sound is a collective. Megatron calls this method on all ranks, even if a rank has no parameter of a kind.
         return self._is_sound(self._norm) and super().step_with_ready_grads()
 
 
 def gradient_buffers(config: OptimizerConfig) -> DistributedDataParallelConfig:
-    """Return the options of the buffers that gradients are added up and reduced in."""
-    options: dict[str, Any] = {"grad_reduce_in_fp32": True}  # over microbatches and ranks: in bfloat16 the split shows
+    """Return the options of the buffers in which gradients are accumulated and reduced."""
+    options: dict[str, Any] = {"grad_reduce_in_fp32": True}  # sums in bfloat16 would depend on the microbatch split
     return DistributedDataParallelConfig(
         use_distributed_optimizer=config.distributed,
         overlap_grad_reduce=config.overlap,
@@ -95,7 +98,7 @@ def gradient_buffers(config: OptimizerConfig) -> DistributedDataParallelConfig:
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -> CheckedOptimizer:
-    """Return Megatron's AdamW over DDP-wrapped model chunks."""
+    """Return Megatron's AdamW for DDP-wrapped model chunks."""
     given = config.megatron
     dtypes = {key: getattr(torch, given[key]) for key in given.keys() & DTYPES.keys()}
     offload = {"optimizer_offload_fraction": 1.0} if given.get("optimizer_cpu_offload") else {}
@@ -112,15 +115,15 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
         overlap_param_gather=config.overlap,
-        store_param_remainders=False,  # checkpoints hold whole main weights, which every kind of optimizer reads
+        store_param_remainders=False,  # checkpoints hold complete main weights, which every kind of optimizer reads
         **offload | {key: value for key, value in given.items() if key not in BUFFERS} | dtypes,
     )
-    built = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)  # parallel.start makes none
+    built = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)  # parallel.start creates none
     if offload:
-        gc.collect()  # upstream builds it twice: host copies of the whole model would wait in a circle of references
+        gc.collect()  # Megatron builds it twice; free the first one's host copies, held by a reference cycle
     optimizer = CheckedOptimizer(built.chained_optimizers)
     for part in optimizer.chained_optimizers:
-        # Megatron takes apex's or Transformer Engine's Adam where there is CUDA, and torch's unfused one elsewhere.
+        # Megatron uses apex's or Transformer Engine's Adam with CUDA, and torch's unfused Adam otherwise.
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) and not torch.cuda.is_available():
             for group in part.optimizer.param_groups:
                 group["fused"] = True
@@ -128,14 +131,14 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -
 
 
 def build_scheduler(config: OptimizerConfig, optimizer, total_updates: int) -> OptimizerParamScheduler:
-    """Return the schedule; its unit is one update."""
+    """Return the learning-rate schedule. It counts updates."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_updates,
-        lr_decay_steps=max(total_updates, config.warmup_updates + 1),  # upstream asserts that it is past the warm-up
+        lr_decay_steps=max(total_updates, config.warmup_updates + 1),  # Megatron asserts that it exceeds the warmup
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

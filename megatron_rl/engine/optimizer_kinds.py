@@ -1,8 +1,9 @@
-"""A checkpoint's optimizer state for an optimizer of the other kind: plain Adam or Megatron's distributed one.
+"""Conversion of a checkpoint's optimizer state between plain Adam and Megatron's distributed optimizer.
 
-Their tensors are the same but for the main parameters: these have another name, and the plain optimizer of a float32
-model has none beside the weights. The rest upstream arranges in two ways. The number of updates is beside each
-parameter's moments in torch's Adam and in the parameter group in that of apex and Transformer Engine.
+Their tensors are the same except for the main parameters. These have different names, and the plain optimizer of a
+float32 model has none besides the weights. Megatron arranges the rest differently for the two kinds. The number of
+updates is stored with each parameter's moments in torch's Adam, but in the parameter group in apex and Transformer
+Engine.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 State = dict[Any, Any]
 DISTRIBUTED, PLAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
-"""Prefixes of main parameters."""
+"""Name prefixes of main parameters in checkpoints of each kind."""
 
 
 def ask_as_plain(wanted: State, path: str) -> None:
-    """Let a distributed optimizer's `wanted` ask a plain one's checkpoint.
+    """Rename the tensors of a distributed optimizer's `wanted` state to those of a plain optimizer's checkpoint.
 
-    Main parameters that it lacks are loaded in place from its weights, and taken out of `wanted`: a name is asked for
-    once only.
+    Missing main parameters are loaded in place from the checkpoint's weights and removed from `wanted`, because a name
+    may be requested only once.
     """
     saved = dist_checkpointing.load_tensors_metadata(path)
     missing = []
@@ -40,24 +41,27 @@ def ask_as_plain(wanted: State, path: str) -> None:
 
 
 def ask_as_distributed(wanted: State) -> None:
-    """Let a plain optimizer's `wanted` ask a distributed one's checkpoint."""
+    """Rename the tensors of a plain optimizer's `wanted` state to those of a distributed optimizer's checkpoint."""
     for part in _parts(wanted).values():
         for tensor in nested_values(part.get("fp32_from_fp16_params", [])):
             tensor.key = DISTRIBUTED + tensor.key.removeprefix(PLAIN)
 
 
 def arrange_as_distributed(loaded: State) -> State:
-    """Rearrange what was loaded from a checkpoint of either kind, but for the tensors, which are loaded in place."""
+    """Rearrange a state loaded from either kind of checkpoint for a distributed optimizer.
+
+    Its tensors have been loaded in place and are not part of it.
+    """
 
     def arrange(part: State) -> State:
-        inner = part.get("optimizer", part)  # one level deeper where bfloat16 has main parameters
+        inner = part.get("optimizer", part)  # one level deeper if a bfloat16 model has main parameters
         return {"optimizer": {"param_groups": [_without(group, "params") for group in inner["param_groups"]]}}
 
     return _each(loaded, arrange)
 
 
 def arrange_as_plain(loaded: State) -> State:
-    """Rearrange what was loaded from a distributed optimizer's checkpoint."""
+    """Rearrange a state loaded from a distributed optimizer's checkpoint for a plain optimizer."""
 
     def arrange(part: State) -> State:
         groups = part["optimizer"]["param_groups"]
@@ -77,29 +81,32 @@ def arrange_as_plain(loaded: State) -> State:
 
 
 def counts_by_parameter(optimizer: Any) -> bool:
-    """Return True if an optimizer with state has the number of its updates beside each parameter's moments."""
+    """Return True if an optimizer with state stores the number of updates per parameter."""
     return any("step" in state for state in optimizer.state.values())
 
 
 def step_count(saved: State) -> int:
-    """Return the number of updates that the optimizer of a checkpoint has made, by its unsharded state."""
+    """Return the number of updates that a checkpoint's optimizer has made.
+
+    saved: the unsharded optimizer state of the checkpoint.
+    """
     counts = [0]
     for part in _parts(saved).values():
         inner = part.get("optimizer", part)
-        # The largest, as a group without parameters does not count, and Transformer Engine's has had a 0 beside it.
+        # The largest: a group without parameters does not count, and Transformer Engine's may have a 0 besides.
         counts += [int(group["step"]) for group in inner["param_groups"] if "step" in group]
         counts.append(int(inner.get("state", {}).get("common_step", 0)))
     return max(counts)
 
 
 def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
-    """Fit a loaded state, of `count` updates, to the class of Adam that each of Megatron's `optimizers` has.
+    """Adapt a loaded state after `count` updates to each optimizer's class of Adam.
 
-    This run's are `betas` and `eps`, and the options of that class which the saved one did not have, such as
-    Transformer Engine's `bias_correction` and torch's `fused`.
+    `betas` and `eps` come from this run. Options that the saved class lacked are added, such as Transformer Engine's
+    `bias_correction` and torch's `fused`.
     """
     for number, optimizer in enumerate(optimizers):
-        if optimizer.optimizer is None:  # a rank without parameters of this kind
+        if optimizer.optimizer is None:  # this rank has no parameters of this kind
             continue
         part = _parts(loaded)[number]
         inner = part.get("optimizer", part)
@@ -107,7 +114,7 @@ def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
         options = _without(optimizer.optimizer.param_groups[0], "params")
         own = {name: options[name] for name in ("betas", "eps") if name in options}
         for group in inner["param_groups"]:
-            # The count is an int, as kernels want it; torch's Adam does not read it.
+            # The count is an int, as the kernels require; torch's Adam does not read it.
             group |= options | group | own | {"step": count}
         inner.get("state", {}).pop("common_step", None)
         if by_parameter:
@@ -115,7 +122,7 @@ def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
 
 
 def _parts(state: State) -> dict[int, State]:
-    """One state per optimizer: with experts upstream chains several."""
+    """Return one state per optimizer: with experts, Megatron chains several."""
     return state if 0 in state else {0: state}
 
 

@@ -1,9 +1,9 @@
-"""The distributed optimizer's state in a checkpoint: every rank's own part of it, by parameter, without a copy.
+"""The distributed optimizer's state in a checkpoint: each rank's own part, per parameter, without a copy.
 
-A rank has a range of each flattened parameter. It is saved and loaded as blocks of the parameter itself, so that any
-layout finds its part again. Upstream's form for that, `fully_reshardable` of megatron.core 0.16 to 0.20, gathers all
-parts on every rank's host first, and its form without a gather, `dp_reshardable`, can be loaded in the same tensor,
-pipeline and expert layout only.
+A rank owns a range of each flattened parameter. It is saved and loaded as blocks of the parameter itself, so any layout
+can find its part again. Megatron's `fully_reshardable` format of megatron.core 0.16 to 0.20 first gathers all parts on
+every rank's host. Its format without a gather, `dp_reshardable`, loads only in the same tensor, pipeline and expert
+layout.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
-"""A main parameter and its moments, as upstream calls them."""
+"""Megatron's names of a main parameter and its moments."""
 
 
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut the range of a flattened tensor of `shape` into blocks of the tensor, and yield offset and shape of each.
+    """Cut a range of a flattened tensor of `shape` into blocks of the tensor. Yields each block's offset and shape.
 
-    list(blocks((4, 3), 2, 9))  # [((0, 2), (1, 1)), ((1, 0), (2, 3))]
+    For example:
+
+        list(blocks((4, 3), 2, 9))  # [((0, 2), (1, 1)), ((1, 0), (2, 3))]
     """
     if len(shape) == 1:
         yield (start,), (stop - start,)
@@ -49,7 +51,7 @@ def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 class OptimizerShards:
     """This rank's part of the state of one of Megatron's distributed optimizers.
 
-    models: the sharded weights, whose places in the whole model are also those of the states.
+    models: the sharded weights, which determine each state's place in the whole model.
     """
 
     def __init__(self, optimizer: Any, models: dict[str, Any]) -> None:
@@ -66,35 +68,35 @@ class OptimizerShards:
             for bucket in buckets
             for parameter, ranges in bucket["param_map"].items()
         ]
-        """Each parameter of which this rank has a range: its place in the model, the range and the range's state."""
+        """(parameter, place in the model, range, state of the range) per parameter of which this rank owns a range."""
 
     def state(self) -> dict[str, Any]:
-        """Return what is to be saved, or to be loaded in place."""
+        """Return the state to save, or to load in place."""
         mine = (block for owned in self.owned for block in self._blocks_of(*owned))
         if self.owned:
             common = self.optimizer.state_dict()
-        else:  # a stage without experts, say: upstream would read the number of updates off a parameter
+        else:  # for example, a stage without experts: Megatron would read the number of updates from a parameter
             common = {"optimizer": {"param_groups": self.optimizer.optimizer.state_dict()["param_groups"]}}
         for group in common["optimizer"]["param_groups"]:
             for name in [name for name, value in group.items() if name == "params" or isinstance(value, type)]:
-                del group[name]  # such as an offloaded Adam's classes: checkpoints hold data only
+                del group[name]  # for example, an offloaded Adam's classes: checkpoints hold only data
         return common | {"param_state": dict(enumerate(mine))}
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Give the optimizer what was loaded, where it keeps that in another form or dtype."""
+        """Copy the loaded state into the optimizer if it stores that in another form or dtype."""
         for parameter, _, _, tensors in self.owned:
             self.optimizer._set_main_param_and_optimizer_states(parameter, {name: tensors[name] for name in NAMES})
         if isinstance(inner := self.optimizer.optimizer, HybridDeviceOptimizer):
             inner._sync_hdo_state_to_sub_optimizers()
             for group in inner.param_groups:
-                group.pop("step", None)  # its parts count by themselves, and would be given this number each time
+                group.pop("step", None)  # its parts have their own counts, which this one would overwrite each time
 
     def _blocks_of(
         self, parameter: Tensor, weight: Any, place: Any, tensors: dict[str, Tensor]
     ) -> Iterator[ShardedTensor]:
         model, parts = torch.empty(parameter.shape, dtype=torch.float32, device="meta"), [weight]
-        if not isinstance(weight, ShardedTensor):  # one that the checkpoint has in parts, as gate and up
+        if not isinstance(weight, ShardedTensor):  # stored in parts in the checkpoint, such as gate and up
             parts = weight.build_fn(weight.key, model, weight.replica_id, None)
         for part in parts:
             first = part.data.storage_offset() if part is not weight else 0
@@ -104,8 +106,8 @@ class OptimizerShards:
                 yield from self._blocks(part, name, flat, start)
 
     def _blocks(self, part: ShardedTensor, name: str, flat: Tensor, start: int) -> Iterator[ShardedTensor]:
-        """Yield the blocks of `flat`, which begins at `start` in the flattened part."""
-        above = (1,) * part.prepend_axis_num  # the axes of layers and experts
+        """Yield the blocks of `flat`, which starts at index `start` of the flattened part."""
+        above = (1,) * part.prepend_axis_num  # axes of layers and experts
         for offset, size in blocks(part.local_shape, start, start + len(flat)):
             data, flat = flat[: math.prod(size)].view(above + size), flat[math.prod(size) :]
             offset = (0,) * len(above) + offset
@@ -116,8 +118,8 @@ class OptimizerShards:
                 dtype=data.dtype,
                 local_shape=above + size,
                 global_offset=tuple(a + b for a, b in zip(part.global_offset, offset, strict=True)),
-                axis_fragmentations=None,  # blocks are of any size
+                axis_fragmentations=None,  # blocks may have any size
                 prepend_axis_num=0,
-                # Of the data-parallel ranks one has it; the other axes have copies as of the weight.
+                # Only one data-parallel rank owns the block. Replicas on the other axes are those of the weight.
                 replica_id=(*part.replica_id[:2], self.optimizer.distributed_optimizer_instance_id),
             )

@@ -1,7 +1,7 @@
-"""The head, which makes logits, log-probs, a loss or values of the last stage's hidden states.
+"""The head: computes logits, log-probs, a loss or values from the last stage's hidden states.
 
-Every context rank gets the results of all rows, though it computes its own only. `R` counts the hidden states of this
-context rank, `T` the rows of the microbatch that the loss looks at.
+Every context rank gets the results of all rows, although it computes only its own. `R` counts the hidden states of this
+context rank, `T` the microbatch rows that the loss reads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from megatron_rl.parallel import Axis
 
 
 class Head:
-    """weight: gives the output layer's current weight, whose first rows are `shard`'s, the others padding."""
+    """The output head of the last stage.
+
+    weight: function that returns the output layer's current weight. Its first rows are `shard`'s; the rest is padding.
+    """
 
     def __init__(self, stage: Any, weight: Callable[[], Tensor], shard: VocabShard, context: Axis) -> None:
         self.stage, self.weight, self.shard, self.context = stage, weight, shard, context
 
     def logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Return `[T, V_local]` float32 logits of the real vocabulary, for losses that want them."""
+        """Return `[T, V_local]` float32 logits of the real vocabulary, for losses that need whole logits."""
         weight = self.weight()[: self.shard.stop - self.shard.start]
         logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
         return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
@@ -36,24 +39,24 @@ class Head:
     def logprobs(
         self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float, with_entropy: bool = True
     ) -> Tensor:
-        """Return log p(label), and entropy where it is wanted: `[1 or 2, T]` float32."""
+        """Return log p(label) and, if `with_entropy`, the entropy: `[1 or 2, T]` float32."""
         options = self._weight() | self._rows(packed, temperature) | {"with_entropy": with_entropy}
         parts = lm_head_logprobs(hidden, labels=labels, **options)
-        # A row is computed on one context rank and 0 on the others.
+        # Each row is computed on one context rank and is 0 on the others.
         return sum_for_all(torch.stack(parts[: 1 + with_entropy]), self.context)
 
     def logprob_loss(
         self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows, term: LogitsTerm | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the loss's sum, its statistics and the `[T]` log-probs it was computed from.
+        """Return the loss sum, its statistics and the `[T]` log-probs from which it was computed.
 
-        term: `loss.beside` of these rows.
+        term: the additional term on whole logits, `loss.beside`, for these rows.
         """
         if loss.by_row and torch.is_grad_enabled():
             return self._loss_of_rows(loss, hidden, rows, packed, term)
         logprobs, entropy = self.logprobs(hidden, rows["labels"], packed, loss.temperature)
         loss_sum, sums = loss.fn(logprobs, entropy, rows)
-        if term is not None:  # for which the logits are formed again
+        if term is not None:  # the term recomputes the logits
             alone = LogprobLoss(lambda logprobs, *_: (0.0 * logprobs.sum(), {}), loss.temperature)
             more, of_term, _ = self._loss_of_rows(alone, hidden, rows, packed, term)
             loss_sum, sums = loss_sum + more, sums | of_term
@@ -62,10 +65,11 @@ class Head:
     def _loss_of_rows(
         self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows, term: LogitsTerm | None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return `logprob_loss` of a loss by row, whose gradient is formed together with it."""
+        """Compute `logprob_loss` together with its gradient, for a loss that is a sum over rows."""
         labels = rows["labels"]
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
-        # Columns by row. One by sequence may be as long where sequences are short, but a loss by row reads none.
+        # Per-row columns. A per-sequence column can have the same length if sequences are short, but a loss by row
+        # reads none.
         columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
 
         def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -82,15 +86,21 @@ class Head:
         return parts[0].to(loss_sum.dtype), whole, sum_for_all(found, self.context)
 
     def values(self, hidden: Tensor, labels: Tensor, packed: PackedRows) -> Tensor:
-        """Return `[T]` float32 values, 0 in rows that are not trained."""
+        """Return `[T]` float32 values, 0 in untrained rows."""
         return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
 
     def states(self, hidden: Tensor, packed: PackedRows, trained: Tensor) -> Tensor:
-        """Return the states that trained rows are predicted from, `[n, H]` of their places, on every context rank."""
+        """Return the hidden states `[n, H]` that predict the trained rows, on every context rank.
+
+        trained: `[n]` indices of these rows.
+        """
         return self._for_loss(hidden, packed).index_select(0, trained)
 
     def top(self, states: Tensor, count: int, temperature: float) -> TopTokens:
-        """Return the `count` most likely tokens behind `states`, without holding more than a chunk's logits."""
+        """Return the `count` most likely tokens after each state.
+
+        Works in chunks of states, so that only one chunk's logits exist at a time.
+        """
         weight = self.weight()[: self.shard.stop - self.shard.start]
         parts = [
             top_tokens(head_logits(some, weight).float(), count, self.shard, temperature)
@@ -99,23 +109,23 @@ class Head:
         return TopTokens(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
 
     def _weight(self) -> dict[str, Tensor]:
-        """Return the weight and, while training, the buffer of megatron.core that its gradient is added to."""
+        """Return the weight and, if training, megatron.core's buffer to which its gradient is added."""
         weight = self.weight()
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return {"weight": weight}
         if self.stage.pre_process and self.stage.share_embeddings_and_output_weights:
-            # Autograd has a gradient of the same weight for upstream's hook to add, which is the embedding's alone.
+            # Tied to the embedding: Megatron's hook must still add autograd's gradient, which is the embedding's alone.
             return {"weight": weight.detach(), "main_grad": weight.main_grad}
-        weight.grad_added_to_main_grad = True  # upstream's hook leaves autograd's gradient alone until the next step
+        weight.grad_added_to_main_grad = True  # Megatron's hook then ignores autograd's gradient until the next step
         return {"weight": weight, "main_grad": weight.main_grad}
 
     def _rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
         return {"rows": packed.predicting, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
-        """`[R, ...]` of this context rank's rows -> `[T, ...]` of the loss's rows, on every context rank."""
+        """Convert `[R, ...]` of this context rank's rows to `[T, ...]` of the loss's rows, on every context rank."""
         if packed.in_order:
-            return values[: len(packed.reads)]  # without the padding: no row is copied
+            return values[: len(packed.reads)]  # a view without the padding, not a copy
         missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))
         own = values.index_select(0, packed.reads.clamp_min(0)).masked_fill(missing, 0.0)
         return sum_for_all(own, self.context)

@@ -1,10 +1,10 @@
-"""Which rows of a microbatch this context rank computes, and which rows each of them attends to.
+"""The rows of a microbatch that this context rank computes, and the rows that each of them attends to.
 
-A microbatch is a list of segments of rows. A segment attends to itself causally and to all of the segments that it goes
-on from: of a prompt that several share, of a dialogue that has forked, and forked again. Context parallelism cuts the
-rows, not the sequences, into 2 x size chunks and gives rank r the chunks r and 2 x size - 1 - r (zigzag), so that early
-and late rows are spread evenly. Either way the queries of one piece are the last ones of its keys, which is the causal
-mask of variable-length kernels. Two segments on two ranks:
+A microbatch is a list of segments of rows. A segment attends to itself causally, and to all of its ancestors: a prompt
+that several replies share, or the common part of forked dialogues. Context parallelism splits the rows, not the
+sequences, into 2 x size chunks. Rank r gets chunks r and 2 x size - 1 - r (zigzag), which balances early and late rows.
+In each piece of a segment, the queries are the last of the piece's keys: the causal mask of variable-length kernels.
+Example with two segments on two ranks:
 
     rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 -1 0], [5 3 -1 0]
     chunk, rank   0  0 | 1  1 | 2  1 | 3  0
@@ -35,7 +35,7 @@ from megatron_rl.types import MicroBatch, prefix_sums
 
 
 class Alike(NamedTuple):
-    """Pieces with n queries and m keys each: one call of dense attention."""
+    """Pieces with n queries and m keys each, computed by one call of dense attention."""
 
     n: int
     m: int
@@ -44,85 +44,90 @@ class Alike(NamedTuple):
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """The bounds and positions that upstream hands to every layer. R rows of this rank, S pieces of attention.
+    """Bounds, positions and attention plan for every layer. R rows of this rank, S pieces of attention.
 
-    Upstream's own fields describe one sequence of R rows: positions are ours to apply.
+    Megatron's own fields describe one sequence of R rows, because this package applies the positions.
     """
 
     positions: Tensor = field(kw_only=True)
     """`[R]` int64 rotary positions."""
     reads: Tensor = field(kw_only=True)
-    """`[T]` int64: the row of this rank that each row of the loss reads, -1 where another context rank has it."""
+    """`[T]` int64: this rank's row from which each loss row is predicted, or -1 if another context rank has it."""
     trained: Tensor = field(kw_only=True)
-    """int64: the rows of the loss that have a label and are this context rank's, counted where the host knows them."""
+    """int64 indices of the loss rows that have a label and belong to this context rank, computed on the host."""
     predicting: TakenRows = field(kw_only=True)
-    """The rows of this rank that they read."""
+    """This rank's rows from which the `trained` rows are predicted."""
     in_order: bool = field(kw_only=True)
-    """True where row t of the loss reads row t."""
+    """True if loss row t is predicted from row t for every t."""
     keys: TakenRows | None = field(kw_only=True)
-    """Rows of the context axis, as they are gathered, that the keys are, one piece after the other (in the order of
-    `alike` where attention is dense); None: all rows that are gathered."""
+    """Indices of the keys among the rows gathered over the context axis, or None if those rows are the keys.
+
+    Keys are listed piece by piece. For dense attention, the pieces are in the order of `alike`.
+    """
     routes: Tensor | None = field(kw_only=True, default=None)
-    """`[R, mixtures of this rank, slots]`: the servers' experts, as megatron_rl/routes.py has them."""
+    """`[R, mixtures of this rank, slots]`: the servers' experts, encoded as in megatron_rl/routes.py."""
     context: Axis = field(kw_only=True)
     longest_query: int = field(kw_only=True)
     longest_key: int = field(kw_only=True)
     query_cu: Tensor | None = field(kw_only=True, default=None)
-    """`[S + 1]` int32 prefix sums of the pieces' queries; like `key_cu` None where attention is dense."""
+    """`[S + 1]` int32 prefix sums of the pieces' query counts. Like `key_cu`, None if attention is dense."""
     key_cu: Tensor | None = field(kw_only=True, default=None)
     alike: list[Alike] = field(kw_only=True, default_factory=list)
-    """For dense attention; empty where the kernel of variable lengths computes it."""
+    """Groups of equally shaped pieces, for dense attention. Empty if a variable-length kernel computes attention."""
     queries: TakenRows | None = field(kw_only=True, default=None)
-    """The rows of this rank in the order of `alike`; None: in their own."""
+    """This rank's rows in the order of `alike`. None: they already are in that order."""
     unsorted: TakenRows | None = field(kw_only=True, default=None)
-    """The place of each row in the concatenated outputs of `alike`; None where `queries` is."""
+    """Index of each row in the concatenated outputs of `alike`. None if `queries` is None."""
     segments: Tensor = field(kw_only=True)
-    """`[S, 4]` of the microbatch with its padding, on the host."""
+    """`[S, 4]` segments of the microbatch and its padding, on the host."""
     forks: Forks | None = field(kw_only=True, default=None)
-    """The plan of keys that are read where they lie, for dialogues that fork, by all rows of the context axis."""
+    """Plan of attention that reads the keys of forked dialogues in place, over all rows of the context axis."""
     _blocks: dict[int | None, BlockMask] = field(default_factory=dict)  # by window
     _chunks: list[Chunks] = field(default_factory=list)
     _calls: list[Calls] = field(default_factory=list)
-    _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # by identity: layers share a Rope
+    _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # keyed by identity: layers share a Rope
 
     def rotation(self, rope: Rope) -> Rotation:
-        """Return what rotates the rows, computed once for all layers."""
+        """Return the rotation of the rows, computed once for all layers."""
         if rope not in self._rotations:
             self._rotations[rope] = rope.rotation(self.positions)
         return self._rotations[rope]
 
     def blocks(self, window: int | None) -> BlockMask:
-        """Return which blocks of scores are computed, found once for all layers with this window. It takes `forks`."""
+        """Return the blocks of attention scores to compute, found once for all layers with this window.
+
+        Needs `forks`.
+        """
         if window not in self._blocks:
             assert self.forks is not None
             self._blocks[window] = self.forks.blocks(window)
         return self._blocks[window]
 
     def chunks(self, device: torch.device) -> Chunks:
-        """Return how the rows lie in chunks of delta nets, planned once for all layers."""
+        """Return the layout of the rows in chunks of delta nets, planned once for all layers."""
         if not self._chunks:
             self._chunks.append(Chunks.of(self.segments).to(device))
         return self._chunks[0]
 
     def delta_calls(self, device: torch.device, kernel: int) -> Calls:
-        """Return how kernels compute delta nets with convolutions over `kernel` rows, planned once for all layers."""
+        """Return the kernel calls of delta nets with convolutions over `kernel` rows, planned once for all layers."""
         if not self._calls:
             self._calls.append(one_copy(Calls.of(self.segments, kernel), device))
         return self._calls[0]
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
-    """Return the number that rows come in multiples of.
+    """Return the number to whose multiples rows are padded.
 
-    There are two chunks for each context rank, and tensor ranks share the rows evenly.
+    Each context rank has two chunks of equal length. Under sequence parallelism, tensor ranks share the rows evenly.
     """
     return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True where torch's variable-length kernel computes attention.
+    """Return True if torch's variable-length kernel computes attention.
 
-    It takes 16-bit numbers on CUDA; float32 serves checks against a reference.
+    It supports 16-bit dtypes on CUDA. float32 on CUDA is only for checks against a reference.
     """
     return device.type == "cuda" and dtype != torch.float32
 
@@ -138,12 +143,14 @@ def own_rows(
     mixtures: list[int] | None = None,
     copies_shared_keys: bool = True,
 ) -> tuple[Tensor, PackedRows]:
-    """Return the token ids `[R]` that this context rank computes and what its layers need to know about them.
+    """Return the token ids `[R]` that this context rank computes, and the PackedRows that its layers need.
 
-    Rows are padded to `multiple_of`; padding is a segment of its own. dtype: that of queries and keys. parts: tensor
-    ranks of which each gathers its share of the rows over the context axis, before they gather these from each other.
-    mixtures: of the microbatch's routes, the layers that this rank has; None replays none. copies_shared_keys: False
-    where a kernel reads the keys of dialogues that fork where they lie.
+    Rows are padded to a multiple of `multiple_of`; the padding is a separate segment.
+    dtype: dtype of queries and keys.
+    parts: number of tensor ranks that share the gather over the context axis. Each gathers its part of the rows, then
+      all exchange their parts.
+    mixtures: indices, in the microbatch's routes, of this rank's mixture layers; None disables routing replay.
+    copies_shared_keys: False if a kernel reads the keys of forked dialogues in place.
     """
     count = len(microbatch.computed)
     padding = -count % multiple_of
@@ -154,7 +161,7 @@ def own_rows(
     ranges = _zigzag(total, context)
     own = torch.cat([torch.arange(start, stop) for start, stop in ranges])  # [R]
     segment, rows, own_keys = _pieces(segments, ranges)
-    keys = segments[segment, 3] + own_keys  # of each piece: those before its segment, then its own
+    keys = segments[segment, 3] + own_keys  # per piece: the ancestors' rows, then its own
     is_forked = bool(segments[:, 3].any())
     is_plain = context.size == 1 and not is_forked
     gathered = None if context.size == 1 else _gathered(total, context, parts)
@@ -169,13 +176,13 @@ def own_rows(
         attention, order = _dense(rows, keys)
         segment, own_keys = segment[order], own_keys[order]
     taken = None
-    # Plain rows are their own keys, which spares a copy of keys and values where they are in order.
+    # Plain rows are their own keys. If they are in order, this saves a copy of keys and values.
     if "forks" not in attention and (not is_plain or attention.get("queries")):
         row_of_key = _runs(*_key_runs(segments, segment, own_keys))
         taken = TakenRows.of(row_of_key if gathered is None else gathered[row_of_key])
     place = torch.full((total,), -1)
     place[own] = torch.arange(len(own))
-    reads = place[microbatch.read]  # [T]: from the microbatch's computed rows to this rank's
+    reads = place[microbatch.read]  # converts the microbatch's computed rows to this rank's
     trained = ((microbatch.rows["labels"] >= 0) & (reads >= 0)).nonzero()[:, 0]
     whole = torch.tensor([0, len(own)], dtype=torch.int32)
     host: dict[str, Any] = {
@@ -205,7 +212,7 @@ def own_rows(
 
 
 def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
-    """Return the ranges of rows that this context rank has."""
+    """Return the ranges of rows that belong to this context rank."""
     if context.size == 1:
         return [(0, total)]
     chunk = total // (2 * context.size)
@@ -213,27 +220,28 @@ def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
 
 
 def _gathered(total: int, context: Axis, parts: int) -> Tensor:
-    # After gathering, rank r's two chunks, r and 2 x size - 1 - r, are the chunks 2 r and 2 r + 1.
+    # After gathering, rank r's two chunks, r and 2 x size - 1 - r, are at positions 2 r and 2 r + 1.
     chunk = total // (2 * context.size)
     places = []
     for number in range(2 * context.size):
         is_second = number >= context.size
         rank = 2 * context.size - 1 - number if is_second else number
         places.append((2 * rank + is_second) * chunk + torch.arange(chunk))
-    # A rank's rows are `parts` equal ones, and all ranks' first ones come first.
+    # Each rank's rows form `parts` equal parts. After gathering, the first parts of all ranks come first.
     return torch.arange(total).view(parts, context.size, -1).transpose(0, 1).flatten()[torch.cat(places)]
 
 
 def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the segments at the ranges' ends. Columns of the pieces, in the order of this rank's rows.
+    """Cut the segments into pieces at the ends of the ranges.
 
-    The segment's number, the piece's rows, and its keys within the segment.
+    Returns, for each piece in the order of this rank's rows: its segment's number, its number of rows, and its number
+    of keys within the segment.
     """
     parts = []
     for start, stop in ranges:
         first, end = segments[:, 0], segments[:, 0] + segments[:, 1]
         rows = end.clamp(max=stop) - first.clamp(min=start)
-        kept = (rows > 0).nonzero()[:, 0]  # the others lie outside the range
+        kept = (rows > 0).nonzero()[:, 0]  # the others are outside the range
         keys = end.clamp(max=stop) - first
         parts.append(torch.stack([kept, rows[kept], keys[kept]]))
     segment, rows, keys = torch.cat(parts, dim=1)
@@ -241,7 +249,10 @@ def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Te
 
 
 def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the runs of rows that the pieces' keys are: first rows and lengths, of each piece from its beginning."""
+    """Return the pieces' keys as runs of rows: first row and length of each run.
+
+    A piece's runs begin with its oldest ancestor.
+    """
     first, length, parent, _ = segments.T.tolist()
     starts: list[int] = []
     lengths: list[int] = []
@@ -255,7 +266,7 @@ def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tenso
 
 
 def _dense(rows: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Put pieces of one shape together: PackedRows' fields for it, and the order of the pieces."""
+    """Group pieces of equal shape. Returns the PackedRows fields for them, and the order of the pieces."""
     shapes, member, counts = torch.unique(torch.stack([rows, keys], 1), dim=0, return_inverse=True, return_counts=True)
     alike = [Alike(n, m, count) for (n, m), count in zip(shapes.tolist(), counts.tolist(), strict=True)]
     order = member.argsort(stable=True)
@@ -266,6 +277,6 @@ def _dense(rows: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return [starts[0], starts[0] + 1, ..., starts[1], ...]: one run after the other."""
+    """Return the concatenated runs: starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ..."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return offsets + torch.arange(len(offsets))

@@ -14,19 +14,19 @@ Rotation = tuple[Tensor, Tensor] | Tensor
 
 
 class Rope:
-    """Frequencies of one kind of rotary embedding; layers of one model may have different ones."""
+    """Frequencies of one rotary embedding. Layers of one model may use different ones."""
 
     is_fused = False
-    """Does Transformer Engine's kernel rotate? Set after building; it knows no attention factor."""
+    """True to rotate with Transformer Engine's kernel, which supports no attention factor. Set after building."""
 
     def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
         self.inverse_frequencies, self.attention_factor = inverse_frequencies.float(), attention_factor
 
     @classmethod
     def of(cls, arch: Architecture) -> Rope:
-        """Return what transformers computes for the architecture's `rope_theta` and `rope_scaling`."""
+        """Return the embedding that transformers computes for the architecture's `rope_theta` and `rope_scaling`."""
         if arch.rope_scaling is None:
-            # By transformers' own steps: rounded otherwise, the frequencies would differ in their last bits.
+            # Same operations as in transformers: different rounding would change the last bits of the frequencies.
             width = int(arch.head_dim * arch.rotary_share)
             exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
             return cls(1.0 / arch.rope_theta**exponents)
@@ -40,21 +40,22 @@ class Rope:
         )
         with torch.device("cpu"):
             frequencies, factor = ROPE_INIT_FUNCTIONS[arch.rope_scaling["rope_type"]](config, torch.device("cpu"))
-        return cls(frequencies.to(torch.get_default_device()), factor)  # here, so that no update waits for it
+        # moved here, so that no update waits for the copy
+        return cls(frequencies.to(torch.get_default_device()), factor)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Return what rotates rows at `[R]` positions."""
-        # Kept where they are read: a copy for each microbatch would wait for the device.
+        """Return the rotation of rows at `[R]` positions."""
+        # Kept on the device: a copy for each microbatch would make the host wait.
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.inverse_frequencies)  # [R, D / 2]
-        angles = torch.cat([angles, angles], dim=-1)[:, None]  # one for both of a pair, and for all heads
+        angles = torch.cat([angles, angles], dim=-1)[:, None]  # one angle for both members of a pair, and for all heads
         if self.is_fused and self.attention_factor == 1.0:
             return angles[:, None]
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
 def rows_of(rotation: Rotation, start: int, stop: int) -> Rotation:
-    """Return what rotates the rows from `start` on, up to `stop`."""
+    """Return the part of a rotation for rows `start` to `stop - 1`."""
     if isinstance(rotation, Tensor):
         return rotation[start:stop]
     cos, sin = rotation
@@ -62,15 +63,15 @@ def rows_of(rotation: Rotation, start: int, stop: int) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first W of `[R, heads, D]`: the pair (i, i + W/2) by the row's angle i (RoFormer, arXiv 2104.09864).
+    """Rotate the first W features of `[R, heads, D]`: the pair (i, i + W/2) by the row's angle i.
 
-    W is the width of the rotation, which may be that of the whole head.
+    W is the width of the rotation, at most D (RoFormer, arXiv 2104.09864).
     """
     if isinstance(rotation, Tensor):
         from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 
-        return fused_apply_rotary_pos_emb(x[:, None], rotation)[:, 0]  # as R positions of one sequence
-    cos, sin = (part.to(x.dtype) for part in rotation)  # as HF and the servers do: rounded before the product
+        return fused_apply_rotary_pos_emb(x[:, None], rotation)[:, 0]  # as one sequence of R positions
+    cos, sin = (part.to(x.dtype) for part in rotation)  # rounded before the product, as in HF and the servers
     rotated, plain = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat([-high, low], dim=-1) * sin

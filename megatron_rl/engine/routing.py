@@ -1,12 +1,12 @@
-"""Routers that take the experts of each row from the rollout servers (R3), where `algo.routing_replay` says so.
+"""Routers that replay the rollout servers' expert choices (R3), if `algo.routing_replay` is on.
 
-Upstream's RouterReplay keeps the experts of one pass in a list of the process, by the order of calls. Here they come
-with the microbatch, through PackedRows, so that it does not matter which microbatch, chunk of a pipeline or recomputed
-layer runs next. Upstream's function of the top experts calls back for them, as it does for its own RouterReplay.
+Megatron's RouterReplay stores the experts of one pass in a process-wide list, in the order of calls. Here they arrive
+with the microbatch, in PackedRows. The order of microbatches, pipeline chunks and recomputed layers therefore does not
+matter. Megatron's top-k function calls ReplayedTop for the experts, as it does for its own RouterReplay.
 
-    row of the server's map -> experts, in place of the trainer's top; their weights are the trainer's own, with
-                               gradient (experts), or the server's, with the gradient of the trainer's own
-    row without a route     -> the trainer's own experts: the last of a sequence, and padding
+    row with a route    -> the server's experts in place of the trainer's top-k. Their weights are the trainer's, with
+                           gradient (experts), or the server's values with the trainer's gradient (experts_and_weights)
+    row without a route -> the trainer's own experts: the last row of a sequence, and padding
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from megatron_rl.types import TrajectoryBatch
 
 
 class ReplayedTop:
-    """The server's experts in the place of the top of the scores, as upstream asks its `router_replay`.
+    """The server's experts in place of the top-k scores. Has the interface of Megatron's `router_replay`.
 
-    slots: `[R, slots]` of this rank's rows. changed: `[2]`, to which this adds the choices that are not the trainer's
-    own, and all choices. agreed: `[4]`, to which it adds what routes.shift_fault takes.
+    slots: `[R, slots]` of this rank's rows.
+    changed: `[2]` counters of choices that differ from the trainer's own, and of all choices.
+    agreed: `[4]` counters for routes.shift_fault.
     """
 
     def __init__(self, slots: Tensor, changed: Tensor, agreed: Tensor | None) -> None:
@@ -57,8 +58,11 @@ class ReplayedTop:
         return scores.gather(1, experts), experts
 
     def _agreements(self, own: Tensor) -> Tensor:
-        """Return routes.shift_fault's four numbers of rows with routes beside them. Neighbours are those of the pass:
-        at the few borders of sequences they are strangers, which counts for neither side."""
+        """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes.
+
+        Neighbors are adjacent rows of the pass. At the few sequence borders they are unrelated, which favors neither
+        side.
+        """
         inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
         chosen = own[1:-1, :, None]
         found = [
@@ -69,7 +73,10 @@ class ReplayedTop:
 
 
 class ReplayRouter(TopKRouter):
-    """Upstream's router, with the experts of `slots` (`[R, slots]`, None for its own) in the next call."""
+    """Megatron's router that uses the experts of `slots` in its next call.
+
+    slots: `[R, slots]`, or None for the router's own choice.
+    """
 
     slots: Tensor | None = None
     has_weights = False
@@ -85,11 +92,11 @@ class ReplayRouter(TopKRouter):
         if not self.has_weights:
             return weights, is_chosen
         given = torch.zeros_like(weights).scatter(1, replayed.experts.clamp_min(0), self._given(weights.dtype))
-        # The server's number, with the gradient of the trainer's: the router goes on learning.
+        # The server's value with the gradient of the trainer's, so that the router keeps learning.
         return torch.where(replayed.has_route, weights + (given - weights).detach(), weights), is_chosen
 
     def _given(self, dtype: torch.dtype) -> Tensor:
-        """Return the servers' weights `[R, slots]`, which are shares of 1 where the model renormalises them."""
+        """Return the servers' weights `[R, slots]`, normalized to sum to 1 if the model does so."""
         given = routes.weights_of(self.slots)
         if self.is_renormalised:
             given = given / given.sum(-1, keepdim=True).clamp_min(1e-6)
@@ -101,16 +108,19 @@ class ReplayRouter(TopKRouter):
 
 
 def replay_in(layer: Any) -> None:
-    """Give the mixture of a layer's submodules, if it is one, our router."""
+    """Replace the router of a layer with ReplayRouter, if the layer is a mixture."""
     if isinstance(layer.mlp, ModuleSpec):
         if layer.mlp.module is MoELayer:
             layer.mlp.submodules.router = ReplayRouter
-    elif layer.mlp.func is MoELayer:  # megatron.core 0.19 makes it a partial
+    elif layer.mlp.func is MoELayer:  # a partial from megatron.core 0.19 on
         layer.mlp.keywords["submodules"].router = ReplayRouter
 
 
 def recompute_with_own_slots(mixture: MoELayer) -> None:
-    """Have a mixture's recomputation route as its first pass did: upstream's would find a later microbatch's slots."""
+    """Make a recomputed mixture use the routes of its first pass.
+
+    Megatron's recomputation would use the routes of a later microbatch.
+    """
     if not mixture.moe_layer_recompute:
         return
     mixture.moe_layer_recompute, compute = False, mixture.forward
@@ -130,39 +140,43 @@ def recompute_with_own_slots(mixture: MoELayer) -> None:
 
 
 class RoutingReplay:
-    """The replay of one engine: hands each mixture of its chunks the routes of the rows that it is about to compute.
+    """Routing replay of one engine: hands each mixture layer the routes of the rows that it is about to compute.
 
-    replay = RoutingReplay(form, chunks, device)
-    ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
-    replay.finish_pass(groups.control)  # RuntimeError where the map is shifted
-    replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
+    For example:
+
+        replay = RoutingReplay(form, chunks, device)
+        ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
+        replay.finish_pass(groups.control)  # RuntimeError where the map is shifted
+        replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
     """
 
     def __init__(self, form: RouteForm, chunks: list[Any], device: torch.device) -> None:
         self.form = form
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
-        # Upstream counts layers from 1. A rank takes the columns of its own alone to its device.
+        # Megatron numbers layers from 1. Only the columns of this rank's layers are copied to the device.
         self.mixtures = [form.layers.index(layer.layer_number - 1) for layer in layers]
         self._counts = torch.zeros(6, dtype=torch.int64, device=device)
         self.changed_share = 0.0
         for column, layer in enumerate(layers):
             layer.mlp.router.has_weights, layer.mlp.router.changed = form.has_weights, self._counts[4:]
-            if self.mixtures[column] == 0:  # the model's first mixture: later ones depend on what it did
+            # the first mixture only: the inputs of later ones depend on its replayed choices
+            if self.mixtures[column] == 0:
                 layer.mlp.router.agreed = self._counts[:4]
             recompute_with_own_slots(layer.mlp)
             layer.register_forward_pre_hook(functools.partial(_hand_over, column=column), with_kwargs=True)
 
     def check(self, batch: TrajectoryBatch) -> None:
-        """Raise ValueError for trajectories that cannot be replayed whole."""
+        """Raise ValueError if a trajectory's routes are incomplete."""
         found = batch.tokens.get(routes.COLUMN)
         routes.check_complete(found, batch["loss_mask"], batch.cu_seqlens, self.form)
 
     def finish_pass(self, group: dist.ProcessGroup) -> None:
-        """Sum up the choices since the last call; RuntimeError where the map is shifted.
+        """Sum the counts of choices since the last call. Raises RuntimeError if the servers' map is shifted.
 
-        All ranks call it. group: of all of them, on hosts.
+        Collective: every rank calls it.
+        group: all ranks, over gloo.
         """
-        counts = self._counts.cpu().clone()  # on a host the first is no copy
+        counts = self._counts.cpu().clone()  # .cpu() makes no copy of a host tensor
         self._counts.zero_()
         dist.all_reduce(counts, group=group)
         if fault := routes.shift_fault(counts[:4]):
@@ -172,7 +186,7 @@ class RoutingReplay:
 
 
 def _hand_over(layer: nn.Module, args: Any, kwargs: dict[str, Any], *, column: int) -> None:
-    """Run before a layer, also where it is recomputed: its router takes the rows of this tensor rank."""
+    """Before a layer runs or is recomputed, give its router the routes of this tensor rank's rows."""
     packed: PackedRows = kwargs["packed_seq_params"]
     router, slots = layer.mlp.router, packed.routes
     if slots is None:

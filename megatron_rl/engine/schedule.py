@@ -1,7 +1,7 @@
-"""Runs microbatches through Megatron's pipeline schedule and collects what the last stage computes.
+"""Run microbatches through Megatron's pipeline schedule and collect what the last stage computes.
 
-A loss contributes a sum and an integer weight per microbatch; upstream divides the gradient once by the global weight
-(`calculate_per_token_loss`). Nothing here divides.
+Each microbatch contributes a loss sum and an integer weight. Megatron divides the gradient once by the global weight
+(`calculate_per_token_loss`), so nothing here divides the loss.
 """
 
 from __future__ import annotations
@@ -23,29 +23,35 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch
 
 LastStage = Callable[[Tensor, MicroBatch, PackedRows], tuple[Tensor, Tensor, Any]]
-"""(hidden `[R, H]` of this context rank, microbatch, its rows) -> (loss sum, integer weight, anything to keep).
+"""Function of the last stage that computes a microbatch's loss.
 
-The weight is on the host, where it is known; upstream adds it to the device's sum as a number.
+(hidden `[R, H]` of this context rank, microbatch, its rows) -> (loss sum, integer weight, anything to keep).
+
+The weight is a host tensor; Megatron adds it to a sum on the device.
 """
 
 
 class KnownShapes(P2PCommunicator):
-    """Sends and receives between pipeline stages whose shapes every stage knows on the host.
+    """Pipeline communicator for tensors whose shapes every stage knows on the host.
 
-    Upstream's asks its neighbours for the shape of each tensor, and waits for the device to read the answer. Tensors
-    come in the order in which the sender computes them, which is that of upstream's schedule table on all stages;
-    gradients come in the same order, the chunks of the model from the last to the first.
+    Megatron's communicator sends the shape of each tensor and waits for the device to read it. Tensors arrive in the
+    order in which the sender computes them: Megatron's schedule table, which all stages share. Gradients arrive in the
+    same order of microbatches, but with the model chunks reversed.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup, config: Any, rows: list[int], chunks: int) -> None:
-        """rows: of each microbatch, those of a stage's input and output. chunks: of the model on this rank."""
+        """Prepare the shapes of one pass.
+
+        rows: row count of a stage's input and output, per microbatch.
+        chunks: number of this rank's model chunks.
+        """
         super().__init__(pipeline, config)
         round_length = config.microbatch_group_size_per_vp_stage if chunks > 1 else len(rows)
         shapes = [
             ([rows[microbatch], 1, config.hidden_size], turn)
             for microbatch, turn in get_schedule_table(len(rows), chunks, round_length)
         ]
-        # The first stage's first chunk has nothing to receive, nor has the last one's last on the way back.
+        # The first stage's first chunk receives no input, and the last stage's last chunk receives no gradient.
         is_first, is_last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
         self.inputs = iter([shape for shape, turn in shapes if turn or not is_first])
         self.gradients = iter([shape for shape, turn in shapes if turn or not is_last])
@@ -55,14 +61,14 @@ class KnownShapes(P2PCommunicator):
 
 
 def divide_by_weight(groups: ParallelGroups) -> Callable[..., None]:
-    """Return upstream's `finalize_model_grads` with a division by the global weight that does not wait for it.
+    """Return Megatron's `finalize_model_grads` with a division by the global weight that needs no device sync.
 
-    Upstream asks the device whether the weight is above 0 before it divides; where it is 0, so are the gradients.
+    Megatron first reads on the host whether the weight is above 0. If the weight is 0, the gradients are 0 too.
     """
 
     def finalize(chunks: list, weight: Tensor, **options: Any) -> None:
         finalize_model_grads(chunks, None, **options)
-        if groups.pipeline.size > 1:  # the last stage alone has counted
+        if groups.pipeline.size > 1:  # only the last stage has the weight
             dist.broadcast(weight, group=groups.pipeline.group, group_src=groups.pipeline.size - 1)
         dist.all_reduce(weight, group=groups.data_context.group)
         for chunk in chunks:
@@ -85,9 +91,10 @@ def run(
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
-    Returns what `last_stage` kept, in the microbatches' order, on the last pipeline stage and [] on the others. Each
-    context rank computes its share of a microbatch's rows. config: upstream's, of the model. mixtures,
-    copies_shared_keys: as own_rows.
+    Returns what `last_stage` kept, in the order of microbatches, on the last pipeline stage, and [] on other stages.
+    Each context rank computes its share of a microbatch's rows.
+    config: Megatron's config of the model.
+    mixtures, copies_shared_keys: see own_rows.
     """
     split = groups.tensor.size if config.sequence_parallel else 1
     multiple = row_multiple(context=groups.context.size, sequence_split=split)
@@ -96,7 +103,7 @@ def run(
 
     def forward_step(iterator, model):
         number, microbatch = next(iterator)
-        if number not in prepared:  # the chunks of an interleaved pipeline share it
+        if number not in prepared:  # shared by the chunks of an interleaved pipeline
             prepared[number] = own_rows(
                 microbatch,
                 groups.context,
@@ -110,7 +117,7 @@ def run(
         ids, packed = prepared.pop(number) if model is chunks[-1] else prepared[number]
         hidden = model(
             input_ids=ids[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
-        )  # [R, 1, H]: rows come first upstream, then its batch, which is of one
+        )  # Megatron's shape is rows, batch (1), hidden
         return hidden, lambda hidden: last_stage(hidden[:, 0], microbatch, packed)  # called on the last stage only
 
     rows = [-(-len(microbatch.computed) // multiple) * multiple for microbatch in microbatches]
@@ -118,13 +125,14 @@ def run(
     if groups.pipeline.size > 1:
         own = [count // (groups.context.size * split) for count in rows]
         options["p2p_communicator"] = KnownShapes(groups.pipeline.group, config, own, len(chunks))
-        options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()  # upstream's default, by its rule
+        # Megatron's default, which it requires together with a communicator
+        options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[enumerate(microbatches) for _ in chunks],  # each chunk takes all in turn
+        data_iterator=[enumerate(microbatches) for _ in chunks],  # each chunk runs all microbatches
         model=chunks,
         num_microbatches=len(microbatches),
-        seq_length=max(rows),  # not read: variable_seq_lengths
+        seq_length=max(rows),  # unused with variable_seq_lengths
         micro_batch_size=1,
         forward_only=forward_only,
         **options,

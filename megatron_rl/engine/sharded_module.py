@@ -1,4 +1,4 @@
-"""Modules of our own of whose parameters each tensor rank has a part, as checkpoints see them."""
+"""Checkpointing of this package's modules whose parameters are split over tensor ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 
 class ShardedModule(nn.Module):
-    """Upstream takes the parameters of others' modules for copies; here those named in `cut` are parts of rows."""
+    """Module whose parameters named in `cut` are saved as shards along dimension 0. Its other parameters are replicas.
+
+    By default, Megatron treats all parameters of modules other than its own as replicas.
+    """
 
     cut: tuple[str, ...] = ()
     tp_group: torch.distributed.ProcessGroup

@@ -1,4 +1,4 @@
-"""Which numbers of an update are none (NaN or infinite), for the update that is skipped because of them."""
+"""Explains a skipped update: which trained tokens have NaN or infinite numbers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch
 
 SHOWN = 3
-"""Tokens that each rank names."""
+"""Maximum number of tokens that each rank names."""
 
 
 def explain(
     loss: float, grad_norm: float, batch: TrajectoryBatch, results: Tensor, name: str, groups: ParallelGroups
 ) -> str:
-    """Say which trained tokens have a number that is none, and on which rank. All ranks call it, with their share.
+    """Say which trained tokens have NaN or infinite numbers, and on which rank.
 
-    loss, grad_norm: as this rank has them; one of them is none on one rank at least. results: `[N]`, what the model
-    makes of each token; name: what that is. Where all numbers are finite, names the token with the largest one.
+    If all tokens' numbers are finite, names the token with the largest one. Collective: every rank calls it.
+    loss, grad_norm: this rank's numbers, NaN or infinite on at least one rank.
+    batch: this rank's share of the data.
+    results: `[N]`, the model's result for each token.
+    name: what `results` are, for the text.
     """
-    # Tensor, pipeline and context peers hold the same share: one of them names its tokens.
+    # Tensor, pipeline and context peers hold the same share, so one of them names its tokens.
     own = tokens_without_number(batch, results, name) if groups.is_rollout_rank else []
     largest = largest_number(batch, results, name) if groups.is_rollout_rank and not own else (-1.0, "")
     found: list[Any] = [None] * groups.world_size
     dist.all_gather_object(found, (loss, grad_norm, own, largest), group=groups.control)
-    bad = [rank for rank, (*update, _, _) in enumerate(found) if not all(map(math.isfinite, update))]  # one at least
+    bad = [rank for rank, (*update, _, _) in enumerate(found) if not all(map(math.isfinite, update))]  # at least one
     where = "" if len(bad) == groups.world_size else f" on rank {', '.join(map(str, bad))} alone"
     loss, grad_norm = found[bad[0]][:2]
     said = f"loss = {loss:g}, gradient norm = {grad_norm:g}{where}"
@@ -46,7 +49,7 @@ def explain(
 
 
 def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) -> list[str]:
-    """Name the first trained tokens with a number that is none, and all that is known of them."""
+    """Name the first trained tokens with a NaN or infinite number, with all their numbers."""
     columns = columns_of(batch, results, name)
     bad = torch.stack([~column.isfinite() for column in columns.values()]).any(0) & batch["loss_mask"]
     places = bad.nonzero()[:, 0].tolist()
@@ -55,7 +58,7 @@ def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) ->
 
 
 def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[float, str]:
-    """Return the largest absolute number of a trained token, -1 without one, and name the token."""
+    """Return the largest absolute number of a trained token, and the token's name. (-1, "") if no token is trained."""
     columns = columns_of(batch, results, name)
     sizes = torch.stack([column.double().abs() for column in columns.values()]).amax(0)
     sizes = sizes.masked_fill(~batch["loss_mask"], -1.0)
@@ -66,7 +69,7 @@ def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[
 
 
 def columns_of(batch: TrajectoryBatch, results: Tensor, name: str) -> dict[str, Tensor]:
-    """Return `[N]` floats by name: the model's results, and what the batch says of tokens and their sequences."""
+    """Return `[N]` float columns by name: the model's results, and the batch's columns per token and per sequence."""
     columns = {name: results.cpu()} | {key: column.cpu() for key, column in batch.tokens.items()}
     columns |= {key: batch.spread(column.cpu()) for key, column in batch.sequences.items()}
     return {key: column for key, column in columns.items() if column.is_floating_point()}
@@ -75,7 +78,7 @@ def columns_of(batch: TrajectoryBatch, results: Tensor, name: str) -> dict[str, 
 def describe(place: int, batch: TrajectoryBatch, columns: dict[str, Tensor]) -> str:
     sequence = int(batch.sequence_ids[place])
     group = f" of group {int(batch['group'][sequence])}" if "group" in batch else ""
-    if "prompt_index" in batch:  # the row of data.train
+    if "prompt_index" in batch:  # the row number in data.train
         group = f" of prompt {int(batch['prompt_index'][sequence])}"
     numbers = ", ".join(f"{key} = {float(column[place]):.4g}" for key, column in columns.items())
     return f"sequence {sequence}{group}, token {place - int(batch.cu_seqlens[sequence])}: {numbers}"

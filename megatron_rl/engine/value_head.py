@@ -1,4 +1,4 @@
-"""The critic's and the reward model's head: one number per token, the same on every rank of the tensor axis."""
+"""The head of a critic or reward model: one number per token, the same on every rank of the tensor axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class ValueHead(nn.Module):
     """A linear map to one number, computed in float32.
 
-    weight: `[1, H]`, replicated, no bias: `score.weight` of a HF sequence classification model. It starts at zero.
+    weight: `[1, H]`, replicated, without bias, initially zero: `score.weight` of a HF sequence classification model.
     """
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
@@ -17,6 +17,6 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` -> `[T]` float32."""
-        # bfloat16 has three digits, and advantages are differences of values.
+        """Map hidden states `[T, H]` to values `[T]` float32."""
+        # bfloat16 has three decimal digits: too few, because advantages are differences of values.
         return nn.functional.linear(hidden.float(), self.weight.float())[:, 0]

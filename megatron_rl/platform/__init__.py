@@ -1,7 +1,7 @@
-"""The one place that knows whether CUDA is there. `prepare()` comes before the first import of megatron.core.
+"""The one package that checks whether CUDA is available. Call `prepare()` before the first import of megatron.core.
 
-With CUDA only the upstream fixes are installed; without it megatron.core also gets CPU stand-ins and runs over gloo,
-unmodified. The rest of the package asks here for its device and backend and never for `torch.cuda.is_available()`.
+With CUDA, only fixes of Megatron bugs are installed. Without CUDA, megatron.core also gets CPU stand-ins and runs over
+gloo, with its source unmodified. Other packages ask here for the device and backend, never `torch.cuda.is_available()`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ import torch.nn.attention
 from megatron_rl.platform import cpu, imports, upstream
 
 _kept: list[torch.library.Library] = []
-"""Operator registrations end with their object."""
+"""Keeps operator registrations alive: they end when their Library object is freed."""
 
 
 def prepare() -> None:
     """Make megatron.core importable and correct on this machine. Idempotent."""
-    # Upstream warns at import that it falls back to torch where Transformer Engine and apex are absent: expected here.
+    # Megatron warns at import if Transformer Engine and apex are absent and it falls back to torch. That is expected
+    # here.
     warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
     warnings.filterwarnings("ignore", message="absl.logging is not installed")
-    warnings.filterwarnings("ignore", message="full scope is deprecated")  # upstream's own default triggers it
-    warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)  # in its docstrings
-    # Its checkpoints are built on torch's ShardedTensor.
+    warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default triggers it
+    # in Megatron's docstrings
+    warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)
+    # Megatron's checkpoints are built on torch's ShardedTensor.
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
     for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_no_deprecation)
-    if not has_cuda():  # a toolkit without a GPU is no reason to warn
+    if not has_cuda():  # a CUDA toolkit without a GPU is no reason to warn
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     fixes = upstream.fixes_of(metadata.version("megatron-core"))
     if has_cuda():
@@ -47,12 +49,15 @@ def prepare() -> None:
 
 
 def _is_no_deprecation(record: logging.LogRecord) -> bool:
-    """Each run's first rank would say what upstream plans for its models and its checkpoints."""
+    """Return False for deprecation warnings, which Megatron would log at the start of every run."""
     return "is deprecated" not in str(record.msg).lower()
 
 
 def let_gloo_listeners_wait() -> None:
-    """Let gloo's threads not stand in each other's way, where it carries all collectives. Call it once groups exist."""
+    """Keep gloo's listening threads from preempting other threads, if gloo carries all collectives.
+
+    Call it once groups exist.
+    """
     if not has_cuda():
         cpu.let_gloo_listeners_wait()
 
@@ -62,7 +67,7 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this process: its GPU under torchrun or srun, else the CPU."""
+    """Return the device of this process: its GPU if CUDA is available, otherwise the CPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_cuda() else torch.device("cpu")
 
 
@@ -72,14 +77,14 @@ def backend() -> str:
 
 
 def has_gradient_accumulation_kernel() -> bool:
-    """Can megatron.core's linear layers add weight gradients in one kernel, which is apex's?"""
+    """Return True if apex's fused kernel is available, with which megatron.core accumulates weight gradients."""
     return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def uses_transformer_engine(transformer_impl: str) -> bool:
-    """Are layers Transformer Engine's under `model.transformer_impl`? Looks for it without importing it.
+    """Return True if `model.transformer_impl` selects Transformer Engine's layers. Does not import the package.
 
-    ValueError where it is demanded and cannot be had.
+    Raises ValueError if Transformer Engine is required but unavailable.
     """
     if transformer_impl == "local" or (transformer_impl == "auto" and not has_cuda()):
         return False
@@ -94,7 +99,7 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
 
 
 def check_shared_keys(kernel: str) -> None:
-    """Raise ValueError where `model.shared_keys` names a kernel that this machine cannot compile."""
+    """Raise ValueError if `model.shared_keys` names a kernel that this machine cannot compile."""
     if kernel == "flex" and not has_cuda():
         raise ValueError(
             "model.shared_keys = 'flex': there is no CUDA device, and FlexAttention has no gradient elsewhere; set "
@@ -103,7 +108,7 @@ def check_shared_keys(kernel: str) -> None:
 
 
 def check_delta_kernel(kernel: str, dtype: str) -> None:
-    """Raise ValueError where `model.delta_kernel` names kernels that this machine or `model.dtype` cannot have."""
+    """Raise ValueError if `model.delta_kernel` names kernels that this machine or `model.dtype` does not support."""
     if kernel == "torch":
         return
     fault, remedy = "", "install fla-core (megatron-rl[fla]) on a machine with CUDA"
@@ -118,9 +123,9 @@ def check_delta_kernel(kernel: str, dtype: str) -> None:
 
 
 def use_flash_attention(kernel: str) -> None:
-    """Let torch compute attention with the kernel of `model.flash_attention`; ValueError where it cannot be had.
+    """Make torch compute attention with the kernel of `model.flash_attention`. Raises ValueError if it is unavailable.
 
-    Transformer Engine's is none of torch's: it is looked for, without importing it.
+    Transformer Engine's kernel is not one of torch's: this only checks that the package is installed.
     """
     if kernel == "torch":
         return

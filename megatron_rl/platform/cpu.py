@@ -1,7 +1,7 @@
-"""Stand-ins that megatron.core finds for CUDA on a machine without it: constants in its code and a few torch functions.
+"""CPU stand-ins that megatron.core finds in place of CUDA: swapped constants in its code and a few torch functions.
 
-Streams and events become no-ops, the CUDA random generator becomes the CPU one. Checked by tests/megatron, which train
-on the real Megatron-Core over gloo. Every version up to 0.19.2 needs them, that for triton from 0.18 on.
+Streams and events become no-ops, and the CPU random generator replaces CUDA's. tests/megatron trains with them on real
+Megatron-Core over gloo. Every version up to 0.19.2 needs them; the triton stand-in is needed from 0.18 on.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from types import CodeType, ModuleType
 import torch
 
 CONSTANTS = {
-    "cuda": "cpu",  # device="cuda" literals, torch.autocast("cuda"), custom_fwd(device_type=)
+    "cuda": "cpu",  # `device="cuda"` literals, torch.autocast("cuda"), custom_fwd(device_type=)
     # dtype tests by tensor.type() in the optimizers and in gradient clipping
     "torch.cuda.FloatTensor": "torch.FloatTensor",
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-NAMES = {"is_cuda": "is_cpu"}  # the MoE dispatcher turns split sizes into ints only "if tensor.is_cuda"
+NAMES = {"is_cuda": "is_cpu"}  # the MoE dispatcher converts split sizes to ints only "if tensor.is_cuda"
 
 
 def rewrite_code(code: CodeType) -> CodeType:
-    """Return the code object with CONSTANTS and NAMES swapped, nested functions included."""
-    # co_names are globals and attributes; arguments and locals that are called so stay as they are.
+    """Return the code object with CONSTANTS and NAMES replaced, nested functions included."""
+    # co_names holds globals and attributes. Arguments and locals with these names keep them.
     return code.replace(
         co_consts=tuple(_swap(c) for c in code.co_consts), co_names=tuple(NAMES.get(n, n) for n in code.co_names)
     )
@@ -48,7 +48,10 @@ def _swap(constant):
 
 
 class _Triton(ModuleType):
-    """Any name of triton, as a decorator that returns its function; calling such a kernel would fail on CPU anyway."""
+    """Stand-in for triton: any attribute is a decorator that returns its function unchanged.
+
+    Kernels cannot run on a CPU anyway.
+    """
 
     __path__: list[str] = []
 
@@ -63,9 +66,9 @@ class _Triton(ModuleType):
 
 @contextlib.contextmanager
 def stand_in_for_triton(module_name: str) -> Iterator[None]:
-    """While a module of megatron.core >= 0.18 that imports triton unguarded is executed, let it find a stand-in.
+    """Provide a stand-in for triton while executing a module of megatron.core >= 0.18 that imports it unconditionally.
 
-    Only then: torch._inductor looks for triton too and must not find this one.
+    The stand-in is removed afterwards: torch._inductor also looks for triton and must not find it.
     """
     has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
     if has_triton or not module_name.endswith(".paged_stash"):
@@ -81,16 +84,18 @@ def stand_in_for_triton(module_name: str) -> Iterator[None]:
 
 
 LOGGERS = ("wandb", "torch.utils.tensorboard")
-"""megatron.core.timers and its inference engine take these if they are installed, a second at each start of a rank.
-This package never asks those modules to write to them."""
+"""Optional packages that megatron.core.timers and its inference engine import. Importing them takes a second per rank.
+
+Nothing in this package makes those modules log to them.
+"""
 
 
 @contextlib.contextmanager
 def surround(module_name: str) -> Iterator[None]:
-    """Spare a rank imports that it has no use for, while a module of megatron.core is executed; stand in for triton.
+    """Skip unneeded imports while a module of megatron.core is executed, and provide the stand-in for triton.
 
-    The router of megatron.core >= 0.19 decorates a function of inference with torch.compile, which imports inductor for
-    that: a third of what a rank imports.
+    The router of megatron.core >= 0.19 decorates an inference function with torch.compile, which imports inductor. That
+    would take a third of a rank's import time.
     """
     with stand_in_for_triton(module_name), contextlib.ExitStack() as undo:
         if module_name.endswith(".moe.router"):
@@ -105,13 +110,13 @@ def surround(module_name: str) -> Iterator[None]:
 
 
 class _Stream:
-    """A CUDA stream or event on a device that runs everything in order."""
+    """A CUDA stream or event stand-in for a device that runs everything in order."""
 
     def __init__(self, *args, **kwargs) -> None: ...
 
     def wait_stream(self, *args, **kwargs) -> None: ...
 
-    # Everything is done in order already, so that there is nothing to wait for.
+    # Operations already run in order, so there is nothing to wait for.
     wait_event = synchronize = record = wait = wait_stream
 
     def record_event(self, event=None):
@@ -119,15 +124,15 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """A class of its own: torch.compile's tracing tells streams from events by type."""
+    """An event stand-in. It is a separate class because torch.compile's tracing tells streams from events by type."""
 
 
 SMALLEST_PRODUCT = 1 << 22
-"""Multiply-adds below which the call costs more than oneDNN saves."""
+"""Multiply-adds below which oneDNN's call overhead exceeds its gain."""
 
 
 def has_slow_matrix_products() -> bool:
-    """True where torch's float32 products run without AVX-512: MKL uses it on Intel's processors only."""
+    """Return True if torch's float32 matrix products run without AVX-512, which MKL uses only on Intel processors."""
     cpuinfo = Path("/proc/cpuinfo")
     if not (cpuinfo.is_file() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False
@@ -136,9 +141,10 @@ def has_slow_matrix_products() -> bool:
 
 
 def use_onednn_for_matrix_products() -> torch.library.Library:
-    """Send large float32 products (`aten::mm`) to oneDNN; benchmarks/matrix_products.py prints the ratio.
+    """Send large float32 products (`aten::mm`) to oneDNN. benchmarks/matrix_products.py prints the speedup.
 
-    Holds as long as the returned library is referenced. Forward and both products of the backward go through here.
+    Covers the forward product and both products of the backward pass. It lasts as long as the returned library is
+    referenced.
     """
     linear = torch.ops.mkldnn._linear_pointwise.default
     plain = torch.ops.aten.mm.out
@@ -146,7 +152,7 @@ def use_onednn_for_matrix_products() -> torch.library.Library:
     def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype is torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= SMALLEST_PRODUCT:
             return linear(a, b.t(), None, "none", [], "")
-        # The out variant, as aten::mm itself is this function from now on.
+        # Use the out variant: aten::mm now dispatches to this function.
         return plain(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
 
     library = torch.library.Library("aten", "IMPL")
@@ -157,38 +163,38 @@ def use_onednn_for_matrix_products() -> torch.library.Library:
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""glibc's names of options of `mallopt`."""
+"""Parameter numbers of glibc's `mallopt`."""
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed for the next allocation instead of giving it back to the system.
+    """Make glibc keep freed memory for later allocations instead of returning it to the system.
 
-    A training step allocates gigabytes for activations and frees them again. Given back, they are faulted in anew page
-    by page in every step. The process stays as large as its largest step.
+    A training step allocates and frees gigabytes of activations. If returned, this memory is page-faulted in again at
+    every step. The process stays as large as its largest step.
     """
     libc = ctypes.CDLL(None)
     try:
         mallopt = libc.mallopt
-    except AttributeError:  # not glibc
+    except AttributeError:  # the C library is not glibc
         return
-    # Both: large blocks are mapped one by one by default, and would be given back whatever the threshold.
+    # Both are needed: by default large blocks are mapped one by one and returned whatever the threshold.
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
 
 
 GLOO_LISTENER = "gloo_tcp_loop"
-"""The name of gloo's threads that take in what other ranks send."""
+"""Name of gloo's threads that receive data from other ranks."""
 
 
 def let_gloo_listeners_wait() -> None:
-    """Keep gloo's listening threads from displacing the threads of this process that hold their connection's lock.
+    """Keep gloo's listening threads from preempting the threads of this process that hold their connection's lock.
 
-    A listener wakes for a message, finds the connection locked by a thread that sends, and asks again and again until
-    its turn is over, while the sender may wait for the same core. A batch thread displaces nobody when it wakes. Does
-    nothing where the system is not Linux.
+    A listener wakes for a message, finds the connection locked by a sending thread, and retries until its time slice
+    ends. The sender may be waiting for the same core. Threads scheduled as SCHED_BATCH do not preempt others when they
+    wake. Does nothing on systems other than Linux.
     """
     for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or its host lets nobody change that
+        with contextlib.suppress(OSError):  # the thread has ended, or the host forbids changing its policy
             if (task / "comm").read_text().rstrip() == GLOO_LISTENER:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
@@ -199,13 +205,13 @@ def _ignore(*args, **kwargs) -> None: ...
 def stand_in_for_cuda() -> None:
     """Replace the torch.cuda functions that megatron.core calls unconditionally.
 
-    `torch.tensor` is not among them: replacing it breaks `torch.device("meta")` contexts, and transformers then loads
+    `torch.tensor` is not replaced: that would break `torch.device("meta")` contexts, and transformers would then load
     models with uninitialised buffers.
     """
     cuda, default_stream = torch.cuda, _Stream()
     cuda.current_device = lambda: torch.device("cpu")
     for name in ("set_device", "synchronize", "empty_cache", "_lazy_init"):
-        # One object each: torch.compile refuses two patched functions that are the same object.
+        # Each gets its own function: torch.compile refuses two patched functions that are the same object.
         setattr(cuda, name, lambda *args, **kwargs: None)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed)) and None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -1,6 +1,6 @@
-"""An import hook for megatron.core: rewrites its code objects and runs fixes after a module is imported.
+"""An import hook for megatron.core: rewrites its code objects and applies fixes after a module is imported.
 
-Sources on disk, .pyc caching and line numbers stay as they are.
+Source files, .pyc caching and line numbers stay unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 Rewrite = Callable[[CodeType], CodeType]
 Fixes = Mapping[str, Callable[[ModuleType], None]]
 Surroundings = Callable[[str], AbstractContextManager]
-"""Module name -> what surrounds its execution."""
+"""Function from a module's name to the context manager in which the module is executed."""
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -43,8 +43,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        # Also in place of a kind of it: beartype, which some package of an environment may have imported, puts its own
-        # in for every file. An extension module has no code to rewrite.
+        # Subclasses are replaced too: if a package has imported beartype, it installs its own loader for every file.
+        # Extension modules have no code to rewrite.
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self)
         return spec
@@ -53,15 +53,18 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install(
     *, after_import: Fixes, rewrite: Rewrite | None = None, surroundings: Surroundings = lambda name: nullcontext()
 ) -> bool:
-    """Install the hook; False where it is installed already. RuntimeError once megatron.core has been imported."""
+    """Install the hook. Returns False if it is already installed.
+
+    Raises RuntimeError if megatron.core has already been imported.
+    """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return False
-    # Half of it rewritten would be worse than an error.
+    # A partly rewritten megatron.core would be worse than an error.
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError(
             "megatron.core is imported already: megatron_rl.platform.prepare() must run first; import "
             "megatron_rl.engine before anything that imports megatron.core."
         )
-    # In front: the usual finder would answer first.
+    # First in the list: otherwise the default finder would be used.
     sys.meta_path.insert(0, _Finder(rewrite, surroundings, after_import))
     return True

@@ -1,8 +1,8 @@
-"""Checkpoints are read as data: what is pickled in one may name numbers, tensors and their places, and nothing else.
+"""Safe reading of checkpoints: their pickles may contain only numbers, tensors and tensor locations.
 
-Megatron's checkpoints are torch's (torch.distributed.checkpoint, read in torch 2.13): `.metadata` is a pickle, and each
-object beside the tensors is loaded with weights_only=False. A checkpoint may be somebody else's, and a pickle can run
-any code of theirs.
+Megatron uses torch's checkpoint format (torch.distributed.checkpoint, torch 2.13). `.metadata` is a pickle, and each
+object that is not a tensor is loaded with weights_only=False. A checkpoint may come from an untrusted source, and a
+pickle can run arbitrary code.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ FAULTS = (
     *(AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OverflowError, RecursionError),
     *(RuntimeError, TypeError, ValueError),
 )
-"""Errors that reading a broken pickle may end in."""
+"""Errors that reading a broken pickle may raise."""
 _REBUILD_ARRAY = np.empty(0).__reduce__()[0]
 DATA = [
-    *(np.ndarray, np.dtype, np.dtypes.UInt32DType, _REBUILD_ARRAY),  # numpy's random state
-    (_REBUILD_ARRAY, "numpy.core.multiarray._reconstruct"),  # as numpy 1 has written it
+    *(np.ndarray, np.dtype, np.dtypes.UInt32DType, _REBUILD_ARRAY),  # NumPy's random state
+    (_REBUILD_ARRAY, "numpy.core.multiarray._reconstruct"),  # the name in pickles written by NumPy 1
     io.BytesIO,  # Transformer Engine's extra state
 ]
 
 
-# In Python, as the one in C cannot be told what it may change: half a minute more for a million pieces of tensors.
+# The Python unpickler, because the C one cannot restrict what a pickle changes. It adds half a minute for a million
+# tensor pieces.
 class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
-    """Makes records of data alone. Nothing that was there before is changed: no class, enum or function."""
+    """Unpickler that creates only data records and modifies no existing class, enum or function."""
 
     dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
@@ -63,12 +64,12 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in FUNCTIONS:
             return super().find_class(module, name)
-        if "." not in name and module in (*CHECKPOINT_MODULES, "torch"):  # a dot would lead on from there
+        if "." not in name and module in (*CHECKPOINT_MODULES, "torch"):  # a dot would reach attributes of the class
             found = super().find_class(module, name)
             is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
             if isinstance(found, torch.dtype) or (is_record and found.__module__ == module):
                 return found
-        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}")  # torch's words
+        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}")  # same wording as torch's error
 
     def load_build(self) -> None:
         state, record = self.stack[-1], self.stack[-2]
@@ -83,7 +84,7 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
         super().load_build()
 
     def _check_keys(self, keys: Iterable[Any]) -> None:
-        for key in keys:  # what is deeply nested cannot be hashed: C would run out of stack
+        for key in keys:  # hashing a deeply nested key would overflow the C stack
             parts = (key.fqn, key.offset, key.index) if type(key) is MetadataIndex else (key,)
             if not all(type(part) in KEY_PARTS for part in parts):
                 raise pickle.UnpicklingError(f"has a key of type {type(key).__name__}")
@@ -101,22 +102,22 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     dispatch[pickle.SETITEMS[0]] = load_setitems
     _extensions = (pickle.EXT1, pickle.EXT2, pickle.EXT4)
     for _code in (pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET, pickle.INST, pickle.OBJ, *_extensions):
-        del dispatch[_code[0]]  # which nothing of ours is written with
+        del dispatch[_code[0]]  # opcodes that our checkpoints never contain
 
 
 def check_objects(file: str | Path | IO[bytes]) -> None:
-    """Raise UnpicklingError unless what torch.save has put there is what is in our checkpoints beside tensors."""
+    """Raise UnpicklingError unless a torch.save file contains only the data types of our checkpoints."""
     with torch.serialization.safe_globals(DATA):
         torch.load(file, map_location="cpu", weights_only=True)
 
 
 @contextmanager
 def refusing_code(path: str | Path) -> Iterator[None]:
-    """Say what a checkpoint that was refused while it was read here names, and whose it may be: RuntimeError."""
+    """Convert unpickling errors into a RuntimeError that names the checkpoint and the fault."""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # an exception that torch has passed on is text by now
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch passes the original exception on as text
         if named is None:
             fault = str(error).rstrip().rpartition("\n")[2].rpartition("metadata read failed: ")[2]
             raise RuntimeError(
@@ -130,7 +131,7 @@ def refusing_code(path: str | Path) -> Iterator[None]:
 
 
 def read_as_data(_: ModuleType) -> None:
-    """Let torch's reader of checkpoints refuse whatever is not data."""
+    """Make torch's checkpoint reader reject pickles that could run code."""
     load_bytes = default_planner.DefaultLoadPlanner.load_bytes
 
     def load_checked_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:

@@ -1,7 +1,7 @@
-"""Bugs of megatron.core that we meet, mended after import. Each has a test in tests/megatron that fails without it.
+"""Fixes for bugs of megatron.core, applied after import. Each has a test in tests/megatron that fails without it.
 
-FIXES says from which version a fix is unneeded: it is not applied there. The bugs exist on GPUs too, most of them only
-where neither Transformer Engine nor apex is installed.
+FIXES names the version from which a fix is unneeded; it is not applied from that version on. The bugs also occur on
+GPUs, most of them only if neither Transformer Engine nor apex is installed.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from megatron_rl.platform.plain_checkpoints import read_as_data
 
 
 def no_jit_fuser(module: ModuleType) -> None:
-    """Without CUDA `jit_fuser` would compile small functions with inductor at every start.
+    """Disable `jit_fuser` without CUDA: it would compile small functions with inductor at every start.
 
-    Use upstream's own switch.
+    Uses Megatron's own switch.
     """
     if not torch.cuda.is_available():
         module.disable_jit_fuser()
 
 
 def router_without_transformer_engine(module: ModuleType) -> None:
-    """The MoE router reads `te_general_gemm`, which is undefined without Transformer Engine (NameError)."""
+    """Define `te_general_gemm` for the MoE router, which otherwise raises NameError without Transformer Engine."""
     vars(module).setdefault("te_general_gemm", None)
 
 
 def latent_attention_without_transformer_engine(module: ModuleType) -> None:
-    """It takes stand-ins for Transformer Engine's classes for the real ones; isinstance() is then a TypeError."""
+    """Clear HAVE_TE if Transformer Engine's classes are stand-ins: isinstance() with a stand-in raises TypeError."""
     if not isinstance(module.TELinear, type):
         module.HAVE_TE = False
 
 
 def distributed_adam_resume(module: ModuleType) -> None:
-    """Loading the distributed optimizer's state with torch's Adam is wrong in two ways.
+    """Fix two errors in loading the distributed optimizer's state with torch's Adam.
 
-    `fully_reshardable` looks for a per-parameter `step` that is kept elsewhere (KeyError), and after a load all
-    parameters share one `step` tensor, so that one update advances Adam's bias correction by the number of parameters.
+    `fully_reshardable` looks for a per-parameter `step` that is kept elsewhere (KeyError). After a load, all parameters
+    share one `step` tensor, so one update advances Adam's bias correction by the number of parameters.
     """
     cls = module.DistributedOptimizer
     set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
@@ -58,7 +58,7 @@ def distributed_adam_resume(module: ModuleType) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         if "step" in state:
-            # Where a version keeps it in the checkpoint too, that one counts.
+            # Versions that also keep it in the checkpoint use that value.
             tensors.setdefault("step", state["step"])
         return set_states(self, model_param, tensors)
 
@@ -73,7 +73,10 @@ def distributed_adam_resume(module: ModuleType) -> None:
 
 
 def uneven_parts_over_gloo(module: ModuleType) -> None:
-    """gloo gathers and scatters equal parts only, but experts that are cut over ranks get uneven numbers of tokens."""
+    """Support uneven splits over gloo, which gathers and scatters only equal parts.
+
+    Experts split over tensor ranks receive uneven numbers of tokens.
+    """
     if torch.cuda.is_available():
         return
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
@@ -81,7 +84,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
     def gather_parts(input_: Tensor, group, output_split_sizes=None, *args, **kwargs) -> Tensor:
         if output_split_sizes is None:
             return gather(input_, group, None, *args, **kwargs)
-        # To the longest part, since gloo wants equal ones; the padding is cut off again below.
+        # Pad to the longest part, because gloo needs equal parts. The padding is cut off below.
         padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = [torch.empty_like(padded) for _ in output_split_sizes]
@@ -92,7 +95,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
         if input_split_sizes is None:
             return scatter(input_, group, None, *args, **kwargs)
         total = input_.clone()
-        # All of the sum, of which this rank keeps its part: more bytes than a scatter, and the same numbers.
+        # All-reduce and keep this rank's part: more bytes than a reduce-scatter, but the same numbers.
         dist.all_reduce(total, group=group)
         return total.split(input_split_sizes)[group.rank()].clone()
 
@@ -100,9 +103,10 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
 
 
 def embedding_without_a_mask_as_index(module: ModuleType) -> None:
-    """Cut over the tensor axis, the embedding indexes by a mask.
+    """Rewrite the vocab-parallel embedding without indexing by a mask.
 
-    The host then waits for a GPU in each microbatch: twice in the forward pass, once in the backward.
+    Mask indexing makes the host wait for the GPU three times per microbatch: twice in the forward pass, once in the
+    backward pass.
     """
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ def embedding_without_a_mask_as_index(module: ModuleType) -> None:
 
 
 class _ResultsFile:
-    """A queue from forked writers to their parent: a nameless file that only grows, and that nobody else can open."""
+    """A queue from forked writers to their parent, in an unnamed append-only file that no other process can open."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(buffering=0)
@@ -133,29 +137,29 @@ class _ResultsFile:
         self.file.write(pickle.dumps(item))
 
     def get_nowait(self) -> Any:
-        # pread, as the file's own position is shared with the writers that were forked with it.
+        # pread, because the forked writers share the file position.
         data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self.read_bytes, self.read_bytes)
         if not data:
             raise queue.Empty
-        stream = io.BytesIO(data)  # several writers may have put theirs
+        stream = io.BytesIO(data)  # may hold the items of several writers
         item = pickle.load(stream)
         self.read_bytes += stream.tell()
         return item
 
 
 def checkpoint_results_without_a_server(module: ModuleType) -> None:
-    """Each save hands its results over in a queue that a spawned process serves.
+    """Replace the queue through which a save returns its results, which Megatron serves from a spawned process.
 
-    That process runs the main script once more (seconds, and for ever where it has no `__main__` guard) and outlives
-    the save.
+    That process runs the main script again and outlives the save. It takes seconds, or forever if the script has no
+    `__main__` guard.
     """
     module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
 
 
 def storages_pickled_by_torchs_name(module: ModuleType) -> None:
-    """From 0.17 on it puts its own function in the place of torch's that reads pickled tensors.
+    """Pickle tensors under the name of torch's loading function, which Megatron replaces from 0.17 on.
 
-    A tensor that is pickled afterwards names megatron.core, which servers have not, and SGLang refuses.
+    Otherwise pickled tensors would refer to megatron.core, which servers do not have and SGLang rejects.
     """
     if function := vars(module).get("safe_load_from_bytes"):
         function.__module__, function.__qualname__ = "torch.storage", "_load_from_bytes"
@@ -163,11 +167,11 @@ def storages_pickled_by_torchs_name(module: ModuleType) -> None:
 
 @dataclass(frozen=True)
 class Fix:
-    """A function that mends a module after its import, and the version of megatron.core that does without it."""
+    """A function that patches a module after its import, and the megatron.core version that no longer needs it."""
 
     mend: Callable[[ModuleType], None]
     unneeded_from: str | None = None
-    """None where 0.19.2 still needs it."""
+    """None if 0.19.2 still needs the fix."""
 
 
 FIXES = {
@@ -184,7 +188,7 @@ FIXES = {
 
 
 def fixes_of(version: str) -> dict[str, Callable[[ModuleType], None]]:
-    """Return what a version of megatron.core needs, by module."""
+    """Return the fixes that a version of megatron.core needs, by module."""
     return {
         module: fix.mend
         for module, fix in FIXES.items()
