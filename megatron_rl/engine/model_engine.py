@@ -75,9 +75,13 @@ class ModelEngine(TrainEngine):
     def check_tokens(self, batch: TrajectoryBatch) -> None:
         """Raise ValueError for a token id outside the vocabulary, including ids of padded embedding rows."""
         ids = batch["input_ids"]
-        if len(ids) and not 0 <= (found := int(ids.max())) < self.arch.vocab:
+        if not len(ids):
+            return
+        for place in (int(ids.argmin()), int(ids.argmax())):
+            if 0 <= (found := int(ids[place])) < self.arch.vocab:
+                continue
             raise ValueError(
-                f"input_ids: token {int(ids.argmax())} of the batch is {found}, and the vocabulary of "
+                f"input_ids: token {place} of the batch is {found}, and the vocabulary of "
                 f"{self.config.model.path!r} has {self.arch.vocab} ids; take the tokenizer that belongs to the model."
             )
 

@@ -258,17 +258,21 @@ def answers_run(folder, bad_steps, *settings):
 def refusal_of_a_token(folder, world):
     engine = engine_of(folder, world)
     batch = share_of(make_batch(), engine)
-    batch.tokens["input_ids"][3] = engine.arch.vocab  # on the tensor axis a row of padding may have this id
-    with pytest.raises(ValueError) as error:
-        engine.forward(batch)
-    return str(error.value)
+    said = []
+    for wrong in (engine.arch.vocab, -1):  # on the tensor axis a row of padding may have the first id
+        batch.tokens["input_ids"][3] = wrong
+        with pytest.raises(ValueError) as error:
+            engine.forward(batch)
+        said.append(str(error.value))
+    return said
 
 
 @pytest.mark.parametrize("world", ["one", "tp2"])
 def test_a_token_that_the_model_has_no_embedding_of_was_trained_silently(world, folders):
     vocab = read_architecture(folders["dense"]).vocab
     for said in run_ranks(WORLDS[world][0], refusal_of_a_token, folders["dense"], world):
-        assert f"input_ids: token 3 of the batch is {vocab}, and the vocabulary of " in said
+        for wrong, words in zip((vocab, -1), said, strict=True):
+            assert f"input_ids: token 3 of the batch is {wrong}, and the vocabulary of " in words
 
 
 @pytest.mark.slow
