@@ -16,7 +16,7 @@ from megatron_rl.life.last_words import one_line
 
 PLAN_OPTIONS = ("nodes", "gpus_per_node", "device", "models", "lengths")
 ENDED_BY_SIGPIPE = 141
-"""A shell's exit code for a program that wrote to a pipe without a reader."""
+"""Shell exit code of a program that wrote to a pipe without a reader."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,14 +26,14 @@ def main(argv: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not nobody_reads(sys.stdout.fileno()):  # the error is of another pipe
+        if not nobody_reads(sys.stdout.fileno()):  # the error came from another pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         sys.exit(ENDED_BY_SIGPIPE)
 
 
 def nobody_reads(pipe: int) -> bool:
-    """Return True where what is written is lost, as behind `| head`."""
+    """Return True if output is lost because the pipe's reader is gone, as after `| head`."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -49,7 +49,7 @@ def installed_version() -> str:
 def run(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it: modules of a user's own are found by every command
+        sys.path.insert(0, os.getcwd())  # as with `python -m`: every command finds the user's own modules
     parser = argparse.ArgumentParser("megatron-rl", description="Train on this host, and tools around training.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -125,7 +125,7 @@ def run(argv: list[str] | None = None) -> None:
     options = commands.add_parser("options", help="every key of a config, with its default, its text and its rule")
     options.add_argument("section", nargs="?", default="", help="such as algo, or one key; default: all of them")
     options.add_argument("--write", type=Path, metavar="PAGE", help="put all of them into a page, docs/options.md")
-    # launch, sft, preferences and serve parse the rest themselves. Imports come late: `options` needs no torch.
+    # launch, sft, preferences and serve parse the rest themselves. Imports are late: `options` needs no torch.
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
@@ -146,7 +146,7 @@ def run(argv: list[str] | None = None) -> None:
         with one_line("megatron-rl serve"):
             serve(rest)
         return
-    if args.command in ("plan", "rehearse", "eval"):  # argparse leaves what comes behind an option to us
+    if args.command in ("plan", "rehearse", "eval"):  # argparse leaves arguments after an option to us
         args.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
@@ -212,7 +212,7 @@ def _at_least_1(text: str) -> int:
 
 
 def _convert(source: str, target: Path) -> str:
-    """Convert by what the source is, and say what was written."""
+    """Convert `source` according to its kind, and describe what was written."""
     if source == "smollm2" or source.endswith(".gguf"):
         from megatron_rl.tools.gguf_files import convert_gguf, find_smollm2
 

@@ -1,6 +1,6 @@
-"""A run in the process of a Python program or a notebook: from rows, a model and a reward, by the loop of train.py.
+"""Runs training inside a Python program or notebook, from rows, a model and a reward, with the loop of train.py.
 
-It has what a run by `megatron-rl launch` has: checks, checkpoints and resume, metrics, samples, report, weights.
+It has the same features as `megatron-rl launch`: checks, checkpoints and resume, metrics, samples, report, weights.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def train_on(
     resume: str = "",
     **options: Any,
 ) -> Run:
-    """Train a model on prompts by a reward, and return the run, which has its metrics, samples and report.
+    """Train a model on prompts with a reward, and return the run with its metrics, samples and report.
 
         run = train_on(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, run={"steps": 20})
         run.metrics[-1]["reward/mean"]
 
-    The arguments are Run's.
+    See Run for the arguments.
     """
     run = Run(rows, model, reward, held_out=held_out, resume=resume, **options)
     run.train()
@@ -47,7 +47,7 @@ def train_on(
 
 @dataclass(frozen=True)
 class Report:
-    """A run's report: a page, and a picture that a notebook shows."""
+    """A run's report: an HTML page, and a picture that notebooks display."""
 
     page: Path
     picture: Path
@@ -64,8 +64,8 @@ class Run:
         run.train()  # the steps that are left
         run.report()
 
-    An error or Ctrl-C ends the run, and so does `close`, or leaving a `with` block. With run.checkpoint_every_steps
-    another one continues it, given the same and resume="auto".
+    The run ends on an error, on Ctrl-C, with `close`, or at the end of a `with` block. If run.checkpoint_every_steps is
+    set, a new Run with the same arguments and resume="auto" continues it.
     """
 
     def __init__(
@@ -78,16 +78,20 @@ class Run:
         resume: str = "",
         **options: Any,
     ) -> None:
-        """rows, held_out: dicts with `prompt` or `messages` and what the reward needs, a list of them or a data set of
-        Hugging Face, or what data.train may name: a file, hf:NAME. model: its folder, or the section `model`. reward: a
-        function of one reply, or a list of functions whose rewards are added, or the import path of one. options:
-        sections of the config, as `optimizer={"lr": 1e-5}`; functions and classes may stand in place of import paths.
+        """Check the arguments and build the config; the run starts with the first step.
+
+        rows, held_out: a list of dicts with `prompt` or `messages` and the fields that the reward needs, a Hugging Face
+          data set, or any value of data.train, such as a file or hf:NAME.
+        model: the model's folder, or a dict for the section `model`.
+        reward: a function of one reply, a list of functions whose rewards are added, or an import path.
+        options: config sections, such as `optimizer={"lr": 1e-5}`. They accept functions and classes instead of import
+          paths.
         """
         self._begin_with(*config_on(rows, model, reward, held_out=held_out, **options), resume)
 
     @classmethod
     def of(cls, config: TrainConfig, *, resume: str = "") -> Self:
-        """Return the run of a whole config, such as `load_config("configs/demo.yaml")`, of any kind."""
+        """Return a run of any kind from a whole config, such as `load_config("configs/demo.yaml")`."""
         run = cls.__new__(cls)
         run._begin_with(config, None, resume)
         return run
@@ -99,7 +103,7 @@ class Run:
         self._run: Any = None
         self._steps: Iterator[int] = iter(())
         self.is_over = False
-        """All steps are taken, or the run was stopped or closed."""
+        """True if all steps are done, or the run was stopped or closed."""
 
     @property
     def folder(self) -> Path:
@@ -108,7 +112,7 @@ class Run:
     # -- steps
 
     def step(self) -> dict[str, Any] | None:
-        """Take the next step and return its metrics; None where the run is over."""
+        """Take the next step and return its metrics; None if the run is over."""
         if self.is_over:
             return None
         try:
@@ -117,7 +121,7 @@ class Run:
             self._listen()
             done = next(self._steps, None)
             if done is None or done == self.config.run.steps:
-                next(self._steps, None)  # behind the last one the run writes its report
+                next(self._steps, None)  # after the last step the run writes its report
                 self.close()
         except BaseException as error:
             self.is_over = True
@@ -126,17 +130,17 @@ class Run:
         return None if done is None else dict(self._run.log_file.newest)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Take the steps that are left, one for each turn of a loop."""
+        """Take the remaining steps, yielding each one's metrics."""
         while (metrics := self.step()) is not None:
             yield metrics
 
     def train(self) -> None:
-        """Take the steps that are left."""
+        """Take the remaining steps."""
         for _ in self:
             pass
 
     def close(self) -> None:
-        """End the run here. May be called twice."""
+        """End the run now. May be called twice."""
         self.is_over = True
         self._parts.close()
 
@@ -163,25 +167,25 @@ class Run:
         self._parts.callback(atexit.unregister, self.close)
 
     def _listen(self) -> None:
-        """Hear Ctrl-C, which a notebook takes for itself before each cell."""
+        """Handle Ctrl-C again: a notebook resets the handler before each cell."""
         if threading.current_thread() is threading.main_thread():
             self._run.stop_signal.listen([signal.SIGINT])
 
-    # -- what there is of it
+    # -- results
 
     @property
     def record(self) -> RunRecord:
-        """The lines of the run's files: steps, evaluations, samples by (split, step)."""
+        """Contents of the run's files: steps, evaluations, samples by (split, step)."""
         return read_run(self.folder)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each step."""
+        """Metrics of each step."""
         return self.record.steps
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The scores of held-out prompts, at each step that has them."""
+        """Scores on held-out prompts, for each step that was evaluated."""
         return self.record.evaluations
 
     @property
@@ -191,13 +195,13 @@ class Run:
         return steps[max(steps)] if steps else []
 
     def save(self, folder: str | Path) -> None:
-        """Write the weights of now as a Hugging Face folder; those of the last step are in run.folder/final anyway."""
+        """Write the current weights as a Hugging Face folder. The final ones are written to run.folder/final anyway."""
         if self._run is None or self.is_over:
             raise RuntimeError(f"save({str(folder)!r}): the run has no engine now; call it between two steps.")
         next(iter(self._run.trained.values())).save(folder)
 
     def report(self) -> Report:
-        """Write the report of the steps so far. A notebook shows its picture."""
+        """Write the report of the steps so far. Notebooks display its picture."""
         from megatron_rl.run.run import write_report
 
         page = write_report(self.folder)
@@ -207,7 +211,7 @@ class Run:
 def config_on(
     rows: Any, model: str | Path | Mapping[str, Any], reward: Any, *, held_out: Any = None, **options: Any
 ) -> tuple[TrainConfig, Given]:
-    """Return the config of a run on these, and the files that it needs. ValueError."""
+    """Build the config of a run from these arguments, and the files that it needs. Raises ValueError."""
     sections = {name: dict(part) if isinstance(part, Mapping) else part for name, part in options.items()}
     named = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     own: dict[str, dict[str, Any]] = {"model": named, "data": {}, "rollout": {}, "run": {}}

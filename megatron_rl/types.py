@@ -1,4 +1,4 @@
-"""The data that travels: requests, replies, trajectories and batches of them. Nothing here talks to a network or a GPU.
+"""Core data types: requests, replies, trajectories and batches. Nothing here uses a network or a GPU.
 
 Alignment: entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl import routes as route_columns
 from megatron_rl.config import GenerationConfig
 
-if TYPE_CHECKING:  # it takes longer to import than torch itself, and the rollout process needs none
+if TYPE_CHECKING:  # slower to import than torch itself, and not needed by the rollout process
     from tensordict import TensorDict
 
 TOKEN_KEYS = {"input_ids": torch.int32, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int32}
@@ -25,9 +25,9 @@ TOKEN_KEYS = {"input_ids": torch.int32, "loss_mask": torch.bool, "logprobs": tor
 
 @dataclass(kw_only=True)
 class LLMRequest:
-    """One prompt for one reply. `rid` names the episode: requests of one rid go to one server, for its prefix cache.
+    """A prompt and its sampling parameters, asking for one reply.
 
-    For example:
+    `rid` names the episode. Requests with the same rid go to one server, to reuse its prefix cache. For example:
 
         request = LLMRequest(rid="episode-7", input_ids=tokenizer("2 + 2 =").input_ids)
         reply = await engine.agenerate(request)  # an LLMResponse
@@ -38,23 +38,24 @@ class LLMRequest:
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: dict[str, Any] = field(default_factory=dict)
     begun: LLMResponse | None = None
-    """The reply as far as it was generated before, to be continued. An engine that can adds to it as the tokens come,
-    so that they are there also where the call is cancelled."""
+    """Partial reply to continue. An engine that can appends tokens as they arrive, so that a cancelled call keeps
+    them."""
     grammar: dict[str, str] | None = None
-    """One of SGLang's `json_schema`, `regex`, `ebnf` and `structural_tag`, which the reply must obey. Its tokens were
-    drawn among those that the grammar allows, by other probabilities than the policy's: do not train them."""
+    """Constraint on the reply, under one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`. Do not
+    train such replies: their tokens were sampled among the allowed ones only, with other probabilities than the
+    policy's."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
-    """Called on the engine's event loop with all tokens of the reply so far, as they come; an engine that cannot tell
-    does not call it. They will be the reply's, unless the call fails."""
+    """Called on the engine's event loop, as tokens arrive, with all tokens of the reply so far. These tokens are final
+    unless the call fails. An engine that does not stream never calls it."""
 
     def __post_init__(self) -> None:
         self.input_ids = token_list(self.input_ids)
 
 
 def token_list(ids: Any) -> list[int]:
-    """Return the token ids of one prompt in whatever form a tokenizer gave them: a mapping, a tensor, a batch of one.
+    """Convert a tokenizer's output for one prompt to a list of token ids: from a mapping, a tensor, a batch of one.
 
-    ValueError for what is not one prompt's whole numbers.
+    Raises ValueError if they are not the integers of a single prompt.
     """
     found = ids["input_ids"] if isinstance(ids, Mapping) and "input_ids" in ids else ids
     found = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
@@ -67,15 +68,15 @@ def token_list(ids: Any) -> list[int]:
             f"LLMRequest.input_ids is a {type(ids).__name__}{entries}: must be the token ids of one prompt, a list of "
             f"int; a tokenizer makes them with tokenize=True, in the entry 'input_ids' of what it returns."
         )
-    # A list of int, the usual case, is handed on as it is: prompts may be long, and requests are many.
+    # The usual case, a list of int, is returned without a copy: prompts may be long and requests many.
     return found if isinstance(found, list) and kinds <= {int} else [int(token) for token in found]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """`[N]` whole numbers that come in runs, as the policy versions of tokens do: 8 bytes a run instead of 4 a token.
+    """Run-length encoded `[N]` integers, such as policy versions of tokens: 8 bytes per run instead of 4 per token.
 
-    values: `[R]` int32. lengths: `[R]` int32, how many entries of that value follow on one another, at least one.
+    values: `[R]` int32. lengths: `[R]` int32, the length of each run, at least 1.
 
     For example:
 
@@ -88,7 +89,7 @@ class Runs:
 
     @classmethod
     def of(cls, each: Tensor) -> Runs:
-        """ValueError for what int32 does not hold."""
+        """Encode `[N]` numbers. Raises ValueError if int32 cannot represent them exactly."""
         whole = each.to(torch.int32)
         if whole.dtype != each.dtype and bool((whole != each).any()):
             raise ValueError(f"versions hold {each[whole != each][0].item()}: must be whole numbers, torch.int32.")
@@ -97,7 +98,7 @@ class Runs:
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[int, int]]) -> Runs:
-        """Build them of (value, length) pairs."""
+        """Build from (value, length) pairs."""
         values, lengths = [value for value, _ in pairs], [length for _, length in pairs]
         return cls(torch.tensor(values, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
 
@@ -109,20 +110,20 @@ class Runs:
         return int(self.lengths.sum())
 
     def each(self) -> Tensor:
-        """Return the numbers one by one, `[N]` int32."""
+        """Decode to `[N]` int32."""
         return torch.repeat_interleave(self.values, self.lengths)
 
     def at(self, places: Tensor) -> Tensor:
-        """Return the numbers at `places` (`[n]` int64), `[n]` int32."""
+        """Return the numbers at `places` (`[n]` int64) as `[n]` int32."""
         return self.values[torch.searchsorted(self.lengths.cumsum(0), places, right=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """Tokens that a server generated, 8 bytes each, from where its reply is parsed on. Nobody changes them.
+    """Tokens that a server generated, about 8 bytes each. Created when a reply is parsed, and never changed.
 
-    ids: `[n]` int32. logprobs: `[n]` float32, log p under the distribution at the temperature used, before top-p/top-k
-    cuts. versions: the policy version that sampled each.
+    ids: `[n]` int32. logprobs: `[n]` float32, log p at the temperature used, before top-p/top-k cuts. versions: the
+    policy version that sampled each token.
     """
 
     ids: Tensor
@@ -159,29 +160,29 @@ class SampledTokens:
 
 @dataclass(kw_only=True, init=False, repr=False)
 class LLMResponse:
-    """One reply. `sampled` holds its tokens; the end-of-sequence token is included.
+    """One reply. `sampled` holds its tokens, including the end-of-sequence token.
 
     For example:
 
         reply = await engine.agenerate(request)
         is_cut_off = reply.stop_reason == "length"
-        oldest = min(reply.output_versions)  # a reply that went on through a publication has several
+        oldest = min(reply.output_versions)  # several versions if a publication happened during the reply
 
-    output_tokens, output_logprobs and output_versions are lists of `output_len` entries, made anew at each use: take
-    them once. An engine of your own may give lists in place of `sampled`.
+    output_tokens, output_logprobs and output_versions are lists with `output_len` entries. They are rebuilt at each
+    access, so read them once. A custom engine may pass lists instead of `sampled`.
     """
 
     input_tokens: list[int]
     sampled: SampledTokens
     stop_reason: str
-    """`stop`, `length`, or `abort`: it is not whole, as where the client gave up resuming."""
+    """`stop`, `length`, or `abort` for an incomplete reply, for example if the client gave up resuming it."""
     text: str = ""
-    """As the servers have decoded each part of it: a character of several tokens is broken where two parts meet."""
+    """Text as decoded by the servers, part by part. A character of several tokens is garbled if two parts split it."""
     latency_s: float = 0.0
     interruptions: int = 0
     routes: Tensor | None = None
-    """`[input_len + output_len - 1, layers, slots]`: the experts of each row, as megatron_rl/routes.py has them; None
-    without algo.routing_replay. The last token was read by nobody."""
+    """`[input_len + output_len - 1, layers, slots]`: the experts of each row, as in megatron_rl/routes.py; None without
+    algo.routing_replay. The last token has none, because no model has read it."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class LLMResponse:
 
     @classmethod
     def nothing(cls, input_tokens: list[int]) -> LLMResponse:
-        """Build the reply of which there is no token yet."""
+        """Build a reply that has no tokens yet."""
         return cls(input_tokens=list(input_tokens), stop_reason="abort")
 
     def __repr__(self) -> str:
@@ -229,7 +230,7 @@ class LLMResponse:
 
     @property
     def output_logprobs(self) -> list[float]:
-        """Log p of each output token under the distribution at the temperature used, before top-p/top-k cuts."""
+        """Log p of each output token at the temperature used, before top-p/top-k cuts."""
         return list(self.sampled.logprobs.tolist())
 
     @property
@@ -239,18 +240,18 @@ class LLMResponse:
 
 
 PART = "part/"
-"""Begins the name of a column with a part of the reward."""
+"""Name prefix of columns that hold one part of the reward."""
 TURN_REWARDS = "turn_rewards"
-"""The column of tokens with the rewards of a dialogue where they arose: each on the last token of the reply that earned
-it, 0 elsewhere. A trajectory's add up to its reward."""
+"""Per-token column with the rewards of a dialogue's turns: each on the last token of the reply that earned it, 0
+elsewhere. They sum up to the trajectory's reward."""
 REUSED = "is_reused"
-"""The column of a batch with groups that an earlier step has trained: 1 for theirs, 0 for fresh ones."""
+"""Batch column: 1 for groups that an earlier step has trained, 0 for fresh ones."""
 
 
 class Reward(float):
-    """A reward that knows the parts, by name, whose weighted sum it is. What is computed from it is a plain number.
+    """A reward that also stores the named parts of its weighted sum. Arithmetic on it returns plain floats.
 
-    A reward function of a run gives its parts in a dict, or is one of several of rollout.recipe. Here, a workflow's:
+    In a run, a reward function returns its parts in a dict, or is one of several in rollout.recipe. In a workflow:
 
         Trajectory.from_reply(reply, Reward(1.0, {"right": 1.0, "tagged": 0.0}))  # sequence["part/right"] is 1.0
     """
@@ -265,7 +266,7 @@ class Reward(float):
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One finished sequence. Per-token fields are 1-D of one length; entry t belongs to token t.
+    """One finished sequence. Per-token fields are 1-D and equally long; entry t belongs to token t.
 
     For example:
 
@@ -274,22 +275,22 @@ class Trajectory:
     """
 
     input_ids: Tensor
-    """int32; ids of another integer type are converted where groups are joined, here as below."""
+    """int32. This and the tensors below are converted to their dtypes when groups are joined."""
     loss_mask: Tensor
-    """bool: True where the token was generated and is trained."""
+    """bool: True if the token was generated and is trained."""
     logprobs: Tensor
-    """float32 behaviour log-probabilities; 0 for prompt tokens."""
+    """float32 behavior log-probabilities; 0 for prompt tokens."""
     versions: Tensor
     """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """Further per-token tensors, such as `turn_rewards` and `routes`, `[n, layers, slots]` (megatron_rl/routes.py)."""
+    """Further per-token tensors, such as `turn_rewards`, and `routes` `[n, layers, slots]` (megatron_rl/routes.py)."""
     sequence: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the whole sequence, e.g. `greedy_reward`; the parts of a `Reward` come to them."""
+    """Further numbers for the whole sequence, e.g. `greedy_reward`. The parts of a `Reward` are added here."""
     is_cut_off: bool = False
-    """It ended for want of room, its last reply or the dialogue: rollout.cut_off says whether it is trained."""
+    """True if its last reply or the dialogue hit a length limit. rollout.cut_off decides whether it is trained."""
     split: str = ""
-    """Why it does not continue another trajectory of its episode, though its prompt holds that one's replies."""
+    """Why this trajectory does not continue another one of its episode, though its prompt contains its replies."""
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, Reward):
@@ -313,29 +314,30 @@ class Trajectory:
 
 
 def route_column(routes: Tensor | None, tokens: int) -> dict[str, Tensor]:
-    """Return the column of a trajectory's routes, of rows without one at its end; none where there are no routes."""
+    """Return the `routes` column for `tokens` tokens, without a route for those at the end; {} if routes is None."""
     return {} if routes is None else {route_columns.COLUMN: route_columns.with_no_routes(routes, tokens)}
 
 
 def prefix_sums(lengths: Tensor) -> Tensor:
-    """`[B]` lengths -> `[B + 1]` int64: the bounds of parts that lie one after the other, from 0 on."""
+    """`[B]` lengths -> `[B + 1]` int64 offsets of consecutive parts, starting at 0."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 @dataclass
 class TrajectoryBatch:
-    """Ragged, unpadded trajectories.
+    """Ragged trajectories, without padding.
 
         batch["rewards"]                   # [B], one per trajectory
-        batch["input_ids"]                 # [N], the tokens of all trajectories, one after the other
+        batch["input_ids"]                 # [N], the tokens of all trajectories, concatenated
         batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # those of the third
 
-    tokens: `[N]` tensors, the trajectories' tokens one after the other (`input_ids` int32, `loss_mask` bool, ...);
-      `routes` alone is `[N, layers, slots]`.
+    tokens: `[N]` tensors over all trajectories' tokens, concatenated (`input_ids` int32, `loss_mask` bool, ...). Only
+      `routes` is `[N, layers, slots]`.
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
     cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
-    versions: the policy version of each token in runs, -1 where none sampled it; `batch["versions"]` is `[N]` int32. A
-      column `versions` among the tokens becomes that: ids, mask, log-probabilities and versions are 9 bytes a token.
+    versions: policy version of each token, run-length encoded, -1 for tokens that no policy sampled.
+      `batch["versions"]` decodes it to `[N]` int32. A `versions` column passed in `tokens` is converted to it.
+      Together, ids, mask, log-probabilities and versions take about 9 bytes per token.
     """
 
     tokens: dict[str, Tensor]
@@ -366,9 +368,9 @@ class TrajectoryBatch:
         return self.tokens[key] if key in self.tokens else self.sequences[key]
 
     def __setitem__(self, key: str, value: Tensor) -> None:
-        """Set a column: `[N]` is one per token, `[B]` one per trajectory. One that is there stays what it is of.
+        """Set a column: `[N]` is per token, `[B]` per trajectory. An existing column keeps its kind.
 
-        ValueError for another shape, and where N = B leaves open which is meant.
+        Raises ValueError for any other shape, and for a new column if N = B makes it ambiguous.
         """
         n, b = int(self.cu_seqlens[-1]), len(self)
         fitting = [columns for columns, size in ((self.tokens, n), (self.sequences, b)) if value.shape == (size,)]
@@ -389,39 +391,39 @@ class TrajectoryBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """`[B]` int64 lengths in tokens."""
+        """Lengths in tokens, `[B]` int64."""
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     @property
     def sequence_ids(self) -> Tensor:
-        """`[N]` int64: the trajectory that each token belongs to."""
+        """`[N]` int64: index of the trajectory that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.cu_seqlens.diff())
 
     @property
     def samples(self) -> Tensor:
         """`[B]` int64: each trajectory's sample, numbered from 0 without gaps.
 
-        Trajectories of one group with the same `sample`, such as the dialogues of one agent, are one. Without that
-        column each is a sample of its own.
+        Trajectories of one group with the same `sample` count as one sample, such as the dialogues of one agent.
+        Without that column every trajectory is its own sample.
         """
         if "sample" not in self.sequences:
             return torch.arange(len(self))
-        # Workflows number samples within their group only. float64 holds both columns exactly, up to 2^53.
+        # Workflows number samples only within their group. float64 holds both columns exactly, up to 2^53.
         named = torch.stack([self.sequences["group"].double(), self.sequences["sample"].double()], dim=1)  # [B, 2]
         numbers: Tensor = torch.unique(named, dim=0, return_inverse=True)[1]
         return numbers
 
     @property
     def is_reused(self) -> Tensor:
-        """`[B]` bool: the trajectories that an earlier step has trained, and this one trains again."""
+        """`[B]` bool: trajectories that an earlier step has trained and this step trains again."""
         return self[REUSED] != 0 if REUSED in self else torch.zeros(len(self), dtype=torch.bool)
 
     def fresh(self) -> TrajectoryBatch:
-        """Return the batch without what is reused."""
+        """Return the batch without reused trajectories."""
         return self.select((~self.is_reused).nonzero()[:, 0].tolist()) if REUSED in self else self
 
     def means_of_samples(self, values: Tensor) -> Tensor:
-        """`[B]` numbers of trajectories -> `[S]`, each sample's mean."""
+        """`[B]` values of trajectories -> `[S]`, the mean of each sample."""
         if "sample" not in self.sequences:
             return values
         samples = self.samples
@@ -429,37 +431,38 @@ class TrajectoryBatch:
         return totals / torch.bincount(samples)
 
     def spread(self, values: Tensor) -> Tensor:
-        """`[B]` numbers of trajectories -> `[N]`, for each of their tokens."""
+        """Broadcast `[B]` values of trajectories to their tokens, `[N]`."""
         return values[self.sequence_ids]
 
     def sums_of_tokens(self, values: Tensor) -> Tensor:
-        """`[N]` numbers of tokens -> `[B]`, each trajectory's sum, of the same dtype."""
+        """Sum `[N]` values of tokens over each trajectory: `[B]`, same dtype."""
         return self.completed(torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.sequence_ids, values))
 
-    # A step's batch has the numbers of all trajectories on every rank, and the tokens of those alone that the rank's
-    # replica trains: batch.step_batch.StepBatch overrides what follows. Every rank calls these, in the same order.
+    # A step's batch has the numbers of all trajectories on every rank, but only the tokens that the rank's replica
+    # trains. batch.step_batch.StepBatch overrides the following methods for it. Every rank calls them in the same
+    # order.
 
     def completed(self, values: Tensor) -> Tensor:
-        """`[B]` numbers that are right for the trajectories whose tokens are here -> those right for each of them."""
+        """Complete `[B]` values that are correct only for trajectories whose tokens are on this rank."""
         return values
 
     def total(self, counts: Tensor) -> Tensor:
-        """Add whole numbers counted over the tokens here to those of the others."""
+        """Sum integer counts over the ranks' tokens."""
         return counts
 
     def own(self) -> TrajectoryBatch:
-        """Return the trajectories whose tokens are here, as a batch that has no others."""
+        """Return only the trajectories whose tokens are on this rank."""
         return self
 
     def shown(self, indices: list[int]) -> TrajectoryBatch:
-        """Return the trajectories of `indices` on the main rank, whoever has their tokens; others may get none."""
+        """Return the trajectories of `indices` on the main rank, wherever their tokens are; maybe none on others."""
         return self.select(indices)
 
     def to(self, device: torch.device | str) -> TrajectoryBatch:
         return TrajectoryBatch.from_columns({name: column.to(device) for name, column in self.columns().items()})
 
     def columns(self) -> dict[str, Tensor]:
-        """Return all tensors by name, in the form in which they are written and sent; from_columns takes them.
+        """Return all tensors by name, as they are written and sent. Inverse of from_columns.
 
         The names are `tokens.KEY`, `sequences.KEY`, `versions.values` and `versions.lengths` (`[R]`), and `cu_seqlens`.
         """
@@ -471,7 +474,7 @@ class TrajectoryBatch:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Tensor]) -> TrajectoryBatch:
-        """Build the batch that gave these `columns`."""
+        """Build a batch from the result of `columns`."""
         parts: dict[str, dict[str, Tensor]] = {"tokens": {}, "sequences": {}, "versions": {}, "cu_seqlens": {}}
         for name, column in columns.items():
             where, _, key = name.partition(".")
@@ -484,7 +487,7 @@ class TrajectoryBatch:
         order = torch.as_tensor(list(indices), dtype=torch.int64)
         lengths = self.cu_seqlens.diff()[order]
         cu_seqlens = prefix_sums(lengths)
-        # By how much each token is moved: the start of its trajectory here, less its start in the result.
+        # Offset of each token: its trajectory's start here minus its start in the result.
         moves = torch.repeat_interleave(self.cu_seqlens[:-1][order] - cu_seqlens[:-1], lengths)
         rows = moves + torch.arange(int(cu_seqlens[-1]))  # [N of the result]
         return TrajectoryBatch(
@@ -495,9 +498,9 @@ class TrajectoryBatch:
         )
 
     def with_one_more_token(self) -> tuple[TrajectoryBatch, Tensor]:
-        """Return the sequences, each followed by a trained token 0, and those tokens' rows `[B]`.
+        """Append a token 0, marked as trained, to each sequence. Returns the batch and those tokens' rows `[B]`.
 
-        A model's result for that token is what it makes of the whole sequence. Other per-token tensors are left out.
+        A model's result for that token is its result for the whole sequence. Other per-token tensors are dropped.
         """
         ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))  # each sequence before has grown by one
         added = torch.zeros(int(ends[-1]), dtype=torch.bool)
@@ -509,7 +512,7 @@ class TrajectoryBatch:
 
     @staticmethod
     def cat(batches: list[TrajectoryBatch]) -> TrajectoryBatch:
-        """Join batches that have the same keys."""
+        """Concatenate batches that have the same keys."""
         first = batches[0]
         return TrajectoryBatch(
             {k: torch.cat([b.tokens[k] for b in batches]) for k in first.tokens},
@@ -520,7 +523,7 @@ class TrajectoryBatch:
 
     @classmethod
     def from_trajectories(cls, groups: list[list[Trajectory]]) -> TrajectoryBatch:
-        """Join the groups (all trajectories of one prompt each); `group` numbers them from 0 in the given order."""
+        """Join groups, each with all trajectories of one prompt. `group` numbers them from 0 in the given order."""
         flat = [(number, t) for number, group in enumerate(groups) for t in group]
         if not flat:
             raise ValueError(
@@ -538,7 +541,7 @@ class TrajectoryBatch:
 
     @classmethod
     def of(cls, data: TrajectoryBatch | TensorDict) -> TrajectoryBatch:
-        """Return ragged trajectories, converted from padded tensors where that is what the caller has."""
+        """Return ragged trajectories, converting padded tensors if necessary."""
         return data if isinstance(data, TrajectoryBatch) else cls.from_padded(data)
 
     @classmethod
@@ -562,7 +565,7 @@ class TrajectoryBatch:
             if key == "attention_mask":
                 continue
             if value.shape == mask.shape or (key == route_columns.COLUMN and value.shape[:2] == mask.shape):
-                # A mask reads row by row, so that padding on either side falls away and the order is the ragged one.
+                # Boolean indexing reads row by row: it drops padding on either side and gives the ragged order.
                 tokens[key] = value[mask].to(TOKEN_KEYS.get(key, value.dtype))  # [B, L] -> [N]
             elif value.shape == mask.shape[:1]:
                 sequences[key] = value
@@ -582,21 +585,21 @@ class TrajectoryBatch:
 class MicroBatch:
     """One packed forward pass of one data-parallel rank.
 
-    rows: TensorDict without batch dimensions. `[T]` tensors where row t describes the prediction made after reading
-      token t: `input_ids` (the token read), `labels` (the next token of the same sequence; -100 where it is not
-      trained), both int64, `loss_mask` and every other of the batch's `tokens`, shifted to `labels`. `[B]` tensors per
-      sequence, and `cu_seqlens` `[B + 1]` int32.
+    rows: TensorDict without batch dimensions. Row t of its `[T]` tensors describes the prediction made after reading
+      token t: `input_ids` (the token read) and `labels` (the next token of the same sequence, or -100 if it is not
+      trained), both int64; `loss_mask` and all other `tokens` of the batch, shifted to match `labels`. It also has
+      `[B]` tensors per sequence, and `cu_seqlens` `[B + 1]` int32.
     positions: `[T]` int64, each token's index in its sequence (rotary position).
-    routes: `[M, layers, slots]`, of the rows that a model computes; None where there are none. They are no label's and
+    routes: `[M, layers, slots]` for the rows that a model computes, or None. They belong to input tokens, so they are
       not shifted.
-    source: `[T]` int64, the row of the TrajectoryBatch that `labels[t]` is (-1 at sequence ends).
+    source: `[T]` int64, the row of the TrajectoryBatch that `labels[t]` comes from (-1 at sequence ends).
 
-    A model computes M rows, fewer than T where sequences share a prompt or nobody needs a sequence's last row:
-    computed: `[M]` int64, the row above whose token it reads.
-    read: `[T]` int64, the computed row that each row above takes its prediction from.
-    segments: `[S, 4]` int64 in the order of computed rows: first row, rows, the number of the segment that it goes on
-      from (-1: none), and the rows before it, of that segment and those which that one goes on from. A row attends to
-      its segment up to itself, and to all of those.
+    A model computes M rows. M is less than T if sequences share a prefix, or if the last rows of sequences are not
+    needed:
+    computed: `[M]` int64, the row above whose token each computed row reads.
+    read: `[T]` int64, the computed row from which each row above takes its prediction.
+    segments: `[S, 4]` int64 in the order of computed rows: first row, number of rows, parent segment (-1: none), total
+      rows of all ancestors. A row attends to its own segment up to itself, and to all ancestors.
     """
 
     rows: TensorDict
@@ -614,7 +617,7 @@ class MicroBatch:
 
 @dataclass(kw_only=True)
 class StepStats:
-    """The result of one optimizer step, summed over all microbatches and ranks.
+    """Result of one optimizer step, summed over all microbatches and ranks.
 
     For example:
 
@@ -626,22 +629,22 @@ class StepStats:
     """
 
     loss: float
-    """Loss averaged over the weight, the number whose gradient was applied."""
+    """Loss divided by `weight`; the applied gradient is that of this number."""
     weight: float
-    """Sum of the loss weights, usually trained tokens."""
+    """Sum of the loss weights, usually the number of trained tokens."""
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     applied: bool
-    """False where loss or gradient were not finite: the update was skipped, and the model is as it was."""
+    """False if loss or gradient were NaN or infinite. The update was then skipped, and the model is unchanged."""
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
-    """Sums of the loss function's statistics; divide by `weight` or by one another."""
+    """Sums of the loss function's statistics. Divide them by `weight` or by one another."""
     fault: str = ""
-    """Of an update that was skipped: what was not finite, and on which rank."""
+    """For a skipped update: what was NaN or infinite, and on which rank."""
     logprobs: Tensor | None = field(default=None, compare=False)
-    """Log p of each trained token of this rank's share before the update, `[N]` float32, 0 elsewhere.
+    """Log p of each trained token of this rank's share before the update: `[N]` float32, 0 elsewhere.
 
-    From a LogprobLoss on MegatronEngine, where they are a by-product.
+    Only set by a LogprobLoss on MegatronEngine, where it is a by-product.
     """
 
     def mean(self, key: str) -> float:
@@ -650,6 +653,6 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSpec:
-    """The length of the training; LR schedules need it."""
+    """Length of the training, which learning rate schedules need."""
 
     total_updates: int

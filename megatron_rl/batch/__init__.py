@@ -1,1 +1,1 @@
-"""From ragged trajectories to packed microbatches: exchange over ranks, packing, and the one shift of labels."""
+"""From ragged trajectories to packed microbatches: exchange between ranks, packing, and the label shift."""

@@ -1,8 +1,8 @@
-"""Brings bytes to the ranks that need them, and to no others, over the control group.
+"""Sends bytes to the ranks that need them, over the control group.
 
-A rank receives what it needs once: bytes go from the first rank of one replica to that of another, and within a
-replica from its first rank on, each rank passing them to two others. All ranks call every function, with the same
-plan, and no rank is asked what that says already.
+A rank receives each byte once. Bytes go from the first rank of one replica to the first rank of another; within a
+replica they spread as a binary tree. Every function is collective: all ranks call it with the same plan, and sizes that
+follow from the plan are not communicated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
-"""The names, as of TrajectoryBatch.columns, dtypes and sizes of an entry of what a trajectory's tokens have, alike on
-all ranks."""
+"""Name (as in TrajectoryBatch.columns), dtype and per-entry shape of each token column; the same on all ranks."""
 
 
 def token_layout(batch: TrajectoryBatch) -> Layout:
@@ -29,15 +28,16 @@ def token_layout(batch: TrajectoryBatch) -> Layout:
 
 
 def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
-    """Return the bytes of all replicas, one after the other, on every rank.
+    """Return the bytes of all replicas, concatenated, on every rank.
 
-    own: uint8, what this rank's replica gives; it is read on the replica's first rank. sizes: of each replica's.
-    In round k each first rank has 2^k replicas' bytes and gets as many more: log2 rounds, and no byte twice.
+    own: uint8, this replica's bytes; only its first rank's are read. sizes: number of bytes of each replica. In round k
+    each first rank has the bytes of 2^k replicas and receives as many again, so there are log2 rounds and no byte is
+    sent twice.
     """
     place, leaders = groups.data.rank, [ranks[0] for ranks in groups.replicas]
     if groups.rank != leaders[place]:
         return spread(torch.empty(sum(sizes), dtype=torch.uint8), groups)
-    blocks = [own]  # of this replica and those behind it, around the circle
+    blocks = [own]  # of this replica and the following ones, cyclically
     while (known := len(blocks)) < len(sizes):
         count = min(known, len(sizes) - known)
         expected = [sizes[(place + known + number) % len(sizes)] for number in range(count)]
@@ -49,7 +49,10 @@ def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
 
 
 def spread(flat: Tensor, groups: ParallelGroups) -> Tensor:
-    """Fill `flat`, of one size on the ranks of a replica, with what its first rank has in it, and return it."""
+    """Broadcast `flat` from the first rank of each replica to its other ranks, in place, and return it.
+
+    `flat` has the same size on all ranks of a replica.
+    """
     ranks = groups.replicas[groups.data.rank]
     place = ranks.index(groups.rank)
     if place > 0:
@@ -62,10 +65,10 @@ def spread(flat: Tensor, groups: ParallelGroups) -> Tensor:
 def deliver(
     held: TrajectoryBatch, layout: Layout, *, lengths: Tensor, sender: Tensor, owner: Tensor, groups: ParallelGroups
 ) -> TrajectoryBatch:
-    """Bring trajectories' tokens to the replicas of `groups`; return those for this rank's, in the order of all.
+    """Send trajectories' tokens to the replicas of `groups`, and return this replica's, in the order of the whole step.
 
-    held: on a rank that sends, what it has of them, in their order; others give anything. lengths, sender and owner:
-    `[B]`, by trajectory: its tokens, the rank that has them, and the replica that gets them.
+    held: on a sending rank, the trajectories that it holds, in order; ignored on others. lengths, sender, owner: `[B]`,
+    each trajectory's number of tokens, the rank that holds it, and the replica that receives it.
     """
     ranks = groups.replicas[groups.data.rank]
     parts: dict[int, TrajectoryBatch] = {}
@@ -100,7 +103,7 @@ def deliver(
 def _swapped(
     parts: dict[int, tuple[Tensor, Tensor]], from_ranks: list[int], layout: Layout, groups: ParallelGroups
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Send each rank its part and return those of `from_ranks`: the columns' sizes in bytes, and the bytes."""
+    """Send each rank its part, and return the parts from `from_ranks`: the columns' sizes in bytes, and the bytes."""
     found = {rank: torch.empty(len(layout), dtype=torch.int64) for rank in from_ranks if rank != groups.rank}
     works = [work for rank, (sizes, _) in parts.items() for work in _send(sizes, rank, groups)]
     _wait([*works, *(work for rank, sizes in found.items() for work in _receive(sizes, rank, groups))])
@@ -118,7 +121,7 @@ def _flat(batch: TrajectoryBatch, layout: Layout) -> tuple[Tensor, Tensor]:
 
 def _unflat(sizes: Tensor, flat: Tensor, layout: Layout, lengths: Tensor) -> TrajectoryBatch:
     parts = zip(layout, torch.split(flat, sizes.tolist()), strict=True)
-    # A copy of its own is aligned for its dtype.
+    # The clone is aligned for its dtype.
     columns = {name: part.clone().view(dtype).view(-1, *entry) for (name, dtype, entry), part in parts}
     return TrajectoryBatch.from_columns(columns | {"cu_seqlens": prefix_sums(lengths)})
 

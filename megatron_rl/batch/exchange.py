@@ -1,8 +1,8 @@
-"""Shares a step's trajectories out to the ranks that train them: each token is sent once.
+"""Distributes a step's trajectories to the ranks that train them, sending each token once.
 
-Rollout ranks tell all ranks the numbers of their trajectories (lengths, rewards, prompts). Of those every rank makes
-one plan (batch/share_plan.py), and tokens go to the replica that computes all passes over them. Rows of data, which
-every rank has, are shared out by the same plan.
+Rollout ranks share the numbers of their trajectories (lengths, rewards, prompts) with all ranks. From these every rank
+computes the same plan (batch/share_plan.py), and tokens go to the replica that computes all passes over them. Rows of a
+data set, which every rank has, are distributed by the same plan.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 Compute = Callable[[TrajectoryBatch], Tensor]
 LENGTH, PLACE, SHARED = ".length", ".place", ".shared"
-"""Names of numbers told of each trajectory beside its columns: its tokens, and its `packing.beginnings`."""
+"""Names of extra numbers sent for each trajectory: its length in tokens, and its `packing.beginnings`."""
 
 
 def share_out(
     own: TrajectoryBatch | None, groups: ParallelGroups, *, updates: int, seed: int, share_prompts: bool = False
 ) -> StepBatch:
-    """Return the step's trajectories, each token on the replica that trains it. All ranks call it.
+    """Distribute the step's trajectories, each token to the replica that trains it. Collective: all ranks call it.
 
-    own: a rollout rank's, None on others. Trajectories come in the order of ranks, and `group` numbers are made unique
-    over the rollout ranks. Each is trained in one of `updates` optimizer steps, into which `seed` shuffles them, but
-    for the greedy replies that are only scored (`is_greedy`). With `share_prompts` those of a group stay together as
-    far as even shares allow.
+    own: a rollout rank's trajectories, None on other ranks. Trajectories are in rank order, and `group` numbers are
+    made unique across rollout ranks. `seed` shuffles the trajectories into `updates` optimizer steps, except greedy
+    replies (`is_greedy`), which are only scored. With `share_prompts` a group stays together as far as even shares
+    allow.
 
-    RuntimeError on all ranks where rollout ranks have different columns.
+    Raises RuntimeError on all ranks if rollout ranks have different columns.
     """
     numbers: dict[str, Tensor] = {}
     layout: Layout = []
@@ -43,7 +43,7 @@ def share_out(
         numbers, layout = {LENGTH: own.lengths.int()} | own.sequences, delivery.token_layout(own)
         if share_prompts:
             place, shared = packing.beginnings(own).T.clone(memory_format=torch.contiguous_format)
-            # Every rank hears them of every trajectory. They divide work: more in a group only divide it less evenly.
+            # int16, since every rank receives these. They only balance work, so clamping does little harm.
             numbers[PLACE], numbers[SHARED] = place.clamp_max(torch.iinfo(torch.int16).max).short(), shared.int()
     table = sorted((name, column.dtype) for name, column in numbers.items())
     told = [(table, layout)]
@@ -76,9 +76,9 @@ def plan_step(
     seed: int,
     begin: Tensor | None = None,
 ) -> SharePlan:
-    """Return who trains which trajectory in which update; no communication. Columns are `[B]`.
+    """Plan which replica trains which trajectory in which update, without communication. Columns are `[B]`.
 
-    begin: packing.beginnings where they are shared.
+    begin: packing.beginnings, if prefixes are shared.
     """
     is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
     group = sequences["group"]
@@ -101,24 +101,27 @@ def pack_alike(
     share_prompts: bool = False,
     final_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Pack this rank's share into as many microbatches as the rank that needs most, a multiple of `multiple_of`."""
+    """Pack this rank's share into the same number of microbatches on every rank, a multiple of `multiple_of`.
+
+    The rank that needs the most decides. Collective.
+    """
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     least = least_alone(batch, tokens_per_microbatch, multiple_of, allow_longer=allow_longer, **options)
     count = torch.tensor([least])
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.control)  # passes hold collectives: as many on every rank
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.control)  # passes contain collectives
     return packing.pack(batch, tokens_per_microbatch=tokens_per_microbatch, count=int(count), **options)
 
 
 def least_alone(
     batch: TrajectoryBatch, tokens_per_microbatch: int, multiple_of: int, *, allow_longer: bool, **options: bool
 ) -> int:
-    """Return the fewest microbatches that a rank's share takes, whatever others have; options: as of packing.units."""
+    """Return the minimum number of microbatches for this rank's share alone. options: as in packing.units."""
     rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
     return packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
 
 
 def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool = False) -> TrajectoryBatch:
-    """Return this data-parallel rank's share of a batch that every rank has, balanced as a step's are.
+    """Return this data-parallel rank's share of a batch that every rank has, balanced like a step's batch.
 
     With `share_prompts` the trajectories of a group stay together as far as even shares allow.
     """
@@ -133,16 +136,16 @@ def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: 
 def by_token(
     batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
 ) -> Tensor:
-    """Return `compute`'s `[N]` float32 of a batch that every rank has, each data-parallel rank computing its share.
+    """Apply `compute` to a batch that every rank has, each data-parallel rank on its share. Returns `[N]` float32.
 
-    All ranks call it with the same batch and an engine of this layout behind `compute`.
+    Collective: all ranks call it with the same batch and an engine of this layout inside `compute`.
     """
     rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
     numbered = dataclasses.replace(batch, tokens=batch.tokens | rows)
     share = own_share(numbered, groups, share_prompts=share_prompts)
-    result = torch.zeros(len(batch["input_ids"]))  # every place is written by one rank, so that their sum is exact
+    result = torch.zeros(len(batch["input_ids"]))  # every entry is written by one rank, so the sum is exact
     computed = compute(share)
-    if groups.is_rollout_rank:  # of the ranks that computed the same share one contributes
+    if groups.is_rollout_rank:  # only one of the ranks that computed the same share contributes
         result[share["row"]] = computed.cpu()
     dist.all_reduce(result, group=groups.control)
     return result

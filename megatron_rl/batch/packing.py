@@ -1,8 +1,8 @@
-"""Packs trajectories into microbatches and shifts labels, the only place that does.
+"""Packs trajectories into microbatches and shifts the labels. No other module shifts.
 
 In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and
-every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts there, `MicroBatch.source` leads back.
-Two trajectories, a b C D (capital letters are trained) and e F G, as one microbatch:
+every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts, and `MicroBatch.source` leads back. Two
+trajectories, a b C D (capital letters are trained) and e F G, as one microbatch:
 
     row          0  1  2  3 | 4  5  6      cu_seqlens = [0, 4, 7]
     input_ids    a  b  C  D | e  F  G      read in this row
@@ -10,21 +10,21 @@ Two trajectories, a b C D (capital letters are trained) and e F G, as one microb
     positions    0  1  2  3 | 0  1  2
     source       1  2  3 -1 | 5  6 -1      the token of the batch that the row describes, here at the same places
 
-Every sequence that has tokens goes whole into one microbatch, and nothing is padded. What a model computes may be
-fewer rows: the replies of one group begin with one prompt, whose rows are computed once and read by all of them. Two
-replies to the prompt a b, a b C D and a b F (`share_prompts`):
+Every sequence that has tokens goes whole into one microbatch, and nothing is padded. A model may compute fewer rows:
+the replies of one group begin with one prompt, whose rows are computed once and read by all of them. Two replies to the
+prompt a b, a b C D and a b F (`share_prompts`):
 
     row          0  1  2  3 | 4  5  6      T = 7
     input_ids    a  b  C  D | a  b  F
     computed     0  1 | 2  3 | 6           M = 5: the rows whose tokens the model reads, in its order
     read         0  1  2  3 | 0  1  4      the computed row of each row: both replies' first tokens are predicted by 1
-    segments     [0 2 -1 0], [2 2 0 2], [4 1 0 2]     the prompt; C D and F, each behind segment 0 of two rows
+    segments     [0 2 -1 0], [2 2 0 2], [4 1 0 2]     the prompt; C D and F, each a child of segment 0, which has 2 rows
 
-Dialogues that fork, and fork again, are trees of segments: what some of a group's sequences have in common, and others
-do not, is a segment of its own, behind the one that all of them have in common.
+Dialogues that fork repeatedly are trees of segments. A prefix that only some of a group's sequences share is a segment
+of its own, and a child of the segment that all of them share.
 
-Sequences of one number in the column `pair`, which is their `group` too, have one loss together: they stay in one
-microbatch, and in their order.
+Sequences with the same number in the column `pair` (also their `group`) have one joint loss. They stay in one
+microbatch, in their order.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ def to_microbatch(
     final_rows: bool = True,
     families: list[Family] | None = None,
 ) -> MicroBatch:
-    """Pack the trajectories `indices` into rows; one untrained token if they have none, so that a rank can keep step.
+    """Pack the trajectories `indices` into one microbatch. Without any tokens, it gets one untrained token, so that the
+    rank still takes part in collectives.
 
-    Empty trajectories are left out: they predict nothing, and not every attention kernel takes a sequence of no rows.
-    share_prompts: compute what several of one `group` begin with once. final_rows: compute a sequence's last row too,
-    which predicts what nobody has sampled; a loss of log-probabilities can do without. families: those
-    of `indices`, where they are known.
+    Empty trajectories are skipped: they predict nothing, and not every attention kernel accepts an empty sequence.
+
+    share_prompts: compute a prefix that several trajectories of one `group` share only once.
+    final_rows: also compute the last row of each sequence. It predicts a token that nobody sampled, so a loss of
+      log-probabilities can do without it.
+    families: the families of `indices`, if already known.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
     chosen = chosen[batch.lengths[chosen] > 0]
@@ -69,11 +72,11 @@ def to_microbatch(
     cu_seqlens = prefix_sums(picked)
     offsets = torch.repeat_interleave(batch.cu_seqlens[:-1][chosen] - cu_seqlens[:-1], picked)
     tokens = offsets + torch.arange(len(offsets))  # [T]: the token of the batch that each row reads
-    source, positions, sequence = packed_labels(tokens, cu_seqlens)  # of places, so that labels are places: the shift
+    source, positions, sequence = packed_labels(tokens, cu_seqlens)  # of places: labels are places. The shift
     source.clamp_(min=-1)  # the last row of a sequence predicts nothing
-    of_rows = ("input_ids", routes.COLUMN)  # what a row reads, and not what it predicts
+    of_rows = ("input_ids", routes.COLUMN)  # these describe the token that a row reads, not the one it predicts
     rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key not in of_rows}
-    # Kernels and embeddings index with int64; the batch, which is larger, has int32.
+    # Kernels and embeddings index with int64; the batch, which is larger, stores int32.
     rows["input_ids"] = batch.tokens["input_ids"][tokens].long()
     labels = _described_token(batch.tokens["input_ids"], source).long()
     rows["labels"] = labels.masked_fill(~rows["loss_mask"].bool(), -100)
@@ -99,23 +102,23 @@ def to_microbatch(
 
 
 def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
-    # A sequence of one token keeps it: every sequence has a computed row to read.
+    # A sequence of one token keeps it, so that every sequence has a computed row to read.
     return lengths if final_rows else torch.minimum(lengths, (lengths - 1).clamp_min(1))
 
 
 def _computed_rows(
     cu_seqlens: Tensor, positions: Tensor, sequence: Tensor, needed: Tensor, families: list[Family]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out the rows that a model computes: MicroBatch's `computed`, `read` and `segments`.
+    """Build MicroBatch's `computed`, `read` and `segments`, the rows that a model computes.
 
-    sequence: `[T]`, the one of each row. needed: `[B]` rows of each sequence.
+    sequence: `[T]`, the sequence of each row. needed: `[B]`, the number of rows needed from each sequence.
     """
     own = needed.tolist()
     alone = set(range(len(own))).difference(*(family.members for family in families))
     trees = sorted(families + [Family([number], [0]) for number in alone], key=lambda family: min(family.members))
     segments: list[list[int]] = []
-    sources: list[int] = []  # of each segment: the sequence that its rows are taken from
-    of_sequence: list[list[int]] = [[] for _ in own]  # its segments, from its beginning
+    sources: list[int] = []  # for each segment, the sequence that its rows are taken from
+    of_sequence: list[list[int]] = [[] for _ in own]  # the segments of each sequence, from its start
     count = 0
     for family in trees:
         for branch in branches(family, own):
@@ -126,10 +129,10 @@ def _computed_rows(
             for member in branch.members:
                 of_sequence[member].append(len(segments) - 1)
     table = torch.tensor(segments)  # [S, 4]
-    # A row of the loss reads its segment's row of the same position.
+    # A row of the loss reads the row of the same position in its segment.
     paths = torch.tensor([segment for path in of_sequence for segment in path])
     starts = table[paths, 3] + cu_seqlens[:-1].repeat_interleave(torch.tensor(list(map(len, of_sequence))))
-    row = torch.minimum(positions, needed[sequence] - 1)  # an uncomputed last row reads the one before; nobody uses it
+    row = torch.minimum(positions, needed[sequence] - 1)  # a skipped last row reads the one before, unused
     segment = paths[torch.searchsorted(starts, cu_seqlens[:-1][sequence] + row, right=True) - 1]
     read = table[segment, 0] + row - table[segment, 3]
     first = (cu_seqlens[:-1][torch.tensor(sources)] + table[:, 3] - table[:, 0]).repeat_interleave(table[:, 1])
@@ -138,9 +141,9 @@ def _computed_rows(
 
 @dataclass(frozen=True)
 class Family:
-    """Sequences that begin alike, in the order of their tokens: those which go together furthest are neighbours.
+    """Sequences with a common prefix, sorted by tokens, so that the longest common prefixes are between neighbors.
 
-    shared: how many tokens each has in common with the one before it that are computed once; 0 for the first.
+    shared: how many tokens of its common prefix with the one before a sequence does not compute again; 0 for the first.
     """
 
     members: list[int]
@@ -150,14 +153,14 @@ class Family:
         return Family(self.members[start:stop], [0, *self.shared[start + 1 : stop]])
 
     def clamped(self, rows: list[int]) -> Family:
-        """Return it for sequences of which fewer rows are needed, rows[i] of sequence i."""
+        """Return a copy whose shared prefixes fit rows[i], the number of rows needed from sequence i."""
         pairs = zip(self.members, self.members[1:], self.shared[1:], strict=False)
         return Family(self.members, [0, *(min(shared, rows[a], rows[b]) for a, b, shared in pairs)])
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Rows `start` to `end` of its members, which have them in common."""
+    """Rows `start` to `end` that all `members` have in common."""
 
     start: int
     end: int
@@ -165,9 +168,9 @@ class Branch:
 
 
 def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
-    """Go through a family's tree, a branch before those behind it. rows[i]: how many sequence i needs."""
+    """Walk a family's tree, parents before children. rows[i]: number of rows that sequence i needs."""
     family = family.clamped(rows)
-    waiting = [(0, len(family.members), 0)]  # members from, to, and the position where their branch starts
+    waiting = [(0, len(family.members), 0)]  # first member, end of members, and the position where their branch starts
     while waiting:
         low, high, start = waiting.pop()
         members, shared = family.members[low:high], family.shared[low + 1 : high]
@@ -180,25 +183,25 @@ def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
 
 
 WORTH_SHARING = 0.1
-"""Share of a family's rows that sharing must save: shared rows cost a copy of their keys and values per sequence."""
+"""Share of a family's rows that sharing must save. Each sequence still needs a copy of the shared keys and values."""
 WORTH_A_BRANCH = 0.01
-"""Share of the rows of a branch and behind it that it must save, as each is a call of attention of its own."""
+"""Share of the rows of a branch and its descendants that it must save, because each branch costs an attention call."""
 
 
 def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
-    """`[B, 2]` int64: how the trajectories (those of `indices`, if given) of each `group` begin alike.
+    """Find the common prefixes of the trajectories of each `group`, as `[B, 2]` int64.
 
-    For each its place in the order of its group's tokens, and how many tokens it begins with like the one before it, 0
-    for the first.
+    For each trajectory: its rank in its group sorted by tokens, and the length of the prefix that it shares with the
+    one before it (0 for the first). indices: only these trajectories, if given.
     """
     chosen = torch.arange(len(batch)) if indices is None else indices
     group = batch.sequences.get("group")
     if group is None:
         return torch.zeros(len(chosen), 2, dtype=torch.int64)
     ids, slots = batch.tokens["input_ids"].int()[:, None], batch.tokens.get(routes.COLUMN)
-    if slots is not None:  # tokens that servers took through other experts are others
+    if slots is not None:  # tokens routed through different experts count as different
         ids = torch.cat([ids, routes.experts_of(slots).flatten(1)], dim=1)
-    read = ids.numpy().astype(">i4")  # whose bytes sort as the tokens do
+    read = ids.numpy().astype(">i4")  # big-endian, so that bytes sort like the tokens
     bounds = torch.stack([batch.cu_seqlens[chosen], batch.cu_seqlens[chosen + 1]], dim=1).tolist()
     texts = [read[start:stop] for start, stop in bounds]
     found = torch.zeros(len(chosen), 2, dtype=torch.int64)
@@ -211,7 +214,7 @@ def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
 
 
 def selected_beginnings(begin: Tensor, group: Tensor, indices: Tensor) -> Tensor:
-    """Return the `beginnings` of some trajectories of a batch, of all of which `begin` and `group` are."""
+    """Return the `beginnings` of the trajectories `indices`; `begin` and `group` are those of the whole batch."""
     place_of = torch.full((len(begin),), -1)
     place_of[indices] = torch.arange(len(indices))
     found = torch.zeros(len(indices), 2, dtype=torch.int64)
@@ -219,7 +222,7 @@ def selected_beginnings(begin: Tensor, group: Tensor, indices: Tensor) -> Tensor
     for members in _by_group(group):
         count = least = 0
         for index in sorted(members, key=places.__getitem__):
-            # What it has in common with one further ahead is the least on the way there.
+            # The prefix shared with an earlier trajectory is the minimum over all those between.
             least = min(least, shared[index])
             if new[index] >= 0:
                 found[new[index], 0], found[new[index], 1] = count, least
@@ -241,13 +244,13 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Family]:
-    """Return which trajectories are computed together. lengths and group: `[B]`. begin: their `beginnings`."""
+    """Group trajectories into families that are computed together. lengths, group: `[B]`. begin: as of `beginnings`."""
     if group is None:
         return []
     tokens, places, shared = lengths.tolist(), *begin.T.tolist()
     families = []
     for of_group in _by_group(group):
-        members = sorted((m for m in of_group if tokens[m]), key=places.__getitem__)  # the empty ones come first
+        members = sorted((m for m in of_group if tokens[m]), key=places.__getitem__)  # empty ones would come first
         family = _worthwhile(Family(members, [0, *(shared[m] for m in members[1:])]), tokens)
         if len(members) > 1 and sum(family.shared) >= max(1, WORTH_SHARING * sum(tokens[m] for m in members)):
             families.append(family)
@@ -255,9 +258,9 @@ def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Fa
 
 
 def _worthwhile(family: Family, tokens: list[int]) -> Family:
-    """Leave out branches that save too little: those behind them begin where they would."""
+    """Remove branches that save too little; their children then start where the removed branch started."""
     kept = [0] * len(family.members)
-    waiting = [(0, len(kept), 0)]  # members from, to, and the position where their branch starts
+    waiting = [(0, len(kept), 0)]  # first member, end of members, and the position where their branch starts
     while waiting:
         low, high, start = waiting.pop()
         if high - low < 2:
@@ -276,7 +279,7 @@ def _worthwhile(family: Family, tokens: list[int]) -> Family:
 class Unit:
     """Trajectories that are computed together.
 
-    shared: as of a Family. rows: those a model computes. cost: as `estimated_cost`.
+    shared: as in Family. rows: number of rows that a model computes. cost: as in `estimated_cost`.
     """
 
     members: list[int]
@@ -288,16 +291,19 @@ class Unit:
 def units(
     batch: TrajectoryBatch, most_rows: int, *, share_prompts: bool = False, final_rows: bool = True
 ) -> list[Unit]:
-    """Divide the trajectories: pairs, else whole families up to `most_rows` rows, the others one by one."""
+    """Divide trajectories into units that are computed together.
+
+    A unit is a pair, several members of a family with at most `most_rows` rows, or a single trajectory.
+    """
     needed = _needed_rows(batch.lengths, final_rows).tolist()
     found = families_of(batch.lengths, batch.sequences.get("group"), beginnings(batch)) if share_prompts else []
     return divide(needed, found, batch.sequences.get("pair"), most_rows)
 
 
 def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_rows: int) -> list[Unit]:
-    """Divide trajectories, of which the needed rows and families are known, as `units` does.
+    """Divide trajectories as `units` does, given their needed rows and families.
 
-    pair: `[B]`, the number of each one's, or None.
+    pair: `[B]`, each trajectory's pair number, or None.
     """
     result, together = [], set()
     for family in families:
@@ -310,7 +316,7 @@ def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_ro
 
 
 def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
-    """Return the pairs among the trajectories, or each one alone."""
+    """Group the trajectories into their pairs; without pairs each is alone."""
     if pair is None:
         return [[index] for index in indices]
     number_of = pair.tolist()
@@ -321,10 +327,13 @@ def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
 
 
 def _parts_of_family(family: Family, rows: list[int], most_rows: int) -> list[Family]:
-    """Cut a family where that costs least: behind a cut, what both sides have in common is computed again."""
+    """Cut a family into parts of at most `most_rows` rows, where that costs least.
+
+    After a cut, the prefix shared across it is computed again.
+    """
     count = len(family.members)
     never = (sys.maxsize, 0, 0)
-    best = [(0, 0, 0)] + [never] * count  # of the first n members: rows again, parts, and where the last one starts
+    best = [(0, 0, 0)] + [never] * count  # of the first n members: rows again, parts, last part's start
     for stop in range(1, count + 1):
         size = 0
         for start in range(stop - 1, -1, -1):
@@ -343,7 +352,7 @@ def _parts_of_family(family: Family, rows: list[int], most_rows: int) -> list[Fa
 
 
 def _unit(family: Family, rows: list[int]) -> Unit:
-    # A row attends to all before it, and shared ones do once.
+    # A row attends to all rows before it; shared rows do so only once.
     needed = [rows[m] for m in family.members]
     pairs = sum(n**2 - shared**2 for n, shared in zip(needed, family.shared, strict=True))
     computed = sum(needed) - sum(family.shared)
@@ -351,12 +360,12 @@ def _unit(family: Family, rows: list[int]) -> Unit:
 
 
 def _described_token(values: Tensor, source: Tensor) -> Tensor:
-    return values[source.clamp_min(0)].masked_fill(source < 0, 0)  # [N] -> [T], 0 where nothing is described
+    return values[source.clamp_min(0)].masked_fill(source < 0, 0)  # [N] -> [T], 0 if nothing is described
 
 
 def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
     found = batch.tokens.get(routes.COLUMN)
-    # The columns of the others, as every rank's loss must find them and return the same statistics.
+    # Same columns as in other microbatches: every rank's loss must find them and return the same statistics.
     rows = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.tokens.items() if key != routes.COLUMN}
     rows["input_ids"] = rows["input_ids"].long()
     rows["labels"] = torch.full((1,), -100)
@@ -374,19 +383,19 @@ def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:
-    """Undo packing and the shift, on the host, where the microbatches are: a mask's places would have to be waited for.
+    """Undo packing and shift: `[T]` results of each microbatch -> `[token_count]`, 0 if nothing was predicted.
 
-    Per-row results `[T]` of each microbatch -> `[token_count]`, 0 where nothing was predicted.
+    Runs on the host, where the microbatches are: selecting by a mask on a device would synchronize.
     """
     result = torch.zeros(token_count, dtype=rows[0].dtype)
     for microbatch, values in zip(microbatches, rows, strict=True):
         predicted = microbatch.source >= 0
-        result[microbatch.source[predicted]] = values[predicted]  # a token is described by one row at most
+        result[microbatch.source[predicted]] = values[predicted]  # at most one row describes each token
     return result
 
 
 ATTENTION_SHARE_AT = 4096.0
-"""Tokens at which attention costs about as much as the linear layers of a small model."""
+"""Sequence length at which attention costs about as much as the linear layers of a small model."""
 
 
 def estimated_cost(lengths: Tensor) -> Tensor:
@@ -395,13 +404,13 @@ def estimated_cost(lengths: Tensor) -> Tensor:
 
 
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
-    """Split indices into `parts` lists of near-equal cost, the costliest first, each to the cheapest list.
+    """Split indices into `parts` lists of nearly equal cost, giving the costliest first to the cheapest list.
 
-    Each list is in rising order.
+    Each list is in ascending order.
     """
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):  # ties by index: alike on every rank
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):  # ties by index: same on all ranks
         cost, part = heap[0]
         lists[part].append(index)
         heapq.heapreplace(heap, (cost + costs[index], part))
@@ -411,10 +420,10 @@ def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
 def least_microbatches(
     lengths: list[int], tokens_per_microbatch: int, *, multiple_of: int = 1, allow_longer: bool = True
 ) -> int:
-    """Return how many microbatches best-fit-decreasing needs, rounded up to `multiple_of`, and never 0.
+    """Return the number of microbatches that best-fit-decreasing needs, at least 1, rounded up to `multiple_of`.
 
-    An interleaved pipeline schedule takes only multiples of its group size. A sequence above the budget gets a
-    microbatch of its own, or ValueError unless `allow_longer`.
+    An interleaved pipeline schedule needs a multiple of its group size. A sequence above the budget gets its own
+    microbatch, or raises ValueError if not `allow_longer`.
     """
     longest = max(lengths, default=0)
     if longest > tokens_per_microbatch and not allow_longer:
@@ -423,7 +432,7 @@ def least_microbatches(
             f"them, and none may have more than the budget here. Raise it to {longest}, shorten prompts or replies, or "
             f"set batch.allow_longer_sequences to give a longer one a microbatch of its own."
         )
-    # Best fit leaves at most one bin no more than half full, so no more bins than these are opened.
+    # Best fit leaves at most one bin half full or less, so it never opens more bins than this.
     bound = 1 + 2 * sum(min(length, tokens_per_microbatch) for length in lengths) // tokens_per_microbatch
     bins = _Bins(lengths, tokens_per_microbatch, bound)
     bins.place_in_fullest(_longest_first(lengths))
@@ -434,15 +443,16 @@ def least_microbatches(
 def plan(
     lengths: list[int], tokens_per_microbatch: int, count: int, costs: list[float] | None = None
 ) -> list[list[int]]:
-    """Split the indices of sequences into `count` lists, each within the budget or one longer sequence alone.
+    """Split indices of sequences into `count` lists, each within the budget or with a single longer sequence.
 
-    Costs (`estimated_cost(lengths)` where absent) are as even as the budget allows. The costliest list comes first, so
-    that ranks with like shares do like work at the same time; indices rise in each. Empty sequences are in no list.
-    Raises ValueError where `count` is too low, which no count from `least_microbatches` is.
+    Costs (default `estimated_cost(lengths)`) are balanced as well as the budget allows. The costliest list comes first,
+    so that ranks with similar shares do similar work at the same time. Indices are in ascending order; empty sequences
+    are in no list. Raises ValueError if `count` is too low, which cannot happen with a count from `least_microbatches`.
     """
     order = _longest_first(lengths)
-    # Even costs spread the free room over all bins; where a later sequence then fits nowhere, more of the short ones
-    # are placed by best fit, which gathers it. All by best fit is how `least_microbatches` counts, so that succeeds.
+    # Balancing costs spreads the free room over all bins. If a later sequence then fits nowhere, more of the short
+    # sequences are placed by best fit, which concentrates free room. All by best fit always succeeds:
+    # `least_microbatches` counts so.
     for share in (1.0, 0.75, 0.5, 0.25, 0.0):
         evenly = round(share * len(order))
         bins = _Bins(lengths, tokens_per_microbatch, count, costs)
@@ -463,17 +473,17 @@ def pack(
     share_prompts: bool = False,
     final_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Pack a rank's trajectories into exactly `count` microbatches as `plan` divides their units.
+    """Pack a rank's trajectories into exactly `count` microbatches, dividing their units with `plan`.
 
-    `count` is at least `least_microbatches` of every rank (they agree on the largest). Spare microbatches hold one
-    untrained token.
+    `count` must be at least every rank's `least_microbatches`, so ranks agree on the maximum. Spare microbatches hold
+    one untrained token.
     """
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     parts = units(batch, tokens_per_microbatch, **options)
     chosen = plan([u.rows for u in parts], tokens_per_microbatch, count, [u.cost for u in parts])
     result = []
     for bin in chosen:
-        # Units of several members as they were counted: of a part of a family, less might seem worth sharing.
+        # Keep the families as they were counted: for a part of a family alone, less might seem worth sharing.
         families = [Family(parts[part].members, parts[part].shared) for part in bin if any(parts[part].shared)]
         indices = sorted(i for part in bin for i in parts[part].members)
         result.append(to_microbatch(batch, indices, final_rows=final_rows, families=families))
@@ -481,15 +491,15 @@ def pack(
 
 
 def _longest_first(lengths: list[int]) -> list[int]:
-    """Indices of the sequences that have tokens, by falling length."""
+    """Return the indices of non-empty sequences by descending length."""
     return sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
 
 
 class _Bins:
-    """Microbatches being filled. Sequences come longest first; both ways to place one take O(log count) on average."""
+    """Microbatches being filled, longest sequences first. Placing a sequence takes O(log count) on average."""
 
     def __init__(self, lengths: list[int], budget: int, count: int, costs: list[float] | None = None) -> None:
-        # A longer sequence counts as the whole budget: it needs an empty bin and leaves no room in it.
+        # A longer sequence counts as the whole budget: it needs an empty bin and fills it.
         self.sizes = [min(length, budget) for length in lengths]
         if costs is None:
             costs = estimated_cost(torch.tensor(lengths, dtype=torch.float64)).tolist()
@@ -499,10 +509,10 @@ class _Bins:
         self.costs = [0.0] * count
 
     def place_in_cheapest(self, order: list[int]) -> bool:
-        """Give each sequence to the cheapest bin with room; False as soon as none has."""
+        """Put each sequence into the cheapest bin with room; return False as soon as none has room."""
         cheapest = [(0.0, part) for part in range(len(self.parts))]
-        crowded: list[tuple[int, int]] = []  # heap of (-room, bin): no room for the present sequence, but for a shorter
-        for index in order:  # sizes fall, so that a bin that was too full may have room again
+        crowded: list[tuple[int, int]] = []  # heap of (-room, bin): too full for this sequence, not for shorter ones
+        for index in order:  # sizes decrease, so a bin that was too full may fit again
             size = self.sizes[index]
             while crowded and -crowded[0][0] >= size:
                 part = heapq.heappop(crowded)[1]
@@ -518,10 +528,11 @@ class _Bins:
         return True
 
     def place_in_fullest(self, order: list[int]) -> bool:
-        """Give each sequence to the bin with the least room that suffices (best fit); False as soon as none has."""
+        """Put each sequence into the fullest bin with enough room (best fit); return False as soon as none has room."""
         by_room = sorted((-room, part) for part, room in enumerate(self.room))  # the fullest last
         for index in order:
-            # The last entry with -room <= -size; behind any bin's number, so that one of just this room counts.
+            # The last entry with -room <= -size. No bin has number len(self.parts), so a bin of exactly this size
+            # counts.
             position = bisect(by_room, (-self.sizes[index], len(self.parts))) - 1
             if position < 0:
                 return False

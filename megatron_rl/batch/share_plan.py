@@ -1,7 +1,7 @@
-"""Plans who trains what: the update of each trajectory of a step, and the replica that computes all passes over it.
+"""Plans the update that each of a step's trajectories is trained in, and the replica that computes all passes over it.
 
-The plan is made of numbers of whole trajectories, which every rank has, and not of their tokens. So every rank makes
-the same one, before a token has been sent.
+The plan uses only numbers of whole trajectories, which every rank has, and no tokens. So every rank computes the same
+plan before any token is sent.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch import Tensor
 from megatron_rl.batch import packing
 
 UNITS_PER_RANK = 16
-"""Families are divided until a rank has as many units to choose from, which keeps ranks within some percent."""
+"""Families are divided until there are about this many units per rank, which balances ranks within a few percent."""
 
 
 def plan_updates(count: int, updates: int, *, seed: int, group: Tensor | None = None) -> Tensor:
-    """`[count]` int64: the update that each trajectory is trained in; updates have as many, but for one.
+    """Assign each trajectory to an update: `[count]` int64. The sizes of updates differ by at most one.
 
-    group: keeps the trajectories of each prompt side by side, as far as even updates allow.
+    group: keep the trajectories of each prompt in one update, as far as even updates allow.
     """
     generator = torch.Generator().manual_seed(seed)
     if group is None:
         order = torch.randperm(count, generator=generator)
     else:
         prompts, number = torch.unique(group, return_inverse=True)
-        # Prompts are shuffled, and the trajectories of each stay side by side in their order.
+        # Shuffle prompts; the trajectories of each stay adjacent, in their order.
         order = torch.randperm(len(prompts), generator=generator)[number].argsort(stable=True)
     update = torch.empty(count, dtype=torch.int64)
-    # The cuts are by number: a group at a cut is in both parts.
+    # Cuts are by number of trajectories: a group at a cut is in both parts.
     for number, chosen in enumerate(order.tensor_split(updates)):
         update[chosen] = number
     return update
@@ -43,10 +43,10 @@ def plan_owners(
     begin: Tensor | None = None,
     pair: Tensor | None = None,
 ) -> Tensor:
-    """`[B]` int64: the replica that each trajectory is computed on.
+    """Assign each trajectory to a replica: `[B]` int64.
 
-    Shares of one update differ in cost by one unit at most, and so do those of all updates. All are `[B]`; begin:
-    `packing.beginnings`, where families are computed together; pair: the number of each one's, which stay together.
+    Within an update, and over all updates, replicas differ by at most the cost of one unit. All tensors are `[B]`.
+    begin: `packing.beginnings`, if families are computed together. pair: pair numbers; pairs stay together.
     """
     owner = torch.zeros(len(update), dtype=torch.int64)
     if replicas == 1:
@@ -64,7 +64,7 @@ def plan_owners(
         costs = [unit.cost for unit in parts]
         shares = packing.split_evenly(costs, replicas)
         cost_of = [sum(costs[unit] for unit in share) for share in shares]
-        # The costliest share goes to the replica that has had least, as passes before the updates are over all of them.
+        # The costliest share goes to the replica with the least so far, as passes before the updates cover all of them.
         poorest = sorted(range(replicas), key=lambda replica: spent[replica])
         costliest = sorted(range(replicas), key=lambda share: -cost_of[share])
         for replica, share in zip(poorest, costliest, strict=True):

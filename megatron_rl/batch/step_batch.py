@@ -1,4 +1,4 @@
-"""A step's trajectories as a rank has them: numbers of all, and the tokens of those that its replica trains."""
+"""A rank's view of a step's trajectories: the numbers of all, and the tokens of those that its replica trains."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatron_rl.types import TrajectoryBatch, prefix_sums
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Who trains what, alike on all ranks. The tensors are `[B]`, one entry for each trajectory of the step."""
+    """Which replica trains which trajectory in which update; the same on all ranks. Tensors are `[B]`."""
 
     groups: ParallelGroups
     updates: int
     lengths: Tensor
     """int64, in tokens."""
     update: Tensor
-    """int64: the update it is trained in, or `updates` where it is only scored."""
+    """int64: the update it is trained in, or `updates` if it is only scored."""
     owner: Tensor
     """int64: the data-parallel rank of `groups` that computes all passes over it."""
     group: Tensor
     """int64: the prompt's number."""
     begin: Tensor | None = None
-    """packing.beginnings where families are computed together."""
+    """packing.beginnings, if families are computed together."""
 
     def in_layout(self, groups: ParallelGroups) -> SharePlan:
-        """Return the plan of another layout's ranks, of the same updates."""
+        """Return the plan for the ranks of another layout, with the same updates."""
         columns = {"group": self.group, "begin": self.begin}
         owner = share_plan.plan_owners(self.update, self.lengths, groups.data.size, **columns)
         return replace(self, groups=groups, owner=owner)
@@ -53,7 +53,7 @@ class SharePlan:
 
 @dataclass(kw_only=True)
 class StepBatch(TrajectoryBatch):
-    """The trajectories of a step: `sequences` has all of them on every rank, `tokens` those of this rank's replica.
+    """The trajectories of a step: `sequences` has all of them on every rank, `tokens` only those of its replica.
 
         batch = exchange.share_out(own, groups, updates=2, seed=step)
         batch["rewards"]      # [B], of the whole step, the same on every rank
@@ -62,9 +62,10 @@ class StepBatch(TrajectoryBatch):
         for share in batch.shares():  # a TrajectoryBatch for each update
             engine.train_batch(share, loss)
 
-    By `cu_seqlens` a trajectory whose tokens are elsewhere has none; `lengths` has the true ones. What is not said to
-    be of all tokens is of those here. Sums over tokens are right on every rank: `sums_of_tokens` asks the replicas
-    that have them. Each is taken by trajectory in its order, and so is the same whoever trains it.
+    In `cu_seqlens` a trajectory without tokens on this rank has length 0; `lengths` has the true lengths. Per-token
+    results cover only the tokens on this rank, unless stated otherwise. `sums_of_tokens` is correct on every rank,
+    because replicas exchange their sums. Each sum is taken within one trajectory in token order, so it does not depend
+    on the layout.
     """
 
     plan: SharePlan
@@ -72,7 +73,7 @@ class StepBatch(TrajectoryBatch):
 
     @classmethod
     def of_tokens(cls, own: TrajectoryBatch, sequences: dict[str, Tensor], plan: SharePlan, **more: Any) -> Self:
-        """own: the tokens of the trajectories that the plan gives this rank's replica, in their order."""
+        """Build the batch from a plan. own: tokens of this replica's trajectories, in their order."""
         here = plan.lengths.where(plan.owner == plan.groups.data.rank, 0)
         return cls(**_fields(own) | {"sequences": sequences, "cu_seqlens": prefix_sums(here)}, plan=plan, **more)
 
@@ -96,7 +97,7 @@ class StepBatch(TrajectoryBatch):
         size = values.dtype.itemsize
         found = delivery.gather(own, [count * size for count in counts], plan.groups).view(values.dtype)
         result = torch.empty_like(values)
-        result[plan.owner.argsort(stable=True)] = found  # it came by replica, and of each in its order
+        result[plan.owner.argsort(stable=True)] = found  # found is ordered by replica, then by trajectory
         return result
 
     def total(self, counts: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class StepBatch(TrajectoryBatch):
         )
 
     def by_sequence(self, compute: Callable[[TrajectoryBatch], Tensor]) -> Tensor:
-        """Return `compute`'s number for each trajectory of the step, `[B]` float32, each replica computing its own."""
+        """Apply `compute` to each replica's own trajectories. Returns its values for the whole step, `[B]` float32."""
         found = torch.zeros(len(self))
         found[self._is_here] = compute(self.own()).cpu().float()
         return self.completed(found)
@@ -135,7 +136,7 @@ class StepBatch(TrajectoryBatch):
     # -- other layouts ------------------------------------------------------------------------------------------------
 
     def in_layout(self, groups: ParallelGroups) -> StepBatch:
-        """Return the same step as the ranks of another layout share it out, which is sent once for each layout."""
+        """Return the same step distributed for another layout. Tokens are sent once per layout."""
         if groups is self.plan.groups:
             return self
         if id(groups) not in self._in_layouts:
@@ -145,11 +146,11 @@ class StepBatch(TrajectoryBatch):
         return self._in_layouts[id(groups)]
 
     def _without_routes(self) -> StepBatch:
-        """Return the step for models that route by themselves, as all but the policy do."""
+        """Return the step without routes, for models other than the policy, which use their own routing."""
         return replace(self, tokens={key: column for key, column in self.tokens.items() if key != routes.COLUMN})
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
-        """Return a column `[N]` of `other`'s tokens, the same step in another layout, for the tokens here."""
+        """Move a column `[N]` of `other`, the same step in another layout, to this batch's tokens."""
         if other is self:
             return column
         one = TrajectoryBatch({"column": column}, {}, other.cu_seqlens)
@@ -162,6 +163,6 @@ def _fields(batch: TrajectoryBatch) -> dict[str, Any]:
 
 
 def _delivered(batch: StepBatch, groups: ParallelGroups, owner: Tensor) -> TrajectoryBatch:
-    """Bring the tokens of a batch to the replicas `owner` of `groups`."""
+    """Send the tokens of a batch to the replicas `owner` of `groups`."""
     plan = {"lengths": batch.lengths, "sender": batch.plan.leaders, "owner": owner}
     return delivery.deliver(batch.own(), delivery.token_layout(batch), **plan, groups=groups)

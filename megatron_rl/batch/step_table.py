@@ -1,7 +1,7 @@
-"""Tells all ranks the numbers of a step's trajectories, a few bytes for each.
+"""Shares the numbers of a step's trajectories with all ranks, a few bytes for each.
 
-What is of a prompt (int64: its number, its place in the data) is told once for the trajectories of a group, which come
-one after the other, and the rest once for each trajectory.
+int64 columns belong to prompts (group number, place in the data). They are sent once per run of equal rows, because a
+group's trajectories are adjacent. Other columns are sent per trajectory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from megatron_rl.batch import delivery
 from megatron_rl.parallel import ParallelGroups
 
 Table = list[tuple[str, torch.dtype]]
-"""The names and dtypes of the columns of numbers, alike on all ranks."""
+"""Names and dtypes of the number columns; the same on all ranks."""
 
 
 def gather(numbers: dict[str, Tensor], table: Table, groups: ParallelGroups) -> tuple[dict[str, Tensor], Tensor] | None:
-    """Return all rollout ranks' columns `[B]`, and the rank `[B]` that each trajectory is on. All ranks call it.
+    """Return the columns `[B]` of all rollout ranks, and the rank `[B]` that holds each trajectory. Collective.
 
-    numbers: `[n]` each, of a rollout rank's own trajectories, as `table` names them; nothing from one that has other
-    columns, and then None is returned on all ranks. Trajectories come in the order of ranks, and their numbers `group`
-    are made unique.
+    numbers: `[n]` columns of a rollout rank's own trajectories, as named in `table`. A rank with different columns
+    passes {}, and then all ranks return None. Trajectories are in rank order, and their `group` numbers are made
+    unique.
     """
     of_prompts = [name for name, dtype in table if dtype == torch.int64]
     singly = [(name, dtype) for name, dtype in table if dtype != torch.int64]
@@ -36,7 +36,7 @@ def gather(numbers: dict[str, Tensor], table: Table, groups: ParallelGroups) -> 
     counts = told[:, 0]
     if bool((counts < 0).any()):
         return None
-    # By rollout rank: the bytes of each part.
+    # Per rollout rank: the bytes of each part.
     sizes = [[r * 8 * (1 + len(of_prompts)), *(n * dtype.itemsize for _, dtype in singly)] for n, r in told.tolist()]
     totals = [sum(of_rank) for of_rank in sizes]
     found: dict[str, list[Tensor]] = {name: [] for name, _ in table}
@@ -49,13 +49,13 @@ def gather(numbers: dict[str, Tensor], table: Table, groups: ParallelGroups) -> 
         for (name, dtype), column in zip(singly, columns, strict=True):
             found[name].append(column.view(dtype))
         group = found["group"][-1]
-        group += groups_before  # rollout ranks number their groups each by itself
+        group += groups_before  # each rollout rank numbers its groups from 0
         groups_before = int(group.max()) + 1 if len(group) else groups_before
     leaders = torch.tensor([ranks[0] for ranks in groups.replicas])
     return {name: torch.cat(columns) for name, columns in found.items()}, leaders.repeat_interleave(counts)
 
 
 def _runs_of(rows: Tensor) -> Tensor:
-    """`[n, k]` -> `[R, 1 + k]`: how often each row comes in a run, and the row."""
+    """Run-length encode rows: `[n, k]` -> `[R, 1 + k]`, each run's length followed by its row."""
     found, counts = torch.unique_consecutive(rows, dim=0, return_counts=True) if len(rows) else (rows, rows[:, 0])
     return torch.cat([counts[:, None], found], dim=1)

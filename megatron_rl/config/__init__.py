@@ -1,9 +1,9 @@
-"""Every option of a run, checked before any process group or GPU is touched; one dataclass per YAML section.
+"""All options of a run, one dataclass per YAML section, checked before any process group or GPU is used.
 
-`load_config` refuses an unknown key, a wrong type and a value out of range with the key, the value, the rule and the
-remedy. `option_records` has every option with its type, default, rule and text, for pages and commands that list them.
-Importing this package imports no torch, and OmegaConf only once a config is loaded: a worker of rewards needs
-`config.import_path` alone and stays small.
+`load_config` rejects unknown keys, wrong types and out-of-range values; errors name the key, the value, the rule and
+the fix. `option_records` lists every option with its type, default, rule and text. Importing this package does not
+import torch, and imports OmegaConf only when a config is loaded. This keeps reward workers small: they need only
+`config.import_path`.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("config_of", "load_config"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # It imports YAML and OmegaConf, which whoever needs the sections alone does without.
+    # Imported late: it pulls in YAML and OmegaConf, which code that needs only the sections does without.
     from megatron_rl.config import loading
 
-    globals()[name] = getattr(loading, name)  # so that this is not asked for it again
+    globals()[name] = getattr(loading, name)  # so that the next access does not come here
     return globals()[name]

@@ -1,4 +1,4 @@
-"""Prompts to train on, to evaluate with and to start from."""
+"""Options for prompts: training, evaluation and warm start."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TAKEN = frozenset(
         *("return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
-"""Arguments of a template's rendering that are no variable of the template, or the trainer's own."""
+"""Arguments of `apply_chat_template` that are not template variables, or that the trainer sets itself."""
 BLOCK = 1000
-"""Prompts over which a mixture has its shares."""
+"""Number of consecutive prompts over which a mixture realizes its weights."""
 
 
 def are_sets(sets: dict[str, Any]) -> bool:
-    """Return whether every further set of prompts is {source: ..., args: {...}} under a name of its own."""
-    # held_out is the name of data.evaluation: two sets of one name would share their metrics.
+    """Return whether every extra set of prompts has the form {source: ..., args: {...}} and no reserved name."""
+    # held_out is the name of data.evaluation; two sets with one name would share their metrics.
     return "held_out" not in sets and all(
         isinstance(part, dict) and isinstance(part.get("source"), str) and set(part) <= {"source", "args"}
         for part in sets.values()
@@ -32,16 +32,16 @@ def are_sets(sets: dict[str, Any]) -> bool:
 
 @dataclass(kw_only=True)
 class DataConfig(Section, name="data"):
-    """The prompts of training, and held-out ones."""
+    """Prompts for training and for evaluation."""
 
     train: str = "???"
-    """Prompts: a .jsonl or .parquet file, a folder that Hugging Face's `datasets` saved, hf:NAME[:CONFIG] of their hub,
-    the import path of a function that returns a list of them, or `mixture`."""
+    """Training prompts: a .jsonl or .parquet file, a folder saved by Hugging Face's `datasets`, hf:NAME[:CONFIG] on
+    their hub, the import path of a function that returns a list of prompts, or `mixture`."""
     train_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that function; `split` of a folder or hub name; a mixture's parts, by name: {source: ...,
-    args: {...}, weight: 1.0}."""
+    """For a function, its keyword arguments. For a folder or hub name, `split`. For a mixture, its parts by name:
+    {source: ..., args: {...}, weight: 1.0}."""
     evaluation: str = ""
-    """Held-out prompts, named like `train`; empty evaluates nothing."""
+    """Held-out prompts, given like `train`; empty disables evaluation."""
     evaluation_args: dict[str, Any] = field(default_factory=dict)
     template_args: dict[str, Any] = ruled(
         "must be arguments of the model's chat template, such as enable_thinking; the trainer gives it messages, tools "
@@ -49,27 +49,27 @@ class DataConfig(Section, name="data"):
         lambda args: all(isinstance(name, str) for name in args) and not TAKEN & set(args),
         default={},
     )
-    """Arguments that the model's chat template is given wherever messages are rendered: prompts, answers, pairs,
-    evaluation and agents. A row's `chat_template_kwargs` win over them."""
+    """Arguments for the model's chat template wherever messages are rendered: prompts, answers, pairs, evaluation and
+    agents. A row's own `chat_template_kwargs` take precedence."""
     shuffle: bool = True
     max_prompt_tokens: int = at_least(0, default=0, hint="0 leaves out none")
-    """Leave out training prompts with more; 0 leaves out none, and one that does not fit the context is an error."""
+    """Discard training prompts with more tokens. 0 discards none; a prompt beyond the context is then an error."""
     max_tokens: int = at_least(0, default=0, hint="0 leaves out none")
-    """The same of a prompt with its answer, or with the longer reply of a pair."""
+    """Like max_prompt_tokens, but for the prompt plus its answer, or plus the longer reply of a pair."""
     success_rates: str = ruled(
         "must be an eval.jsonl, or empty", lambda path: not path or path.endswith(".jsonl"), default=""
     )
-    """An eval.jsonl that `megatron-rl eval` wrote with the training prompts in one of its sets: those in success_band
-    are trained, and with `shuffle: false` in the order of falling success. With `sampling` none is left out: these are
-    the rates that the run begins with."""
+    """An eval.jsonl from `megatron-rl eval` with the training prompts as one of its sets. Only prompts in success_band
+    are trained, ordered by falling success rate if `shuffle` is false. With `sampling` other than all, none is
+    discarded, and the file gives the initial success rates."""
     success_band: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest mean reward."""
     sampling: str = one_of("all", "band", "failures", "variance", default="all")
-    """Chance that a prompt is trained at its turn, from the mean reward r of its recent groups. all: 1; band: 1 where r
-    is in success_band; failures: 1 - r (Kimi k1.5, arXiv 2501.12599); variance: 4 r (1 - r). Unsampled prompts are
-    trained. A mixture's shares are those of turns."""
+    """Probability of training a prompt when it comes up, from the mean reward r of its recent groups. all: 1. band: 1
+    if r is in success_band. failures: 1 - r (Kimi k1.5, arXiv 2501.12599). variance: 4 r (1 - r). Prompts without a
+    known r are always trained. A mixture's weights count prompts as they come up, trained or not."""
     least_chance: float = within("(0, 1]", default=0.1)
-    """The least chance of a prompt under `sampling`, by which its rate is measured again."""
+    """Minimum probability under `sampling`, so that every prompt's success rate is measured again from time to time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +84,7 @@ class DataConfig(Section, name="data"):
         for name, weight in self.weights.items():
             if not (isinstance(weight, int | float) and 0 < weight < inf):
                 refuse(f"data.train_args.{name}.weight", weight, "must be above 0; leave out what has no share")
-        # A loop of its own: the sum is only known to be one once every weight was found to be a number.
+        # A separate loop: the weights can be summed only after all of them were found to be numbers.
         for name, weight in self.weights.items():
             if weight * BLOCK < sum(self.weights.values()):
                 rule = f"has none of every {BLOCK} prompts beside the others' weights; raise it, or leave the part out"
@@ -92,7 +92,7 @@ class DataConfig(Section, name="data"):
 
     @property
     def weights(self) -> dict[str, float]:
-        """A mixture's, by the names of its parts; empty for anything else."""
+        """A mixture's weights by part name; empty for anything else."""
         if self.train != MIXTURE:
             return {}
         parts = self.train_args.items()
@@ -101,15 +101,15 @@ class DataConfig(Section, name="data"):
 
 @dataclass(kw_only=True)
 class EvalConfig(Section, name="eval"):
-    """Evaluation of the policy on data.evaluation, called held_out, and on further sets: during training at the
-    steps that run.evaluate_every_steps names, or by `megatron-rl eval`."""
+    """Evaluation of the policy on data.evaluation (named held_out) and on further sets. It runs during training as
+    run.evaluate_every_steps says, or with `megatron-rl eval`."""
 
     sets: dict[str, Any] = ruled("must map names to {source: ..., args: ...}", are_sets, default={})
-    """Further prompts by name: {source: ..., args: {...}}, as data.train names them."""
+    """Further evaluation prompts by name: {source: ..., args: {...}}, given like data.train."""
     samples_per_prompt: int = at_least(1, default=1)
-    """With 2 or more pass@k and a majority vote are reported."""
+    """With 2 or more, pass@k and majority vote are reported."""
     temperature: float = at_least(0, default=0.0, hint="0 is greedy")
-    """0 is greedy."""
+    """0 is greedy decoding."""
     top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
 
     def __post_init__(self) -> None:
@@ -124,14 +124,14 @@ class WarmStartConfig(Section, name="warm_start"):
     """Supervised training on the prompts' own answers before RL begins."""
 
     updates: int = at_least(0, default=0, hint="0 leaves the warm start out")
-    """0 leaves it out."""
+    """Number of updates; 0 disables the warm start."""
     prompts_per_update: int = at_least(1, default=128)
     lr: float = above(0, default=2e-3)
     stop_at_reward: float = within("(0, 1]", default=1.0)
-    """End early once the mean reward of sampled replies to held-out prompts reaches this."""
+    """Stop early once the mean reward of sampled replies to held-out prompts reaches this."""
     check_every_updates: int = at_least(1, default=20)
     folder: str = ""
-    """Keep the result here as a HF folder and start from it when the same warm start is asked for again.
+    """Folder for the result, in Hugging Face format. A later run with the same warm start loads it.
 
-    Empty repeats it.
+    Empty: always run the warm start.
     """

@@ -1,4 +1,4 @@
-"""Functions that Python code gives in place of their import paths, by which other processes find them."""
+"""Import paths for functions that Python code passes directly, so that other processes can find them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 MAIN = "__main__"
 GIVEN = "given"
-"""The folder in run.folder with the functions that a program has given by value (run/given_in_python.py)."""
+"""Folder in run.folder with the functions that a program passed by value (run/given_in_python.py)."""
 
 
 def find_given(run_folder: str | Path) -> None:
-    """Let this process, and those that it starts, find the modules of functions that it gives a run by value.
+    """Add the run's folder of functions passed by value to sys.path, for this process and those it starts.
 
-    Only the program that gave them calls this. For other commands code in a run's folder may be anybody's: they find it
-    if the user puts the folder on PYTHONPATH.
+    Only the program that passed them calls this. For other commands the code in a run's folder is untrusted; users who
+    trust it can put the folder on PYTHONPATH.
     """
     folder = Path(run_folder).absolute() / GIVEN
     if folder.is_dir() and str(folder) not in sys.path:
@@ -25,14 +25,14 @@ def find_given(run_folder: str | Path) -> None:
 
 
 class GivenPath(str):
-    """The import path of what code gave itself, and so trusts."""
+    """Import path of an object that Python code passed itself and therefore trusts."""
 
 
 def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
     """Return the import path under which another process finds a function, a class or `__main__:name`.
 
-    ValueError for what no other process can import. A path of another module is returned as it is. what: happens in
-    those processes.
+    Raises ValueError for objects that other processes cannot import. Paths into other modules are returned unchanged.
+    what: what those processes do with it, for the error message.
     """
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -41,7 +41,7 @@ def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
     if not (inspect.isroutine(given) or inspect.isclass(given)):
         raise ValueError(f"{key} = {given!r}: is a {type(given).__name__}, no function; {way_out}.")
     module, name = str(given.__module__), str(given.__qualname__)
-    # A nested function, a lambda or one that a decorator has replaced is not found again under its name.
+    # A nested function, a lambda or a decorated function may not be reachable under its name.
     if module not in sys.modules or vars(sys.modules[module]).get(name) is not given:
         raise ValueError(
             f"{key} = {module}:{name}: {what} in other processes, which import them, and module {module} "
@@ -51,12 +51,12 @@ def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
 
 
 def name_of_main(key: str, given: str, what: str = "rewards are computed") -> str:
-    """Return the name by which the program that runs can be imported; its guarded part is not run then."""
+    """Return the module name under which the running program can be imported without running its guarded main part."""
     main = sys.modules[MAIN]
     if main.__spec__ is not None:  # python -m
         return main.__spec__.name
     file = Path(str(vars(main).get("__file__", "")))
-    # Another file of that name may come first on the path: the others would import it instead of this program.
+    # Another file of that name may come first on sys.path and would be imported instead.
     found = importlib.util.find_spec(file.stem) if file.suffix == ".py" and file.stem.isidentifier() else None
     if found is not None and found.origin is not None and file.exists() and Path(found.origin).samefile(file):
         return file.stem

@@ -1,4 +1,4 @@
-"""Objects named in a config by import path, `package.module:name`."""
+"""Resolves objects named in a config by import path, `package.module:name`."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ OFFERED: dict[str, dict[str, str]] = {
     "estimator": {},
     "loss": {},
 }
-"""Of this package, by kind: the modules and names that a config may call. Estimators and losses have names without a
-path. Whatever else the package has, such as what deletes a journal, no config can call."""
+"""Modules and names of this package that a config may use, by kind. Nothing else in the package can be called from a
+config, such as code that deletes a journal. Estimators and losses have names without a path."""
 
 
 def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None = ()) -> Any:
-    """Return the object that `path` names. ValueError names `key` (where the path was configured), the path and why.
+    """Import the object that `path` names. A ValueError names `key` (the option), the path and the reason.
 
-    It must be one that this package offers as that `kind` (one of OFFERED, or empty for any of them), or come from the
-    modules in `import_from`, the config's run.import_from: to import a module is to run it, and a config may be
-    somebody else's. import_from None, for a path that code names, allows all.
+    The object must be one that this package offers as that `kind` (a key of OFFERED, or empty for any kind), or come
+    from a module in `import_from`, the config's run.import_from. Importing a module runs it, and a config may come from
+    somebody else. import_from=None, for paths that are fixed in code, allows everything.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ValueError(
             f"{key} = {path!r}: must be an import path package.module:name, e.g. megatron_rl.rewards:exact_match."
         )
-    # Before anything is imported, as that is what runs a stranger's code.
+    # Checked before any import, because importing is what would run a stranger's code.
     _check_home(module_name, f"{key} = {path!r}: module {module_name}", import_from)
     is_ours = import_from is not None and is_in(OURS, module_name)
     if is_ours and path not in offered(kind):
@@ -79,17 +79,17 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
             f"{key} = {path!r}: module {module_name} cannot be imported ({error}); check the path, and that its folder "
             "is on PYTHONPATH or its package installed."
         ) from error
-    # vars() and not getattr: a misspelt name must not find a submodule by accident of what was imported before.
+    # vars() and not getattr: a misspelt name must not find a submodule that happens to be imported already.
     names = vars(module)
     if name not in names:
         raise ValueError(f"{key} = {path!r}: module {module_name} has no {name!r}; check the name after the colon.")
     found = names[name]
     if import_from is None or is_ours:
         return found
-    # __builtins__ and imported modules would lead to everything that Python has.
+    # __builtins__ and imported modules would give access to everything in Python.
     if inspect.ismodule(found) or name.startswith("__"):
         raise ValueError(f"{key} = {path!r}: is no object of {module_name}'s own; name a function or class of it.")
-    # One that the module has only imported is not its own. A class stands for what it makes.
+    # An object that the module merely imported is not its own. Only classes and functions know where they are defined.
     origin = found.func if isinstance(found, functools.partial) else found
     if inspect.isclass(origin) or inspect.isroutine(origin):
         _check_home(str(origin.__module__), f"{key} = {path!r}: is defined in {origin.__module__}, which", import_from)
@@ -99,7 +99,7 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
 
 
 def offered(kind: str) -> list[str]:
-    """The import paths of this package that a config may give as this kind; of all kinds where it is empty."""
+    """Return the import paths of this package that a config may use as this kind, or as any kind if it is empty."""
     kinds = [OFFERED[kind]] if kind else OFFERED.values()
     return [f"{module}:{name}" for modules in kinds for module, names in modules.items() for name in names.split()]
 
@@ -109,7 +109,7 @@ def is_in(package: str, module: str) -> bool:
 
 
 def _imported(kind: str) -> list[Any]:
-    """The offered objects whose modules have been imported: a module that names one has done so."""
+    """Return the offered objects whose modules are already imported. A module that refers to one has imported it."""
     pairs = [path.split(":") for path in offered(kind)]
     return [vars(sys.modules[module])[name] for module, name in pairs if module in sys.modules]
 
@@ -117,21 +117,21 @@ def _imported(kind: str) -> list[Any]:
 def _not_offered(path: str, kind: str) -> str:
     choices = offered(kind)
     moved = [choice for choice in choices if choice.partition(":")[2] == path.partition(":")[2]]
-    near = moved or difflib.get_close_matches(path, choices, n=1, cutoff=0.75)  # the package alone makes 0.6
+    near = moved or difflib.get_close_matches(path, choices, n=1, cutoff=0.75)  # the package name alone gives 0.6
     hint = f"did you mean {near[0]}" if near else f"they are {', '.join(choices)}" if choices else "it has none"
     what = f"no {kind}" if kind else "nothing"
     return f"{path} is {what} that {OURS} offers to configs; {hint}. One of your own goes into run.import_from."
 
 
 def refuse_while_importing(what: str) -> None:
-    """Raise ValueError where a module starts something at the moment that `resolve` imports it to find a name in it.
+    """Raise ValueError if a module starts something while `resolve` imports it.
 
-    A program without `if __name__ == "__main__":` would start itself again in every process that looks for its reward.
+    Without `if __name__ == "__main__":` a program would start itself again in every process that imports its reward.
     """
     frame: FrameType | None = sys._getframe(1)
     file, line = "", 0
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and not file:  # the innermost: the module that is being imported
+        if frame.f_code.co_name == "<module>" and not file:  # the innermost one: the module being imported
             file, line = frame.f_code.co_filename, frame.f_lineno
         if frame.f_code is resolve.__code__ and file:
             raise ValueError(
@@ -142,7 +142,7 @@ def refuse_while_importing(what: str) -> None:
 
 
 def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any], *, key: str) -> None:
-    """Raise ValueError, which names `key`, unless a call with `given` values and then `args` fits the signature."""
+    """Raise ValueError unless a call with `given` positional values and then `args` fits. `key` names the option."""
     try:
         inspect.signature(function).bind(*[None] * given, **args)
     except TypeError as error:
@@ -150,7 +150,7 @@ def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any]
 
 
 def _check_home(module: str, what: str, import_from: Sequence[str] | None) -> None:
-    """Raise ValueError that begins with `what` unless the module is this package's or in `import_from`."""
+    """Raise a ValueError starting with `what` unless the module belongs to this package or to `import_from`."""
     if import_from is None or any(is_in(home, module) for home in (OURS, *import_from)):
         return
     declared = ",".join([*import_from, module.partition(".")[0]])
@@ -161,7 +161,7 @@ def _check_home(module: str, what: str, import_from: Sequence[str] | None) -> No
 
 
 def code_of(function: Callable[..., Any]) -> CodeType | None:
-    """Return the code that a call of `function` runs; None where it is not Python's."""
+    """Return the code object that a call of `function` runs; None if it is not a Python function."""
     while isinstance(function, functools.partial):
         function = function.func
     called = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
@@ -171,7 +171,7 @@ def code_of(function: Callable[..., Any]) -> CodeType | None:
 
 
 def described(function: Callable[..., Any]) -> str:
-    """Return `name (file:line)` of a function, for errors that speak of it."""
+    """Return `name (file:line)` of a function, for error messages."""
     code = code_of(function)
     if code is None:
         return type(function).__qualname__

@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a checked TrainConfig."""
+"""Builds a checked TrainConfig from a YAML file and `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
-"""Values that a config file may write out to: ten lines of aliases of aliases can stand for billions."""
+"""Maximum number of values with aliases expanded. Ten lines of nested aliases can stand for billions."""
 KEY_OF_CONFIG = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
@@ -34,16 +34,16 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             key, equals, text = override.partition("=")
             if not (equals and all(key.split("."))):
                 raise ValueError(f"override {override!r}: must be key=value, e.g. batch.prompts_per_step=32.")
-            # Set and not merged, so that data.train_args={} empties it.
+            # Set, not merged, so that data.train_args={} empties it.
             value = text if is_text(key, text) else value_of(text, override)
             OmegaConf.update(merged, key, value, merge=False, force_add=True)
         return checked(merged, missing=f"set it in {path} or as KEY=... on the command line")
 
 
 def config_of(sections: Mapping[str, Any]) -> TrainConfig:
-    """Return the config of sections that Python code gives, such as `{"optimizer": {"lr": 1e-5}}`, checked as a file's.
+    """Build a config from Python, e.g. `{"optimizer": {"lr": 1e-5}}`, with the same checks as for a file.
 
-    A dotted key, `{"optimizer.lr": 1e-5}`, is set in its section. Raises ValueError.
+    A dotted key such as `{"optimizer.lr": 1e-5}` is set in its section. Raises ValueError.
     """
     merged = OmegaConf.create({})
     with naming_keys(merged, "in the arguments"):
@@ -65,16 +65,15 @@ def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
 
 
 def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
-    """Return the config that these sections make. missing: the way out where a KEY has no value."""
-    # In this order: nothing is interpolated before it is known to be harmless, and keys are known to exist before their
-    # types are looked up.
+    """Build the config from these sections. missing: advice for a KEY without a value."""
+    # Order matters: nothing is interpolated before it is known to be harmless; only known keys have types.
     refuse_computed_values(merged)
     refuse_unknown_keys(TrainConfig, merged, "")
     wrap_single_values(TrainConfig, merged)
     config = OmegaConf.merge(defaults(), merged)
     if keys := sorted(OmegaConf.missing_keys(config)):
         raise ValueError(f"{keys[0]}: has no value; {missing.replace('KEY', keys[0])}.")
-    # Nested sections first, each by its name: critic.parallel shares its class with parallel, and so its errors.
+    # Nested sections first, under their full names: critic.parallel shares parallel's class, and so its errors.
     for name in (name for name in SECTIONS if "." in name):
         with as_part_of(name):
             OmegaConf.to_object(OmegaConf.select(config, name))
@@ -85,7 +84,7 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
 
 @cache
 def defaults() -> DictConfig:
-    """Return every option with its default. They are kept: OmegaConf takes longer to find them than to copy them."""
+    """Return every option with its default. Cached, because OmegaConf builds them more slowly than it copies them."""
     config = OmegaConf.structured(TrainConfig)
     assert isinstance(config, DictConfig)
     return config
@@ -104,12 +103,12 @@ def changed_yaml(config: TrainConfig) -> str:
 
 
 def read_sections(path: Path) -> DictConfig:
-    """Read a config file as it is written. ValueError says what is wrong in it, and in which line."""
+    """Read a config file without interpolation. ValueError gives the problem and its line."""
     if not path.is_file():
         raise ValueError(f"config = {str(path)!r}: no such file; give a config file such as configs/demo.yaml.")
     try:
         text = path.read_text(encoding="utf-8")
-        # Counted on the tree, where an alias is one node still: OmegaConf writes each out.
+        # Count on the parsed tree, where an alias is still one node; OmegaConf expands each one.
         written = nodes_written(yaml.compose(text, Loader=yaml.SafeLoader), {})
         if written > MOST_NODES:
             raise ValueError(f"its aliases write out to {written:,} values, and {MOST_NODES:,} is the most")
@@ -129,21 +128,21 @@ def read_sections(path: Path) -> DictConfig:
 
 
 def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Return the values that a node stands for with every alias written out; too many, where one holds itself."""
+    """Count the values of a node with all aliases expanded. A node that contains itself counts as above MOST_NODES."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = MOST_NODES + 1  # until it is counted, for one that is found within itself
+        known[id(node)] = MOST_NODES + 1  # in case the node contains itself
         below = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
         known[id(node)] = 1 + sum(nodes_written(part, known) for part in below)
     return known[id(node)]
 
 
 def is_text(key: str, text: str) -> bool:
-    """Return True if an override's value is the text itself, and not what YAML makes of it.
+    """Return True if an override's value is taken literally, not parsed as YAML.
 
-    So it is for options that are texts, unless it is quoted or null, and where YAML would take a part of it for a
-    comment.
+    This holds for options of type str, unless the value is quoted or null, and for values in which YAML would take part
+    of the text for a comment.
     """
     if not text.strip():
         return True
@@ -160,9 +159,9 @@ def is_text(key: str, text: str) -> bool:
 
 
 def value_of(text: str, override: str) -> Any:
-    """Return the value of an override, as YAML has it."""
+    """Parse the value of an override as YAML."""
     try:
-        # By OmegaConf's reader, as in a file: to YAML's own 1e-5 is a text.
+        # Uses OmegaConf's reader, as for files: plain YAML reads 1e-5 as a string.
         return member(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False), "value")
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -170,10 +169,10 @@ def value_of(text: str, override: str) -> Any:
 
 
 def refuse_computed_values(given: DictConfig) -> None:
-    """Raise ValueError for a value that is made of more than other keys' values as they are written.
+    """Raise ValueError for interpolations other than `${another.key}` whose value is literal.
 
-    OmegaConf would put environment variables, which may be secret, into a config that is printed and kept, and call
-    whatever resolver is registered.
+    OmegaConf would otherwise insert environment variables, which may be secret, into a config that is printed and
+    stored. It would also call any registered resolver.
     """
     written = OmegaConf.to_container(given, resolve=False)
     for key, text in leaves(written):
@@ -190,7 +189,7 @@ def refuse_computed_values(given: DictConfig) -> None:
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is no dict or list, by its dotted key."""
+    """Yield every value that is not a dict or list, with its dotted key."""
     if not isinstance(value, dict | list):
         yield prefix, value
         return
@@ -199,14 +198,14 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def member(written: Any, key: str) -> Any:
-    """Return the value at a dotted key, None where there is none."""
+    """Return the value at a dotted key, or None."""
     for name in key.split("."):
         written = written.get(name) if isinstance(written, dict) else None
     return written
 
 
 def wrap_single_values(schema: type, given: DictConfig) -> None:
-    """Make a list of one of a single value where the key wants a list: run.import_from=my_rewards."""
+    """Wrap a single value in a list if the option is a list, as in run.import_from=my_rewards."""
     for name, kind in get_type_hints(schema).items():
         if name not in given:
             continue
@@ -217,14 +216,14 @@ def wrap_single_values(schema: type, given: DictConfig) -> None:
 
 
 def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
-    """Raise ValueError for the first key that the dataclass lacks, with the nearest one that it has."""
+    """Raise ValueError for the first key that the dataclass lacks, and suggest the nearest known key."""
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key in map(str, given):
         name = f"{prefix}{key}"
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1)
             for found, value in leaves(member(OmegaConf.to_container(given, resolve=False), key), name):
-                # `optimizer.epsilon` is a longer name for a key of its section, and none of another trainer's.
+                # `optimizer.epsilon` is a longer name for a key of its own section, not another trainer's name.
                 is_longer = bool(near) and str(key).startswith(near[0])
                 if (here := ours(found)) and not (is_longer and prefix and not here.startswith(prefix)):
                     raise ValueError(f"{found} = {value!r}: unknown key; here it is {here} ({PAGE}).")
@@ -242,7 +241,7 @@ def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
 
 
 def sections_of(schema: type, prefix: str = "") -> dict[str, type]:
-    """Return the dataclass of each section and of the sections in it, by dotted name."""
+    """Return the dataclass of each section and nested section, by dotted name."""
     found: dict[str, type] = {}
     for name, kind in get_type_hints(schema).items():
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):

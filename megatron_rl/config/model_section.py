@@ -1,4 +1,4 @@
-"""The model, its layout and its optimizer: the options of a training engine."""
+"""Options of a training engine: model, parallel layout and optimizer."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from megatron_rl.config.rules import Section, above, at_least, one_of, within
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, name="model"):
-    """The policy's folder, and the layers and the dtype it computes with."""
+    """The policy model and how it is computed: layers, kernels and dtype."""
 
     path: str = "???"
-    """Hugging Face folder: config.json, safetensors (unless init is random) and the tokenizer."""
+    """Hugging Face folder with config.json, tokenizer, and safetensors unless init is random."""
     init: str = one_of("hf", "random", default="hf")
-    """`hf` loads the folder's safetensors; `random` draws weights from run.seed, the same in every layout."""
+    """`hf` loads the folder's safetensors. `random` draws weights from run.seed, the same for every parallel layout."""
     dtype: str = one_of("float32", "bfloat16", default="float32")
-    """Compute dtype: float32 or bfloat16. bfloat16 keeps float32 main parameters in the optimizer."""
+    """Compute dtype: float32 or bfloat16. With bfloat16 the optimizer keeps float32 main parameters."""
     transformer_impl: str = one_of("auto", "transformer_engine", "local", default="auto")
-    """Layers of transformer_engine, or megatron.core's local ones; auto takes the former where they are installed."""
+    """Layer implementation: Transformer Engine, or megatron.core's local layers. auto: Transformer Engine if
+    installed."""
     flash_attention: str = one_of("torch", "FA3", "TE", default="torch")
-    """Attention's kernel in bfloat16 on CUDA: torch's own FlashAttention 2, FA3 of a flash_attn_interface that is
-    installed, which is faster on Hopper and computes on no other GPU, or TE, which is what Transformer Engine chooses
-    of cuDNN's and FlashAttention's kernels."""
+    """Attention kernel for bfloat16 on CUDA. torch: PyTorch's FlashAttention 2. FA3: an installed flash_attn_interface,
+    which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel Transformer Engine chooses."""
     shared_keys: str = one_of("copied", "flex", default="copied")
-    """Keys that branches of a dialogue share, in bfloat16 on CUDA: `copied` for each branch before flash_attention's
-    kernel; `flex` leaves them where they are, for FlexAttention, which torch compiles at the first step. For dialogues
-    of many turns that fork often. Microbatches that do not fork take flash_attention's kernel either way."""
+    """How branches of a dialogue use the keys they share, for bfloat16 on CUDA. `copied`: copy them for each branch,
+    then run flash_attention's kernel. `flex`: do not copy, but use FlexAttention, which torch compiles in the first
+    step; meant for long dialogues that fork often. Microbatches without forks use flash_attention's kernel in both
+    cases."""
     delta_kernel: str = one_of("torch", "fla", default="torch")
-    """Layers of gated delta nets: plain torch, or in bfloat16 on CUDA the kernels of flash-linear-attention, of the
-    extra `fla`, which Triton compiles and tunes at the first step. `plan` and `rehearse` count torch's either way."""
+    """Implementation of gated delta net layers: plain torch, or the flash-linear-attention kernels for bfloat16 on
+    CUDA. The latter need the extra `fla`; Triton compiles and tunes them in the first step. `plan` and `rehearse`
+    always count torch."""
 
 
 PIPELINE_CUTS = (
@@ -40,26 +42,26 @@ PIPELINE_CUTS = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Fields of `megatron:` that give pipeline stages different numbers of layers, in each model that has stages."""
+"""Fields of `megatron:` that give pipeline stages different numbers of layers, in every model with stages."""
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, name="parallel"):
-    """A model's layout. The data axis is what remains: world size / (tensor x pipeline x context)."""
+    """A model's parallel layout. The data-parallel size is the rest: world size / (tensor x pipeline x context)."""
 
     tensor: int = at_least(1, default=1, hint="1 leaves the axis out")
     pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
-    """Stages that share the layers: evenly, or as upstream's fields in `megatron:` say; docs/cluster.md names them."""
+    """Pipeline stages. Layers are split evenly, or by Megatron's own fields in `megatron:` (docs/cluster.md)."""
     virtual_pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
-    """Model chunks per pipeline stage (interleaved 1F1B): a smaller bubble for more communication."""
+    """Model chunks per pipeline stage (interleaved 1F1B). More chunks mean a smaller bubble but more communication."""
     context: int = at_least(1, default=1, hint="1 leaves the axis out")
-    """Ranks that share the rows of a microbatch: for sequences too long for one."""
+    """Context-parallel ranks, which share the rows of a microbatch. Needed for sequences too long for one rank."""
     expert: int = at_least(1, default=1, hint="1 leaves the axis out")
-    """Ranks that share a mixture's experts; they are taken from tensor x context x data."""
+    """Expert-parallel ranks, which share an MoE layer's experts. They are taken from tensor x context x data."""
     expert_tensor: int = at_least(1, default=1, hint="1 leaves the axis out")
     """Ranks that split each expert's matrices."""
     sequence: bool | None = None
-    """Split norms and dropout along the sequence over the tensor axis; None does it where tensor > 1."""
+    """Sequence parallelism: split norms and dropout along the sequence over the tensor axis. None: on if tensor > 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +78,7 @@ class ParallelConfig(Section, name="parallel"):
         return self.tensor > 1 if self.sequence is None else self.sequence
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError where the layout does not divide the number of processes."""
+        """Raise ValueError if the layout does not divide the number of processes."""
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
             raise ValueError(
@@ -84,7 +86,7 @@ class ParallelConfig(Section, name="parallel"):
                 f"ranks per replica, which does not divide the world size {world_size}. Lower one of them, or start a "
                 f"multiple of {ranks} ranks, e.g. torchrun --nproc-per-node {ranks}."
             )
-        # Experts have a layout of their own over the same ranks, which must divide them too.
+        # Experts have their own layout over the same ranks, which must divide them too.
         experts = self.expert * self.expert_tensor * self.pipeline
         if world_size % experts:
             raise ValueError(
@@ -96,44 +98,44 @@ class ParallelConfig(Section, name="parallel"):
 
 @dataclass(kw_only=True)
 class LoraConfig(Section, name="lora"):
-    """Low-rank adapters: the model's own weights stay as they are, and are the reference too."""
+    """Low-rank adapters. The model's own weights stay frozen and also serve as the reference."""
 
     rank: int = at_least(0, default=0, hint="0 trains the whole model")
     """Rank of every adapter; 0 trains the whole model."""
     alpha: float = above(0, default=16.0)
-    """An adapter's output counts alpha / rank times."""
+    """An adapter's output is scaled by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Projections that have an adapter, by the ends of their names in the model's files (`q_proj`,
-    `experts.up_proj`); empty takes all of attention, feed-forward and experts."""
+    """Projections with an adapter, by the ends of their names in the model's files (`q_proj`, `experts.up_proj`).
+    Empty: all of attention, feed-forward and experts."""
     path: str = ""
-    """A folder in PEFT's format, such as another run's `final/adapter`, whose adapters this one begins with, of its
-    rank, alpha and targets; empty begins with adapters that change nothing. The reference is the model below them."""
+    """Folder with initial adapters in PEFT's format, such as another run's `final/adapter`. They must match rank, alpha
+    and targets. Empty: start with adapters that change nothing. The reference is the model without adapters."""
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section, name="optimizer"):
-    """AdamW as Megatron-Core runs it."""
+    """Megatron-Core's AdamW."""
 
     lr: float = above(0, default=1e-6, hint="RL of a language model starts near 1e-6")
     min_lr: float = 0.0
     schedule: str = one_of("constant", "linear", "cosine", default="constant")
-    """constant, linear or cosine, from `lr` to `min_lr` over all updates, after the warm-up."""
+    """Learning rate schedule after the warm-up, from `lr` to `min_lr` over all updates: constant, linear or cosine."""
     warmup_updates: int = at_least(0, default=0)
-    """Updates in which the rate rises from 0 to `lr`. The first of them has a rate of 0 and changes nothing, as with
-    the warm-ups of transformers and Megatron-LM."""
+    """Updates in which the learning rate rises from 0 to `lr`. The first one has rate 0 and changes nothing, as in
+    transformers and Megatron-LM."""
     weight_decay: float = at_least(0, default=0.0)
     beta1: float = within("[0, 1)", default=0.9)
     beta2: float = within("[0, 1)", default=0.95)
     eps: float = above(0, default=1e-8)
     clip_grad: float = at_least(0, default=1.0, hint="0 turns clipping off")
-    """Largest global gradient norm; 0 leaves gradients alone."""
+    """Maximum global gradient norm; 0 disables clipping."""
     distributed: bool = False
-    """Split optimizer state over the data axis (Megatron's distributed optimizer)."""
+    """Shard the optimizer state over the data axis (Megatron's distributed optimizer)."""
     overlap: bool = False
-    """Reduce gradients during the backward pass and gather updated weights during the next forward pass."""
+    """Reduce gradients during the backward pass, and gather updated weights during the next forward pass."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Options of memory, passed to megatron.core's optimizer and gradient buffers by their own field names, such as
-    `grad_reduce_in_fp32: false` or `optimizer_cpu_offload: true`; docs/cluster.md says what each saves."""
+    """Memory options passed to megatron.core's optimizer and gradient buffers under their own field names, such as
+    `grad_reduce_in_fp32: false` or `optimizer_cpu_offload: true`. docs/cluster.md says what each saves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,25 +149,25 @@ class OptimizerConfig(Section, name="optimizer"):
 
 @dataclass(kw_only=True)
 class BatchConfig(Section, name="batch"):
-    """The size of a step, and its split into updates and forward passes."""
+    """Size of a step, and how it is split into updates and forward passes."""
 
     prompts_per_step: int = at_least(1, default=64)
-    """Prompts of one step, counted over all ranks. Trajectories per step: this times generation.n_samples."""
+    """Prompts per step over all ranks. Trajectories per step are this times generation.n_samples."""
     updates_per_step: int = at_least(1, default=1)
-    """Optimizer steps that the trajectories of one step are split over."""
+    """Optimizer updates per step; the step's trajectories are split among them."""
     tokens_per_microbatch: int = at_least(1, default=16_384)
-    """Most packed tokens in one forward pass of one data-parallel rank."""
+    """Maximum number of packed tokens in one forward pass of one data-parallel rank."""
     allow_longer_sequences: bool = True
-    """Give a sequence above that budget a pass of its own; false stops the run there with an error."""
+    """Give a sequence longer than tokens_per_microbatch its own pass; false ends the run with an error instead."""
     share_prompts: bool = True
-    """Compute once what replies to a prompt, or forks of dialogues, begin with: the same update for less."""
+    """Compute prefixes that replies or forked dialogues share only once. The update is the same, but cheaper."""
 
 
 @dataclass(kw_only=True)
 class EngineConfig:
-    """The options of one training engine; `TrainConfig.actor` cuts the policy's out of a run's config."""
+    """Options of one training engine. `TrainConfig.actor` extracts the policy's from a run's config."""
 
-    # No rules here: each value comes from a section that has checked it.
+    # No rules here: every value comes from a section that has already checked it.
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -174,9 +176,9 @@ class EngineConfig:
     allow_longer_sequences: bool = True
     share_prompts: bool = True
     routing_replay: str = "off"
-    """The policy's alone: other models route by themselves."""
+    """For the policy only; other models use their own routing."""
     seed: int = 1
     bucket_bytes: int = 1 << 28
-    """A weight publication takes two of these, and no fewer bytes than the largest tensor has."""
+    """A weight publication takes memory for two of these, each at least as large as the largest tensor."""
     publication: str = "group"
     publication_folder: str = "runs/default/published"

@@ -1,4 +1,4 @@
-"""Every option as a record, for `megatron-rl options` and docs/options.md: nothing about an option is written twice."""
+"""Describes every option as a record, for `megatron-rl options` and docs/options.md."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron_rl.config.train_config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedOption:
-    """One option. `f"{option.section}.{option.key}"` is its dotted key; `megatron` alone has no section."""
+    """One option. Its dotted key is `f"{option.section}.{option.key}"`; only `megatron` has an empty section."""
 
     section: str
     key: str
     type: str
-    """The annotation as it is written, such as int or list[str]; of a section within a section its class."""
+    """The annotation as written, such as int or list[str]; for a nested section its class."""
     default: str
-    """The value as YAML takes it; `required` where there is none, empty for a section within a section."""
+    """The value as YAML; `required` if there is no default, empty for a nested section."""
     rule: str
-    """The rule and, after a semicolon, a hint; empty where any value of the type will do."""
+    """The rule and, after a semicolon, a hint; empty if every value of the type is valid."""
     doc: str
-    """The text below the field, as one line."""
+    """The docstring below the field, joined into one line."""
 
 
 def described_options() -> list[DescribedOption]:
-    """Return all options in the order of the sections and fields. `critic.parallel` is one record, not seven."""
+    """Return all options in the order of sections and fields. `critic.parallel` is one record, not seven."""
     sections = {name: kind for name, kind in SECTIONS.items() if "." not in name}
     found = [option for name, kind in sections.items() for option in options_of(kind, name)]
     return found + [option for option in options_of(TrainConfig, "") if option.key not in sections]
@@ -59,10 +59,10 @@ def default_of(field: dataclasses.Field[object]) -> str:
 
 
 def docs_of_fields(kind: type) -> dict[str, str]:
-    """Return the string that stands below each field. Python keeps none of them, so they are read from the source."""
+    """Return the docstring below each field. Python does not keep these, so they are read from the source."""
     [body] = [node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef)]
     docs = {}
-    # The text belongs to the field that it follows; a field without one is followed by the next field.
+    # A docstring belongs to the field before it.
     for field, below in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):

@@ -1,6 +1,6 @@
-"""Names of AReaL, TRL, verl and slime for what a key here is, by which a message says what to write instead.
+"""Option names of AReaL, TRL, verl and slime with the key used here, so that error messages can suggest it.
 
-docs/from_other_trainers.md has them in tables, with what differs.
+docs/from_other_trainers.md has them as tables, with the differences.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ OURS: dict[str, str] = {name: key for key, names in OTHERS.items() for name in n
 
 
 def ours(key: str) -> str:
-    """Return the key that means what another trainer's `key` does there, whatever comes before its name; '' for none.
+    """Return the key here that matches another trainer's `key`, ignoring its leading sections; '' if there is none.
 
     ours("actor_rollout_ref.rollout.n")  # "generation.n_samples"
     """

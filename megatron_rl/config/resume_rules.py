@@ -1,4 +1,4 @@
-"""What a resumed run does with an option that was changed since its checkpoint, for every option of the config."""
+"""For every option, what a resumed run does if it was changed since the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from megatron_rl.config.train_config import TrainConfig
 
 TAKEN, ROWS, START, FIXED = "taken", "taken if the rows are the same", "only at the start", "refused if changed"
-"""The new value counts from here on; the same, if the data's rows and their order stay; the value had its effect when
-the run began, and a new one has none; a new value is refused."""
+"""TAKEN: the new value applies from now on. ROWS: the same, provided that the data's rows and their order are
+unchanged. START: the option only matters at the start of a run, so a new value has no effect. FIXED: a new value is
+refused."""
 SCHEDULED = "refused if changed, unless the schedule is constant"
 
 _OPTIMIZER = {
@@ -84,21 +85,21 @@ ON_RESUME: dict[str, str] = {
     for rule, names in rules.items()
     for name in names.split()
 } | {"megatron": TAKEN}
-"""The rule of each option, by its dotted key."""
+"""Rule of each option, by dotted key."""
 STEERED = {"algo.kl_coefficient": "kl_target", "algo.entropy_coefficient": "entropy_target"}
-"""Coefficients that the run steers if the other option is above 0: the option is then the value to begin with."""
+"""Coefficients that the run adapts if the other option is above 0. The option is then only the initial value."""
 
 
 def saved_form(config: TrainConfig) -> dict[str, Any]:
-    """Return the config as a checkpoint keeps it, of JSON alone. Of a value that JSON lacks its type counts."""
+    """Return the config as JSON data, as stored in a checkpoint. A value that JSON lacks becomes its type's name."""
     text = json.dumps(dataclasses.asdict(config), default=lambda value: type(value).__qualname__)
     return dict(json.loads(text))
 
 
 def changes_at_resume(saved: dict[str, Any], config: TrainConfig, checkpoint: str) -> list[str]:
-    """Return what was changed since a checkpoint, in lines to be shown. ValueError for an option that may not change.
+    """List the options changed since a checkpoint, as lines to show. ValueError for an option that may not change.
 
-    saved: the checkpoint's config, in its `saved_form`. Options that it lacks are newer than it, and count as
+    saved: the checkpoint's config in its `saved_form`. Options missing there are newer than the checkpoint and count as
     unchanged.
     """
     before, now = dict(_options(saved)), dict(_options(saved_form(config)))
@@ -126,7 +127,7 @@ def _rule(key: str, config: TrainConfig) -> str:
 
 
 def _refusal(key: str, before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return why a changed option may not be changed, empty if it may."""
+    """Return why a changed option is refused; empty if it is allowed."""
     if ON_RESUME[key] == FIXED:
         return "a run keeps it from its start to its end"
     if ON_RESUME[key] == SCHEDULED:
@@ -139,7 +140,7 @@ def _refusal(key: str, before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _options(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every option of a config's saved form by its dotted key."""
+    """Yield every option of a config's saved form with its dotted key."""
     for name, value in config.items():
         key = f"{prefix}{name}"
         if key in _BY_SECTION and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The sampling of replies, their rewards, and the servers that give them."""
+"""Options for sampling replies, computing rewards, and the inference servers."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from megatron_rl.config.rules import (
 
 @dataclass(kw_only=True)
 class GenerationConfig(Section, name="generation"):
-    """The sampling of one reply. Field names and meanings are SGLang's where it has the field."""
+    """Sampling parameters for one reply. Names and meanings follow SGLang where it has the same field."""
 
     n_samples: int = at_least(1, default=1, hint="ask for one reply or more")
-    """Replies a workflow asks for per prompt: the group size. Each is a request of its own."""
+    """Replies sampled per prompt, i.e. the group size. Each reply is a separate request."""
     max_new_tokens: int = at_least(1, default=128, hint="set the longest reply")
     min_new_tokens: int = at_least(0, default=0)
     temperature: float = above(0, default=1.0, hint="for greedy decoding set greedy: true")
-    """Above 0. Greedy decoding is `greedy`, not temperature 0."""
+    """Must be above 0. For greedy decoding set `greedy`, not temperature 0."""
     top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
-    """Below 1 not in RL: the trainer's log-probabilities are over the whole vocabulary. See eval.top_p."""
+    """Must be 1.0 in RL: the trainer's log-probabilities cover the whole vocabulary. For evaluation see eval.top_p."""
     top_k: int = ruled(
         "must be -1 or at least 1", lambda top_k: top_k == -1 or top_k >= 1, default=-1, hint="-1 keeps all tokens"
     )
-    """-1 keeps all tokens. Others not in RL, as with top_p."""
+    """-1 keeps all tokens. Like top_p, it must keep all tokens in RL."""
     greedy: bool = False
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     seed: int | None = None
-    """Seed of this request's sampling; None derives one per request where a run has a seed, else the server chooses."""
+    """Sampling seed of this request. None: derived per request if the run has a seed, else chosen by the server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,10 +60,10 @@ class GenerationConfig(Section, name="generation"):
 TP = ("--tp", "--tp-size", "--tensor-parallel-size")
 PP = ("--pp-size", "--pipeline-parallel-size")
 DP = ("--dp-size", "--dp", "--data-parallel-size")
-"""SGLang's options for the parts of a server."""
+"""SGLang's option names for tensor, pipeline and data parallelism."""
 BY_RANKS = "SGLang numbers the ranks of a weight update by tensor parallelism alone"
 LOADED_BYTES_PER_S = 0.2e9
-"""Of weights, from a file system that many servers read at a time."""
+"""Assumed read speed of weights from a file system that many servers read at the same time."""
 URL_RULE = "must be a URL with its scheme, such as http://127.0.0.1:30000; correct it"
 
 
@@ -72,9 +72,9 @@ def is_url(text: str) -> bool:
 
 
 def shape_refusal(publication: str, *, replicas: int, stages: int, nodes: int) -> str:
-    """Say why a server of this shape cannot be sent weights in this way, with the remedy; empty where it can.
+    """Explain why a server of this shape cannot receive weights through `publication`, and how to fix it.
 
-    replicas: copies of the weights, its data-parallel size without DP attention.
+    Returns "" if it can. replicas: copies of the weights, i.e. the data-parallel size without DP attention.
     """
     over_nodes = ("group", "disk", "adapters")
     for option, size, ways, why in (
@@ -97,135 +97,144 @@ def is_part_of_a_recipe(part: dict[str, Any]) -> bool:
 
 @dataclass(kw_only=True)
 class RolloutConfig(Section, name="rollout"):
-    """Episodes: their workflow and rewards, the servers that reply, and how far sampling may run ahead."""
+    """Workflow and rewards of the episodes, the servers that generate replies, and how far sampling may run ahead."""
 
     workflow: str = import_path(default="megatron_rl.workflows:RLVRWorkflow")
-    """Import path of a RolloutWorkflow; it is called with reward_fn, gconfig, tokenizer and workflow_args."""
+    """Import path of a RolloutWorkflow. It is constructed with reward_fn, gconfig, tokenizer and workflow_args."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward: str = import_path(default="megatron_rl.rewards:exact_match")
-    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`, or a dict of the parts
-    whose sum it is; in Python also the function itself, of a module or of the program that runs."""
+    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data)`. It returns a float, or a dict
+    of parts whose sum is the reward. Python code may also pass the function itself, from a module or from the running
+    program."""
     recipe: list[dict[str, Any]] = field(default_factory=list)
-    """A weighted sum of rewards in its place. Each is `{reward: import path, weight: 1.0, args: {}, name: its own}`.
+    """Weighted sum of rewards, replacing `reward`. Entries: `{reward: import path, weight: 1.0, args: {}, name: its
+    own}`.
 
-    Every part has its mean as the metric `rollout/reward/NAME`.
+    The mean of each part is reported as the metric `rollout/reward/NAME`.
     """
     reward_workers: int = at_least(1, default=4)
-    """Processes in which each head's rewards are computed, at most so many at a time."""
+    """Worker processes of each rollout process that compute rewards, at most this many at the same time."""
     servers: list[str] = ruled(f"each {URL_RULE}", lambda urls: all(map(is_url, urls)), default=[])
-    """URLs of running SGLang (or embedded) servers; empty starts `server_count` of `backend` on this host."""
+    """URLs of running SGLang or embedded servers. Empty: start `server_count` servers of `backend` on this host."""
     registry: str = ""
-    """Folder, shared with the servers, in which those of this run register: they may come and go while it lasts.
+    """Shared folder in which servers register for this run. Servers may join and leave during the run.
 
-    `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder. The run starts
-    once `server_count` are there; none are started.
+    Start them with `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder.
+    The run begins once `server_count` servers have registered, and starts none itself.
     """
     router: str = ruled(URL_RULE, lambda url: not url or is_url(url), default="")
-    """URL of an SGLang router (sglang-router 0.3) that picks a server for each request; it is told which there are."""
+    """URL of an SGLang router (sglang-router 0.3), which picks a server per request. The run registers its servers
+    there."""
     backend: str = one_of("auto", "embedded", "sglang", default="auto")
-    """embedded, sglang, or auto: sglang where CUDA is, embedded where it is not."""
+    """embedded, sglang or auto. auto uses sglang if CUDA is available, and embedded otherwise."""
     server_count: int = at_least(1, default=1)
     server_restarts: int = at_least(0, default=3, hint="0 restarts none")
-    """Restarts of a started server that died or hangs, before it is given up. A server that lasts is forgiven them."""
+    """How often a server that died or hangs is restarted before the run gives up on it. Applies to servers that the run
+    started. The count is reset once a server stays up."""
     health_timeout_s: float = above(0, "seconds", default=120.0)
-    """A server that gives no sign of life for so long hangs, and gets no more requests.
+    """Seconds without a sign of life after which a server counts as hung and gets no more requests.
 
-    One that this run started and that does not answer /health_generate for so long is killed and restarted.
+    A server that this run started is killed and restarted if it does not answer /health_generate for this long.
     """
     server_args: list[str] = field(default_factory=list)
-    """Further command-line arguments of each started server, such as its shape: `[--tp, 8]`.
+    """Extra command-line arguments for each started server, such as its parallelism: `[--tp, 8]`.
 
-    Slurm's launcher starts one with more GPUs than a node over several. Quantized weights take no new ones; servers
-    with `--pp-size`, or with `--dp-size` and no `--enable-dp-attention`, take them from a disk alone.
+    Slurm's launcher spreads a server over several nodes if it needs more GPUs than one node has. Quantized weights
+    cannot be updated. Servers with `--pp-size`, or with `--dp-size` but no `--enable-dp-attention`, support
+    publication=disk only.
     """
     token_file: str = ""
-    """File of mode 600 with the token that the servers ask for; made where there is none.
+    """File with mode 600 that holds the servers' access token. It is created if it does not exist.
 
-    Empty: `token` in run.folder, or with a registry RUN.token there. Servers that a user starts are given the same file
-    (`megatron-rl serve --token-file`); one with SGLang's --api-key expects that key to be in it.
+    Empty: the file `token` in run.folder, or RUN.token in the registry folder. Give the same file to servers that you
+    start yourself (`megatron-rl serve --token-file`). For a server with SGLang's --api-key, the file must contain that
+    key.
     """
     devices: list[str] = field(default_factory=list)
-    """GPUs of this host for the started servers, as CUDA_VISIBLE_DEVICES names them: as many for each as its --tp.
+    """GPUs of this host for the started servers, as in CUDA_VISIBLE_DEVICES. Each server takes as many as its --tp.
 
-    Empty: `megatron-rl launch` chooses them. Otherwise servers that are `colocated` take the first of their node, and
-    others see what the trainer's first rank sees.
+    Empty: `megatron-rl launch` chooses them. Without it, `colocated` servers take the first GPUs of their node, and
+    other servers see the same GPUs as the trainer's first rank.
     """
     colocated: bool = False
-    """Started servers and trainer take turns on the same devices: servers have no weights and no cache while the
-    trainer works, and its models wait in host memory while they generate. Synchronous runs.
+    """Trainer and started servers take turns on the same devices. Servers hold no weights and no KV cache while the
+    trainer works; the trainer's models wait in host memory while servers generate. Synchronous runs only.
 
-    On several nodes each has the same number of the `server_count` servers, and none is on two.
+    With several nodes, each node has the same share of the `server_count` servers, and no server spans two nodes.
     """
     max_concurrent_episodes: int = at_least(1, default=256)
     max_staleness: int = at_least(0, default=0, hint="0 is synchronous")
-    """Most policy versions between sampling and training; 0 is synchronous. A step publishes one version, whatever its
-    number of updates."""
+    """Maximum number of policy versions between sampling and training; 0 is synchronous. A step publishes one version,
+    regardless of its number of updates."""
     stale: str = one_of("drop", "mask", "keep", default="drop")
-    """A group with a token older than that when it would be trained: drop (its prompt is sampled again), mask (such
-    tokens are not trained) or keep. Admission makes them rare: replies that take longer than the steps they span."""
+    """What to do with a group if one of its tokens exceeds max_staleness when it is due for training. drop: discard it
+    and sample its prompt again. mask: do not train those tokens. keep: train them. This is rare, because the admission
+    of episodes already limits staleness; it affects replies that take longer than the steps they span."""
     cut_off: str = one_of("train", "mask", default="train")
-    """Replies that generation.max_new_tokens has cut off, and dialogues that have outgrown their context: train, with
-    what they earned, or mask. Masked ones still count in what a group's others are compared with (overlong filtering,
-    arXiv 2503.14476); a prompt of which nothing else is left is replaced by another."""
+    """What to do with replies cut off at generation.max_new_tokens, and dialogues that outgrew their context. train:
+    train them with the reward they earned. mask: do not train them, but still count them in the group's statistics
+    (overlong filtering, arXiv 2503.14476). A prompt with nothing left to train is replaced by another one."""
     max_uniform_resamples: int = within("[0, 50]", default=0, hint="DAPO takes 10")
-    """Dynamic sampling (DAPO): groups without variance of rewards are replaced by those of other prompts, at most so
-    many times a step's groups; the rest is trained as it is. Refused where something else trains such groups: a
-    teacher, a KL term, positive trajectories, marked tokens. 0 replaces none."""
+    """Dynamic sampling (DAPO): replace groups whose rewards are all equal with groups of other prompts. The limit is
+    this many times the groups of a step; groups beyond it are trained unchanged. 0 replaces none. Refused together with
+    anything that learns from such groups: a teacher, a KL term, positive trajectories or marked tokens."""
     oversample: float = within("[1, 2]", default=1.0)
-    """Synchronous runs: start so many episodes for each that a step takes, and train the first ones to finish. The
-    others' prompts are the first of the next step, which waits for them. With `stale` = mask or keep their replies go
-    on where they were; with drop, which trains no token of an earlier version, they begin anew."""
+    """Synchronous runs: start this many times the episodes that a step needs, and train the first ones to finish. The
+    prompts of the others come first in the next step, which waits for them. With `stale` = mask or keep, their replies
+    resume where they stopped. With drop they restart, because drop trains no token of an earlier version."""
     interruption: str = one_of("abort", "retract", "in_place", default="retract")
-    """The fate of replies under way when new weights come. All go on with them afterwards.
+    """What happens to running replies when new weights arrive. All of them continue afterwards.
 
-    abort ends them and sends what they have again; retract puts them back into the server's queue; in_place freezes
-    them with the keys of the old weights.
+    abort: end them and send their tokens again as a new request. retract: put them back into the server's queue.
+    in_place: pause them and keep their KV cache, which was computed with the old weights.
     """
     part_tokens: int = at_least(0, "tokens", default=0, hint="0 asks for whole replies")
-    """Ask for a reply in parts of at most so many tokens, each a request to the server that has the keys of the parts
-    before it: a server that dies takes no more of a reply than the part under way, where a whole one begins anew. For
-    replies of minutes. Those with `generation.stop`, a JSON schema or a forced tool are asked for whole."""
+    """Request a reply in parts of at most this many tokens. Each part is a request to the server that holds the KV
+    cache of the parts before. If a server dies, only the current part is lost, while a whole reply would start over.
+    Meant for replies that take minutes. Replies with `generation.stop`, a JSON schema or a forced tool are always
+    requested whole."""
     max_cache_age: int = at_least(0, default=0)
-    """Publications that a server's prefix cache may outlive; 0 flushes it at each."""
+    """Number of weight publications that a server's prefix cache may survive; 0 flushes it at each one."""
     request_timeout_s: float = above(0, "seconds", default=600.0)
-    """For a reply of at most 6,000 tokens; one that may be longer has as much more time, so that 10 tokens a second do.
-    Time without a server, or while servers are paused, does not count.
+    """Timeout for a reply of at most 6,000 tokens, and proportionally longer for longer replies. The default allows for
+    10 tokens per second. Time without a server, or with paused servers, does not count.
 
-    A server that gives no reply at all for so long has to generate a token before it is asked for more.
+    A server that returns no reply at all for this long must first generate one test token before it gets more requests.
     """
     control_timeout_s: float = above(0, "seconds", default=60.0)
-    """For a command to a server: to pause, to go on, to flush its cache. One that hangs delays a publication by it."""
+    """Timeout for a server's pause, continue or flush command. A hanging command delays a publication this long."""
     start_timeout_s: float = above(0, "seconds", default=300.0)
-    """For a server to start, and for what loads or compares its weights, or a part of them. Weights of more bytes than
-    can be read by then at 0.2 GB a second have as much more time."""
+    """Timeout for starting a server, and for requests that load or compare all or part of its weights. It is extended
+    if the weights take longer to read at 0.2 GB per second."""
     publication: str = one_of("group", "ipc", "delta", "disk", "adapters", default="group")
-    """The way of new weights to the servers: `group`, a process group (NCCL or gloo); `ipc`, memory that servers share
-    with a rank on their host (CUDA IPC, or /dev/shm): the first one, or where `colocated` that of each node; `delta`,
-    what changed since the last time, over HTTP, for slow links; `disk`, a folder under run.folder; or `adapters`, such
-    a folder with those of `lora` alone, which servers compute beside the model's own weights.
+    """How new weights reach the servers. `group`: a process group (NCCL or gloo). `ipc`: memory shared with a rank on
+    the same host (CUDA IPC or /dev/shm), which is the first rank, or with `colocated` one rank of each node. `delta`:
+    only the changes since the last publication, over HTTP, for slow links. `disk`: a folder under run.folder.
+    `adapters`: such a folder with only the `lora` adapters, which servers apply on top of the model's own weights.
 
-    Servers that are given in `servers` must be able to read that folder, and for adapters be started with
-    --enable-lora, --max-lora-rank and --lora-target-modules. delta keeps a copy of the weights on the host of the first
-    rank; an SGLang that this run does not start needs megatron_rl installed and to be started with
-    --custom-weight-loader megatron_rl.weights.sglang_loaders.load_changes.
+    Servers listed in `servers` must be able to read that folder. For adapters they must be started with --enable-lora,
+    --max-lora-rank and --lora-target-modules. delta keeps a copy of the weights on the first rank's host. An SGLang
+    server that this run does not start then needs megatron_rl installed and the option --custom-weight-loader
+    megatron_rl.weights.sglang_loaders.load_changes.
     """
     bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 is well for tens of billions")
-    """Weights that a rank sends at a time, over `group` and `ipc`. A rank that sends has two such buckets, one being
-    filled and one on its way, and a rank of a server one of each sender. A bucket costs a request to every server."""
+    """Bytes of weights that a rank sends at a time with `group` and `ipc`. A sending rank holds two such buckets, one
+    being filled and one in flight. A server's rank holds one bucket per sender. Each bucket costs one request to every
+    server."""
     episode_attempts: int = at_least(1, default=3)
-    """Tries of an episode before its prompt is given up and counted."""
+    """Attempts of an episode before its prompt is given up and counted as failed."""
     max_infrastructure_failures: float = within("(0, 1]", default=0.5, hint="1 goes on whatever fails")
-    """Share of the newest tries of samples, of 256 or those of the last minute where these are more, that may fail with
-    an InfrastructureFailure: a container, a service, a worker, a server is gone, and the policy is not at fault. With
-    more the run stops and names them; it is resumed where it was."""
+    """Largest share of recent sample attempts that may fail with an InfrastructureFailure: a container, service, worker
+    or server is gone, and the policy is not at fault. Recent means the last 256 attempts, or those of the last minute
+    if that is more. Above this share the run stops and names the failures; it can be resumed from there."""
     journal_replies: bool = False
-    """Runs with checkpoints: a killed run keeps the finished replies of unfinished episodes too, not only whole groups.
+    """For runs with checkpoints: a killed run also keeps finished replies of unfinished episodes, not only groups.
 
-    For long replies and many turns. The journal doubles in size.
+    Useful for long replies and many turns. The journal doubles in size.
     """
 
     def __post_init__(self) -> None:
-        # Before the fields' own rules, which know import paths alone: Python code may give the functions themselves.
+        # Before the fields' own rules, which accept only import paths: Python code may pass functions here.
         self.reward = path_of(self.reward, key="rollout.reward")
         for number, part in enumerate(self.recipe):
             key = f"rollout.recipe[{number}]"
@@ -241,7 +250,7 @@ class RolloutConfig(Section, name="rollout"):
         if self.registry and self.servers:
             self.refuse("registry", "must be empty where rollout.servers names them; give one of the two")
         if any("api-key" in argument for argument in self.server_args):
-            # The value is not shown: errors end up in logs.
+            # The value is not shown, because errors end up in logs.
             rule = "names a key, which every user of the host could see; put it into the file rollout.token_file"
             refuse("rollout.server_args", "...", rule)
         if self.interruption == "in_place" and self.max_cache_age == 0:
@@ -271,7 +280,7 @@ class RolloutConfig(Section, name="rollout"):
             self.refuse("colocated", rule)
 
     def check_for_gpus(self) -> None:
-        """Raise ValueError for what works without GPUs only."""
+        """Raise ValueError for combinations that work only without GPUs."""
         if self.colocated and self.publication == "group":
             raise ValueError(
                 "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on "
@@ -279,7 +288,7 @@ class RolloutConfig(Section, name="rollout"):
             )
 
     def check_share(self, nodes: int, gpus: int) -> None:
-        """Raise ValueError where several nodes, each of `gpus` GPUs, cannot have as many servers that share them."""
+        """Raise ValueError if the colocated servers cannot be split evenly over several nodes with `gpus` GPUs each."""
         each, rest = divmod(self.server_count, nodes)
         if nodes > 1 and (rest or (gpus and each * self.gpus_per_server > gpus)):
             raise ValueError(
@@ -292,7 +301,7 @@ class RolloutConfig(Section, name="rollout"):
             self.refuse("devices", f"must be left out with {nodes} nodes: servers share the first GPUs of each")
 
     def check_servers(self) -> None:
-        """Raise ValueError for server_args with which servers cannot be sent new weights."""
+        """Raise ValueError for server_args that make weight updates impossible."""
         for option in ("--quantization", "--modelopt-quant", "--torchao-config"):
             if (value := self.server_option(option)) and value != "unquant":
                 raise ValueError(
@@ -311,7 +320,7 @@ class RolloutConfig(Section, name="rollout"):
             raise ValueError(f"rollout.server_args: {why}")
 
     def with_time_for(self, model_folder: str | Path) -> RolloutConfig:
-        """Return a copy in which start_timeout_s is what this model's weights take, where that is more."""
+        """Return a copy with start_timeout_s raised, if needed, to the time that loading this model's weights takes."""
         nbytes = sum(file.stat().st_size for file in Path(model_folder).glob("*.safetensors"))
         return dataclasses.replace(self, start_timeout_s=max(self.start_timeout_s, nbytes / LOADED_BYTES_PER_S))
 
@@ -322,7 +331,7 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of a reward's parts where the recipe has any: by the name in the recipe, or NAME/PART."""
+        """Weights of the recipe's reward parts. Keys are names in the recipe, or NAME/PART for rewards with parts."""
         found: dict[str, float] = {}
         for part in self.recipe:
             name, weight = part.get("name", str(part["reward"]).partition(":")[2]), part.get("weight", 1.0)
@@ -333,13 +342,13 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def gpus_per_server(self) -> int:
-        """SGLang's --tp x --pp in server_args, on all its nodes; times --dp, where that is not DP attention's."""
+        """GPUs per server over all its nodes: --tp x --pp in server_args, times --dp unless DP attention is enabled."""
         gpus = self._server_size(TP) * self._server_size(PP)
         return gpus if self.has_dp_attention else gpus * self._server_size(DP)
 
     @property
     def nodes_per_server(self) -> int:
-        """SGLang's --nnodes in server_args; 0 where it is not given."""
+        """Value of --nnodes in server_args; 0 if it is not given."""
         return self._server_size(("--nnodes",)) if self.server_option("--nnodes") else 0
 
     @property
@@ -348,7 +357,7 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def attention_replicas(self) -> int:
-        """Parts of a server with all of attention's weights and with their own replies: --dp-size with DP attention."""
+        """Data-parallel attention replicas within one server: --dp-size if DP attention is enabled, otherwise 1."""
         return self._server_size(DP) if self.has_dp_attention else 1
 
     def _server_size(self, names: tuple[str, ...]) -> int:
@@ -359,15 +368,15 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def server_gpus(self) -> int:
-        """GPUs of all started servers together."""
+        """Total GPUs of all started servers."""
         return self.server_count * self.gpus_per_server
 
     def server_option(self, *names: str) -> str | None:
-        """The value of the last of these options in server_args, which counts: `--tp 2` or `--tp=2`."""
+        """Return the value of the last of these options in server_args, as `--tp 2` or `--tp=2`; None if missing."""
         found = None
         for word, following in itertools.zip_longest(self.server_args, self.server_args[1:]):
             name, equals, value = word.partition("=")
-            # No return: a later one overrides it, as the server's own parser has it.
+            # No early return: the server's own parser lets a later option override an earlier one.
             if name in names:
                 found = value if equals else following
         return found
@@ -375,14 +384,14 @@ class RolloutConfig(Section, name="rollout"):
 
 @dataclass(kw_only=True)
 class ReuseConfig(Section, name="reuse"):
-    """Solved groups that are trained again, beside each step's fresh ones: the tokens' own log-probabilities and
-    versions stay, and `correction` weighs them. The bound on staleness holds for fresh groups."""
+    """Training solved groups again in addition to each step's fresh groups. Reused tokens keep their log-probabilities
+    and policy versions, and `correction` reweights them. The staleness limit applies to fresh groups only."""
 
     groups_per_step: int = at_least(0, default=0, hint="0 reuses none")
-    """Groups on top of batch.prompts_per_step, over all ranks, as far as the buffer has them. 0 reuses none."""
+    """Reused groups per step over all ranks, in addition to batch.prompts_per_step, as available. 0 reuses none."""
     buffer_groups: int = at_least(1, default=256)
-    """Groups that are kept, over all ranks: of a prompt the newest that was solved; the oldest go first."""
+    """Buffer size in groups, over all ranks. It keeps each prompt's newest solved group and evicts the oldest first."""
     max_age_steps: int = at_least(1, default=16)
-    """Steps after which a group is not reused any more. The journal keeps its files for so much longer."""
+    """Maximum age of a reused group in steps. The journal keeps its files that much longer."""
     solved_reward: float = 1.0
-    """A group is solved where a sample has at least this reward, and not all samples have the same."""
+    """A group counts as solved if a sample has at least this reward, and the rewards are not all equal."""

@@ -1,11 +1,11 @@
-"""A field's rule stands beside its default, and a section checks all of its fields in one place.
+"""Validation rules of config fields, declared next to their defaults. A section checks all its fields in one place.
 
     @dataclass(kw_only=True)
     class BatchConfig(Section, name="batch"):
         prompts_per_step: int = at_least(1, default=64)
 
-`BatchConfig(prompts_per_step=0)` raises "batch.prompts_per_step = 0: must be at least 1." What two fields must agree on
-is checked in the section's `__post_init__`, after its parent's.
+`BatchConfig(prompts_per_step=0)` raises "batch.prompts_per_step = 0: must be at least 1." Rules between fields are
+checked in the section's `__post_init__`, after the parent's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 class Rule(NamedTuple):
     text: str
-    """The rule, and after a semicolon the remedy or an example."""
+    """The rule and, after a semicolon, the fix or an example."""
     holds: Callable[[Any], bool]
 
 
 class Section:
-    """A section of the config: a dataclass whose fields are made by the functions below, or have no rule."""
+    """A section of the config: a dataclass whose fields have a rule from the functions below, or none."""
 
     section: ClassVar[str]
 
@@ -39,19 +39,19 @@ class Section:
                 self.refuse(key, rule.text)
 
     def refuse(self, key: str, rule: str) -> NoReturn:
-        """Raise ValueError for a field of this section; `rule` says what holds and, after a semicolon, the remedy."""
+        """Raise ValueError for a field of this section. `rule` states the rule and, after a semicolon, the fix."""
         refuse(f"{self.section}.{key}", getattr(self, key), rule)
 
 
 def rules_of(section: Any) -> dict[str, Rule]:
-    """Return the rules of a section's fields by their names; a field that takes any value of its type has none."""
+    """Return the rules of a section's fields by name; fields that accept any value have none."""
     return {f.name: f.metadata["rule"] for f in dataclasses.fields(section) if "rule" in f.metadata}
 
 
 def ruled(rule: str, holds: Callable[[Any], bool], *, default: Any, hint: str = "") -> Any:
-    """Return a dataclass field whose value must satisfy `holds`, which `rule` says in words."""
+    """Return a dataclass field whose value must satisfy `holds`; `rule` describes that in words."""
     metadata = {"rule": Rule(f"{rule}; {hint}" if hint else rule, holds)}
-    if isinstance(default, list | dict):  # each section has a copy of its own
+    if isinstance(default, list | dict):  # each section gets its own copy
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -68,7 +68,7 @@ def above(bound: int, unit: str = "", *, default: Any, hint: str = "") -> Any:
 
 
 def within(interval: str, *, default: Any, hint: str = "") -> Any:
-    """Return a field for a number in an interval as mathematics writes it: "(0, 1]" leaves 0 out."""
+    """Return a field for a number in an interval in mathematical notation: "(0, 1]" excludes 0."""
     low, high = map(float, interval[1:-1].split(","))
 
     def holds(value: float) -> bool:
@@ -88,14 +88,14 @@ def import_path(*, default: str) -> Any:
 
 
 ENTERED: dict[str, set[str]] = {"estimator": set(), "loss": set(), "pair_loss": set()}
-"""Names that decorators of megatron_rl.algo.registry have entered into the catalogue, by kind. This module does not
-import the catalogue, and has its own names from a list."""
+"""Names that the decorators of megatron_rl.algo.registry have registered, by kind. This module does not import the
+catalogue; it has the built-in names from a list."""
 
 
 def name_or_import_path(names: tuple[str, ...], *, kind: str, default: str) -> Any:
-    """Return a field for a name of the catalogue or the user's own function; empty where that is the default.
+    """Return a field for a name in the catalogue or an import path. The default is always valid, even if empty.
 
-    kind: one of ENTERED.
+    kind: a key of ENTERED.
     """
 
     def holds(value: str) -> bool:
@@ -111,16 +111,16 @@ def is_import_path(text: str) -> bool:
 
 
 def refuse(key: str, value: object, rule: str) -> NoReturn:
-    """Raise ValueError with the dotted key, the value found, and "rule; remedy"."""
+    """Raise ValueError with the dotted key, the value found, and "rule; fix"."""
     raise ValueError(f"{key} = {value!r}: {rule}.")
 
 
 @contextmanager
 def as_part_of(name: str) -> Iterator[None]:
-    """Let an error of a section that is known under a shorter name as well, such as `parallel`, say this one."""
+    """Replace a section's short name in error messages, such as `parallel`, by its full name."""
     short = name.rpartition(".")[2]
     try:
         yield
     except ValueError as error:
-        # Not behind a dot or within a word: a message that has the whole name already stays as it is.
+        # The short name is not replaced after a dot or within a word: the message may already have the full name.
         raise ValueError(re.sub(rf"(?<![\w.]){short}(?=[.:])", name, str(error))) from error

@@ -1,4 +1,4 @@
-"""The run itself: its folder, length and checkpoints, and where its numbers go."""
+"""Options of the run itself: folder, length, checkpoints and telemetry."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ LOGGERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(kw_only=True)
 class RunConfig(Section, name="run"):
-    """The length of a run, its folder and its checkpoints."""
+    """Length of a run, its folder and its checkpoints."""
 
     folder: str = "runs/default"
-    """The folder in which metrics, report and weights are written."""
+    """Folder for metrics, report and weights."""
     import_from: list[str] = ruled(
         "each must be a module's name",
         lambda names: all(re.fullmatch(MODULE, name) for name in names),
         default=[],
         hint="e.g. my_project or my.rewards",
     )
-    """Packages or modules beside megatron_rl from which a config may import: workflow, reward, data, advantage, loss.
+    """Packages or modules, besides megatron_rl, that a config may import from: workflow, reward, data, advantage, loss.
 
-    A module of your own, such as my_rewards.py in a folder on PYTHONPATH: [my_rewards].
+    For example [my_rewards] for your own my_rewards.py in a folder on PYTHONPATH.
     """
     seed: int = 1
     steps: int = at_least(1, default=100)
     evaluate_every_steps: int = at_least(0, default=0)
-    """0 evaluates before the first and after the last step only."""
+    """0 evaluates only before the first and after the last step."""
     save_every_steps: int = at_least(0, default=0)
-    """HF weights under folder/step-N; 0 saves after the last step only."""
+    """Interval for saving Hugging Face weights under folder/step-N; 0 saves only after the last step."""
     save_at_end: bool = True
     checkpoint_every_steps: int = at_least(0, default=0)
-    """Checkpoints that `--resume` continues from, under folder/checkpoints; 0 writes none."""
+    """Interval for checkpoints under folder/checkpoints, from which `--resume` continues; 0 writes none."""
     keep_checkpoints: int = at_least(1, default=2)
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     grace_s: float = above(0, "seconds", default=60.0)
-    """Seconds after SIGTERM or SIGUSR1 to finish the step or leave it and save; a run without checkpoints just ends.
+    """Seconds after SIGTERM or SIGUSR1 to finish or abandon the step and save. A run without checkpoints just ends.
 
-    Ctrl-C is such a notice for every run, without an end to its time: the second one ends the run at once.
+    Ctrl-C has the same effect in every run, but without a time limit. A second Ctrl-C ends the run at once.
     """
     phase_timeout_s: float = above(0, "seconds", default=3600.0)
-    """Longest that one phase of a step (rollout, update, publish, ...) may take; then every rank says where it stands,
-    and the run ends: with a checkpoint where only rollouts are waited for."""
+    """Maximum duration of one phase of a step (rollout, update, publish, ...). After it, every rank reports where it
+    stands and the run ends. It writes a checkpoint if it was only waiting for rollouts."""
     most_skipped_updates: int = at_least(0, default=3)
-    """Updates of one model that may be skipped in a row, because their loss or gradient was no number, or infinite;
-    behind one more the run ends and names the tokens. 0: the first one ends it."""
+    """Maximum number of consecutive skipped updates of one model. An update is skipped if its loss or gradient is NaN
+    or infinite. One more ends the run with an error that names the tokens. 0: the first skipped update ends it."""
     threads_per_rank: int = at_least(0, default=0)
-    """CPU threads of one trainer rank, and of an embedded server; 0 takes the cores that are free when the run starts
-    (of those that the process may use, within its container's quota), shared evenly among the ranks of this host. Other
-    numbers of threads may sum in another order: give one where two runs must agree to the last bit."""
+    """CPU threads per trainer rank, and per embedded server. 0: the cores that are free when the run starts, within the
+    process's CPU set and its container's quota, shared evenly among the host's ranks. The thread count can change the
+    order of summation, so set it if two runs must agree to the last bit."""
     offload: bool = False
-    """Policy and reference take turns in device memory; the one that is not used waits in host memory."""
+    """Policy and reference model take turns in device memory; the unused one is kept in host memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +65,7 @@ class RunConfig(Section, name="run"):
 
 @dataclass(kw_only=True)
 class TelemetryConfig(Section, name="telemetry"):
-    """The samples that a run keeps, and where its numbers go besides its own folder."""
+    """Samples that a run records, and where metrics go in addition to the run's folder."""
 
     loggers: list[str] = ruled(
         f"each must be one of {', '.join(LOGGERS)}",
@@ -75,18 +75,18 @@ class TelemetryConfig(Section, name="telemetry"):
     )
     """Any of tensorboard, wandb, trackio."""
     project: str = "megatron_rl"
-    """The run's project in services that have them; the run is called as its folder."""
+    """Project name in services that have projects. The run is named after its folder."""
     prometheus: str = ruled(
         "must be host:port, e.g. 127.0.0.1:9464",
         lambda address: not address or re.fullmatch(r".+:\d{1,5}", address) is not None,
         default="",
     )
-    """host:port on which rank 0 offers the newest numbers, e.g. 127.0.0.1:9464; port 0 takes a free one, '' none."""
+    """host:port on which rank 0 serves the latest metrics, e.g. 127.0.0.1:9464. Port 0: any free port. Empty: off."""
     samples_logged: int = at_least(0, default=8, hint="0 logs none")
-    """Trajectories of each training step, drawn at random, that go to samples.jsonl as text; 0 for none, more than a
-    step has for all."""
+    """Random trajectories per training step that are written to samples.jsonl as text. 0 writes none; a number larger
+    than the step writes all."""
     trace_steps: list[int] = ruled(
         "each must be at least 0, the first step", lambda steps: all(step >= 0 for step in steps), default=[]
     )
-    """Steps, counted from 0, of which trace/step-N.json.gz shows what trainer ranks, rollouts and servers did when: for
-    ui.perfetto.dev."""
+    """Steps, counted from 0, to record as timelines of trainer ranks, rollouts and servers. They are written to
+    trace/step-N.json.gz, for ui.perfetto.dev."""

@@ -1,4 +1,4 @@
-"""JSON as its standard has it: Python's reader also takes NaN, Infinity, 1e999 and a key that an object has twice."""
+"""Strict JSON parsing. Python's reader also accepts NaN, Infinity, 1e999 and duplicate keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def finite(text: str) -> float:
 
 
 def repeated(pairs: list[tuple[str, Any]]) -> str | None:
-    """Return a key that comes twice in an object; None if there is none."""
+    """Return a key that occurs more than once in an object; None if there is none."""
     if len(dict(pairs)) == len(pairs):
         return None
     names = [name for name, _ in pairs]
@@ -36,13 +36,13 @@ DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite)
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; of a key that comes twice the last counts.
+    """Parse a JSON text; for duplicate keys the last value counts.
 
-    ValueError for what is no JSON, RecursionError for what is nested too deeply.
+    Raises ValueError for invalid JSON, RecursionError if it is nested too deeply.
     """
     return json.loads(text, parse_constant=refuse_constant, parse_float=finite)
 
 
 def read_unique_json(text: str | bytes) -> Any:
-    """Return the same, and raise ValueError for a key that an object has twice."""
+    """Parse a JSON text like read_json, but raise ValueError for duplicate keys."""
     return json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite)

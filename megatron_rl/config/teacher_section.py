@@ -1,4 +1,4 @@
-"""The teachers of on-policy distillation: models that score each token of the policy's replies."""
+"""Options for the teachers of on-policy distillation: models that score each token of the policy's replies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from megatron_rl.config.rules import Section, above, at_least, one_of, ruled
 
 POLICY = "policy"
-"""The path of a teacher that is the policy itself."""
+"""Teacher path that stands for the policy itself."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """One teacher: an engine of the model at `path`, or else servers."""
+    """One teacher: an engine for the model at `path`, or servers."""
 
     path: str = ""
     servers: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Teacher:
 
 
 def are_teachers(by_source: dict[str, Any]) -> bool:
-    """Return whether every source has {path: ...} or {servers: [...]}, and no more than a hint beside it."""
+    """Return whether every source has either {path: ...} or {servers: [...]}, and at most a hint in addition."""
     return all(
         isinstance(part, dict)
         and set(part) <= {"path", "servers", "hint"}
@@ -39,33 +39,33 @@ def are_teachers(by_source: dict[str, Any]) -> bool:
 
 @dataclass(kw_only=True)
 class TeacherConfig(Section, name="teacher"):
-    """On-policy distillation: what a teacher says of the tokens that the policy has sampled, in the policy's layout, or
-    from servers."""
+    """On-policy distillation from a teacher that scores the tokens the policy has sampled. The teacher runs in the
+    policy's parallel layout or on servers."""
 
     path: str = ""
-    """Hugging Face folder of a model with the policy's tokens; or policy, the policy itself before a step's updates,
-    which says something else only with a hint. Empty: no such teacher."""
+    """Hugging Face folder of a model with the policy's tokenizer. `policy`: the policy itself before a step's updates,
+    which needs a hint to say anything different. Empty: no such teacher."""
     servers: list[str] = field(default_factory=list)
-    """In place of a path, URLs of servers of the teacher, which score tokens as SGLang does."""
+    """Instead of a path: URLs of servers that run the teacher and score tokens as SGLang does."""
     token_file: str = ""
-    """A file with the bearer token that those servers ask for."""
+    """File with the bearer token for those servers."""
     hint: str = ""
-    """Text that the teacher alone reads in front of the prompt, or of a dialogue's last message; the prompt's fields
-    stand in braces, such as `The answer is {answer}.`"""
+    """Text that only the teacher reads, placed before the prompt or before a dialogue's last message. It may contain
+    the prompt's fields in braces, such as `The answer is {answer}.`"""
     by_source: dict[str, Any] = ruled(
         "must map sources to {path: ...} or {servers: [...]}, each with a hint or without", are_teachers, default={}
     )
-    """Several teachers, by the prompts' field `source`, which a mixture writes, in place of the keys above: {math:
-    {path: ..., hint: ...}, code: {servers: [...]}}."""
+    """Several teachers, instead of the keys above, by the prompts' field `source`, which a mixture sets: {math: {path:
+    ..., hint: ...}, code: {servers: [...]}}."""
     coefficient: float = above(0, default=1.0)
-    """Weight of the teacher: what is added to each token's advantage, or to its loss, is this times a number of nats.
-    The task's advantages stay as they are; algo.advantage = none leaves the teacher alone."""
+    """Weight of the teacher's term, in nats, in each token's advantage or loss. It is added to the task's advantages;
+    to learn from the teacher alone, set algo.advantage = none."""
     kl_in: str = one_of("advantage", "loss", default="advantage")
-    """The place of the reverse KL divergence from the teacher. advantage: log p(teacher) - log p of the token that was
-    sampled, which is less it on average. loss: the divergence itself, over all tokens that could have been."""
+    """Where the reverse KL divergence from the teacher enters. advantage: add log p(teacher) - log p of the sampled
+    token, whose mean is the negative divergence. loss: add the divergence itself, computed over all possible tokens."""
     top_k: int = at_least(0, default=0)
-    """Of kl_in = loss: the teacher's most likely tokens one by one, and all others as if they were one, of which few
-    numbers are kept for each token. 0: the whole vocabulary, of which the teacher's last state is kept."""
+    """With kl_in = loss: use the teacher's top_k most likely tokens and treat all others as one token, which stores few
+    numbers per token. 0: use the whole vocabulary, and store the teacher's last hidden state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +89,7 @@ class TeacherConfig(Section, name="teacher"):
 
     @property
     def teachers(self) -> dict[str, Teacher]:
-        """The teachers by the prompts' source; one of all prompts is that of the source ''."""
+        """Teachers by the prompts' source. A single teacher for all prompts has the key ''."""
         if self.path or self.servers:
             return {"": Teacher(self.path, tuple(self.servers), self.hint)}
         return {
@@ -99,7 +99,7 @@ class TeacherConfig(Section, name="teacher"):
 
     @property
     def engine_paths(self) -> list[str]:
-        """The folders of the teachers that are engines of their own, each once."""
+        """Folders of the teachers that need their own engine, without duplicates."""
         return list(dict.fromkeys(it.path for it in self.teachers.values() if it.has_own_engine))
 
     @property

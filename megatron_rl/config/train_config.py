@@ -1,4 +1,4 @@
-"""The whole config of a run: its sections, and the rules between them."""
+"""The complete config of a run, and the rules between its sections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REMAX = "megatron_rl.workflows:ReMaxWorkflow"
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """The config of a run, one field for each section of its YAML file. It is checked when it is made.
+    """Config of a run, with one field per section of its YAML file. It is checked on construction.
 
     For example:
 
@@ -70,10 +70,10 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Passed to megatron.core's TransformerConfig by its own field names."""
+    """Passed to megatron.core's TransformerConfig under its own field names."""
 
     def __post_init__(self) -> None:
-        # First: what comes below, and copies of this config, know import paths alone.
+        # Must come first: the checks below, and copies of this config, expect import paths only.
         self._trust_what_is_given()
         batch, samples = self.batch, self.generation.n_samples
         if self.supervised.answer and self.preference.loss:
@@ -160,7 +160,7 @@ class TrainConfig:
             )
         if self.reuse.groups_per_step > 0:
             self._refuse_a_reuse_that_cannot_be()
-        # A reward model scores the batch, and ReMax leaves its greedy replies out of it unless it is told to keep them.
+        # A reward model scores the batch, and ReMax keeps its greedy replies out of the batch unless told otherwise.
         hides_greedy = self.rollout.workflow == REMAX and not self.rollout.workflow_args.get("keep_greedy", False)
         if self.algo.advantage == "remax" and self.reward_model.path and hides_greedy:
             raise ValueError(
@@ -179,7 +179,7 @@ class TrainConfig:
                 f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the policy has only (run.steps - "
                 f"critic.warmup_steps) x batch.updates_per_step = {updates} updates; lower it."
             )
-        # Options that nothing reads are most likely a mistake in algo.advantage.
+        # Set options that nothing reads most likely mean a mistake in algo.advantage.
         if not self.has_critic and self.critic != CriticConfig():
             raise ValueError(
                 f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
@@ -226,7 +226,7 @@ class TrainConfig:
             )
 
     def _refuse_cut_distributions(self) -> None:
-        """Raise ValueError for sampling from a part of the vocabulary: the trainer's log-probs are of all of it."""
+        """Raise ValueError for sampling from a part of the vocabulary: the trainer's log-probs cover all of it."""
         for name, everything in (("top_p", 1.0), ("top_k", -1)):
             value = getattr(self.generation, name)
             if value != everything:
@@ -258,13 +258,13 @@ class TrainConfig:
             )
 
     def _trust_what_is_given(self) -> None:
-        """Have the modules of functions that code gave in run.import_from: who runs them trusts them."""
+        """Add modules of functions that Python code passed to run.import_from, since that code is trusted."""
         allowed = [name_of_main("run.import_from", MAIN) if it == MAIN else it for it in self.run.import_from]
         for path in (self.rollout.reward, *(part.get("reward") for part in self.rollout.recipe)):
             module = path.partition(":")[0] if isinstance(path, GivenPath) else ""
             if module and module.partition(".")[0] != "megatron_rl" and module not in allowed:
                 allowed.append(module)
-        # New sections, and not changed ones: those that were given may be another config's too.
+        # Replace the sections instead of changing them: another config may share them.
         if allowed != list(self.run.import_from):
             self.run = dataclasses.replace(self.run, import_from=allowed)
         recipe = [{**part, "reward": str(part["reward"])} if "reward" in part else part for part in self.rollout.recipe]
@@ -272,29 +272,30 @@ class TrainConfig:
 
     @property
     def _learns_from_equal_rewards(self) -> str:
-        """The option that trains groups whose trajectories have the same reward; empty if there is none."""
+        """The option through which groups with equal rewards still train; empty if there is none."""
         if source := self.algo.learns_from_equal_rewards:
             return source
         if self.teacher.is_there:
             return "a teacher"
-        if self.reward_model.path:  # it scores the trajectories after they were compared
+        if self.reward_model.path:  # it scores trajectories after the groups were compared
             return f"reward_model.path = {self.reward_model.path!r}"
-        # Rows of a source are trained in any case: here it is about tokens that a workflow marks.
+        # Rows of a source are trained in any case; this is about tokens that a workflow marks.
         mixed = self.demonstrations
         return f"demonstrations.weight = {mixed.weight:g}" if mixed.weight > 0 and not mixed.source else ""
 
     @property
     def collective_timeout_s(self) -> float:
-        """For a collective of the trainer's ranks: the hang watch, which says who is late, speaks long before.
+        """Timeout for a collective of the trainer's ranks.
 
-        While servers start, which is before its first phase, the other ranks wait in one as well.
+        It is long enough for the hang watch to report late ranks first, and for ranks to wait in a collective while
+        servers start, before the first phase.
         """
         starting_s = self.rollout.start_timeout_s * (1 + self.rollout.server_restarts)
         return max(self.run.phase_timeout_s, starting_s) + self.run.grace_s + 600.0
 
     @property
     def evaluation_generation(self) -> GenerationConfig:
-        """The sampling of replies to held-out prompts."""
+        """Sampling parameters for evaluation."""
         if self.eval.temperature == 0:
             return self.generation.new(greedy=True, n_samples=1)
         options = {"temperature": self.eval.temperature, "top_p": self.eval.top_p, "top_k": -1}
@@ -302,17 +303,17 @@ class TrainConfig:
 
     @property
     def starts_servers(self) -> bool:
-        """True if the run starts rollout servers itself; a run that learns from data needs none."""
+        """True if the run starts rollout servers itself. A run that learns from data needs none."""
         return self.rollout.starts_servers and not self.learns_from_data
 
     @property
     def learns_from_data(self) -> bool:
-        """True if the rows of data.train bring the replies to learn from, answers or pairs; else it is RL."""
+        """True if the rows of data.train contain what is learned (answers or pairs); False for RL."""
         return bool(self.supervised.answer or self.preference.loss)
 
     @property
     def chosen_data(self) -> str:
-        """The setting by which a run learns from data, as messages name it."""
+        """The setting that makes the run learn from data, as shown in messages."""
         if self.supervised.answer:
             return f"supervised.answer = {self.supervised.answer!r}"
         return f"preference.loss = {self.preference.loss!r}"
@@ -333,7 +334,7 @@ class TrainConfig:
 
     @property
     def critic_engine(self) -> EngineConfig:
-        """The critic's engine: the policy's options but for model, layout and optimizer."""
+        """Options of the critic's engine: the policy's, except for model, layout and optimizer."""
         critic, own = self.critic, ModelConfig(path=self.critic.model, dtype=self.model.dtype)
         model = own if critic.model else self.model
         engine = dataclasses.replace(self.unrouted, parallel=critic.parallel, optimizer=critic.optimizer)
@@ -345,17 +346,17 @@ class TrainConfig:
         return dataclasses.replace(self.unrouted, model=model, parallel=self.reward_model.parallel, lora=LoraConfig())
 
     def teacher_engine(self, path: str) -> EngineConfig:
-        """A teacher's engine: the policy's options, its layout too, but for the model."""
+        """Return options of a teacher's engine: the policy's, including the layout, except for the model."""
         model = dataclasses.replace(self.model, path=path, init="hf")
         return dataclasses.replace(self.unrouted, model=model, lora=LoraConfig())
 
     @property
     def unrouted(self) -> EngineConfig:
-        """The policy's options for a model that no server samples with, and that routes its tokens by itself."""
+        """The policy's options for models that do not replay the server's routing but route by themselves."""
         return dataclasses.replace(self.actor, routing_replay="off")
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError where a layout does not divide the number of processes."""
+        """Raise ValueError if a layout does not divide the number of processes."""
         self.parallel.check_world_size(world_size)
         if self.has_critic:
             with as_part_of("critic.parallel"):

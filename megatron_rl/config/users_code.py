@@ -1,4 +1,4 @@
-"""Find the user's own line in a traceback or in a thread's calls, and call a user's function so that errors name it."""
+"""Finds the user's own line in a traceback or a thread's stack, and calls user functions so that errors name them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def is_users(file: str) -> bool:
-    """Return whether code of that file is neither this package's nor a library's."""
+    """Return whether a file's code belongs neither to this package nor to a library."""
     return not file.startswith((PACKAGE, *LIBRARIES, "<frozen", "<string>")) and "site-packages" not in file
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file:line` of the user's line that an error came from; empty where it came through none.
+    """Return `file:line` of the user's line that an error came from; empty if no user code was involved.
 
-    It is the innermost one of the error itself, or else of what it was raised from.
+    This is the innermost user line of the error itself, or else of its cause or context.
     """
     at: BaseException | None = error
     seen: list[BaseException] = []
@@ -39,9 +39,9 @@ def place_of(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return `type: words (file:line)` of an error, the place being the user's line that it came from.
+    """Return `type: message (file:line)` of an error, with the user's line that it came from.
 
-    An error of a class of this package says all there is, and one that names its place has it.
+    The place is omitted for error classes of this package, and if the message already contains it.
     """
     words = f"{type(error).__name__}: {error}"
     place = "" if type(error).__module__.startswith("megatron_rl.") else place_of(error)
@@ -49,9 +49,9 @@ def words_of(error: BaseException) -> str:
 
 
 def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """Return file, line and function of the user's call that a thread is in; None where it is in one of this package.
+    """Return file, line and function of the user's code that a thread is running; None if it runs this package's code.
 
-    Which of the two called last decides: a library is at work for its caller.
+    The innermost frame of either kind decides, because libraries work for their caller.
     """
     while frame is not None:
         file = frame.f_code.co_filename
@@ -64,10 +64,10 @@ def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
 
 
 def call(function: Callable[..., T], given: Sequence[Any], args: Mapping[str, Any], *, key: str, contract: str) -> T:
-    """Return `function(*given, **args)`, a function that the config names as `key` and that may be the user's.
+    """Call `function(*given, **args)`; the config names the function as `key`, and it may be the user's.
 
-    What that raises becomes a ValueError with its name, its line and the contract. An error of a class that is not
-    Python's own, such as a device out of memory, says what it is and goes up as it is.
+    Built-in exceptions from user code become a ValueError with the function's name, the line and the contract. Other
+    exception classes, such as a device out of memory, are raised unchanged.
     """
     try:
         return function(*given, **args)

@@ -1,1 +1,1 @@
-"""Which prompts a run sees, in which order: files, hub data sets, procedural tasks and recipes, mixed and resumable."""
+"""Training and evaluation prompts: files, hub data sets, built-in tasks and recipes, mixed in a resumable order."""

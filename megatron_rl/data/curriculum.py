@@ -1,7 +1,7 @@
-"""Training prompts chosen by how often a policy solves them, as `megatron-rl eval` has measured it or the run itself.
+"""Chooses training prompts by their success rate, measured by `megatron-rl eval` or during the run.
 
-What a file says leaves prompts out, and orders them, once. The rates of the run say of each prompt, as its turn comes
-in the endless order, whether it is trained this time.
+Rates from a file filter and order the prompts once. Rates of the run decide, each time a prompt comes up in the endless
+order, whether it is trained.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from megatron_rl.data.data_files import read_rows
 
 
 def digest_of(prompt: dict[str, Any]) -> str:
-    """Name a prompt by its content, whatever data set or mixture it is in."""
-    # A mixture adds the source, and what is measured may be one of its parts alone.
+    """Return a digest of a prompt's content, independent of the data set or mixture it is in."""
+    # A mixture adds `source`, but the measured data set may be one of its parts alone.
     own = {name: value for name, value in prompt.items() if name != "source"}
     return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def by_success(prompts: list[dict[str, Any]], path: str, band: list[float]) -> list[dict[str, Any]]:
-    """Return the prompts whose mean reward in the eval.jsonl at `path` is in `band`, those solved most often first.
+    """Return the prompts whose mean reward in the eval.jsonl at `path` is in `band`, ordered by falling reward.
 
-    As often solved ones keep their order. ValueError where a prompt was not measured, or none is in the band.
+    Prompts with equal rewards keep their order. Raises ValueError if a prompt was not measured, or if none is in the
+    band.
     """
     rates = measured_rates(prompts, path)
     low, high = band
@@ -38,7 +39,7 @@ def by_success(prompts: list[dict[str, Any]], path: str, band: list[float]) -> l
 
 
 def measured_rates(prompts: list[dict[str, Any]], path: str) -> list[float]:
-    """Return each prompt's mean reward in the eval.jsonl at `path`. ValueError where one was not measured."""
+    """Return each prompt's mean reward in the eval.jsonl at `path`. Raises ValueError if one was not measured."""
     rates = {row["prompt"]: sum(row["rewards"]) / len(row["rewards"]) for row in read_measured(path)}
     names = [digest_of(prompt) for prompt in prompts]
     unknown = sum(name not in rates for name in names)
@@ -62,15 +63,15 @@ def read_measured(path: str) -> list[dict[str, Any]]:
 
 
 Outcome = Sequence[float]
-"""A closed prompt's number, its place in the list, and the mean reward of its group."""
+"""A finished prompt: its number in the endless order, its index in the list, and the mean reward of its group."""
 
 
 class SuccessRates:
-    """The mean recent reward of each prompt in this run, by which a curriculum samples prompts.
+    """Recent mean reward of each prompt in this run, by which a curriculum samples prompts.
 
-    A prompt's rate is the mean reward of its first group; each further group moves it half the way to its own. One
-    without a rate is trained. What is taken follows from the rates, the seed and the prompt's number alone, so that
-    rollout ranks with the same rates agree, and a resumed run takes what it would have taken.
+    A prompt's rate starts as the mean reward of its first group. Each further group moves the rate halfway to its own
+    mean. A prompt without a rate is always trained. Sampling depends only on the rates, the seed and the prompt's
+    number. So rollout ranks with the same rates agree, and a resumed run makes the same choices.
 
         rates = SuccessRates(DataConfig(train="my.jsonl", sampling="variance"), seed=1)
         rates.add([(40, 17, 0.5), (41, 4, 1.0)])
@@ -78,19 +79,19 @@ class SuccessRates:
     """
 
     def __init__(self, options: DataConfig, *, seed: int, measured: Sequence[float] = ()) -> None:
-        """measured: the rates to begin with, of all prompts."""
+        """measured: initial rates of all prompts."""
         self.options, self.seed = options, seed
         self.rates: dict[int, float] = dict(enumerate(measured))
-        """By the prompt's place in the list."""
+        """Rates by the prompt's index in the list."""
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
-        """Move the rates by groups that were trained, or left out as all their rewards are equal, in this order."""
+        """Update the rates with groups, in this order, that were trained or discarded for their equal rewards."""
         for _, place, reward in outcomes:
             place = int(place)
             self.rates[place] = (self.rates[place] + reward) / 2 if place in self.rates else float(reward)
 
     def chance(self, place: int) -> float:
-        """Return how often the prompt at this place of the list is taken when its turn comes, in (0, 1]."""
+        """Return the probability, in (0, 1], of training the prompt at this index of the list when it comes up."""
         rate = self.rates.get(place)
         if rate is None:
             return 1.0
@@ -99,7 +100,7 @@ class SuccessRates:
         return min(max(found[self.options.sampling], self.options.least_chance), 1.0)
 
     def takes(self, prompt: dict[str, Any]) -> bool:
-        """Return whether a prompt of a PromptIterator is trained this time."""
+        """Return whether a prompt from a PromptIterator is trained this time."""
         draw = random.Random(f"{self.seed} chance {prompt['prompt_number']}").random()
         return draw < self.chance(prompt["prompt_index"])
 
@@ -115,7 +116,7 @@ class SuccessRates:
 
 
 def are_rates(state: Any) -> bool:
-    """Return whether this is what SuccessRates.state_dict gives."""
+    """Return whether `state` has the form of SuccessRates.state_dict."""
     if not (isinstance(state, dict) and all(isinstance(state.get(name), list) for name in ("places", "rates"))):
         return False
     are_places = all(type(place) is int and place >= 0 for place in state["places"])

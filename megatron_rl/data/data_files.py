@@ -1,4 +1,4 @@
-"""Rows of a data set, in whatever it is kept: JSON lines, Parquet, a folder of Hugging Face datasets, or their hub."""
+"""Reads rows of a data set from JSON lines, Parquet, a folder saved by Hugging Face datasets, or their hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.config.strict_json import read_unique_json
 HUB = "hf:"
 NEEDS = "run pip install 'megatron-rl[data]'"
 ANSWER_S = 10.0
-"""How long the hub has to answer at all. `datasets` asks one that does not for minutes."""
+"""Timeout for the hub to answer at all. Without it `datasets` retries for minutes."""
 LONGEST_REASON = 500
 MADE_BY = (
     "The first lines of a shipped config have the command that makes its files; a data set of the hub can also be "
@@ -28,15 +28,15 @@ def is_file(source: str) -> bool:
 
 
 def holds_rows(source: str) -> bool:
-    """True for a name that `read_rows` takes; others are import paths."""
+    """Return True for a name that `read_rows` accepts; other names are import paths."""
     return is_file(source) or source.startswith(HUB) or Path(source).is_dir()
 
 
 def read_rows(source: str, *, key: str, split: str = "") -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl or .parquet file, of a folder that `datasets` saved, or of `hf:NAME[:CONFIG]`.
+    """Read the rows of a .jsonl or .parquet file, of a folder that `datasets` saved, or of `hf:NAME[:CONFIG]`.
 
-    `key` is what errors name. A folder or hub name with several splits needs `split`; a file has none. Raises
-    ValueError for what cannot be read, RuntimeError where a package is missing.
+    `key` is the config key for error messages. A folder or hub name with several splits needs `split`; a file has no
+    splits. Raises ValueError if the source cannot be read, RuntimeError if a package is missing.
     """
     if is_file(source) and split:
         raise ValueError(f"{key} = {source!r}: is a file, which has no split {split!r}; name the split's own file.")
@@ -47,7 +47,7 @@ def read_rows(source: str, *, key: str, split: str = "") -> list[dict[str, Any]]
 
 def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
     try:
-        lines = Path(source).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # a string may hold other ends
+        lines = Path(source).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # strings may hold others
     except OSError as error:
         raise ValueError(
             f"{key} = {source!r}: cannot be read ({error}); give a UTF-8 file with one JSON object per line. {MADE_BY}"
@@ -57,9 +57,9 @@ def read_jsonl(source: str, key: str) -> list[dict[str, Any]]:
         if line.strip():
             try:
                 rows.append(read_unique_json(line.decode("utf-8")))
-                if b"\\ud" in line.lower():  # half of a character, which no tokenizer takes
+                if b"\\ud" in line.lower():  # half of a surrogate pair, which no tokenizer accepts
                     json.dumps(rows[-1], ensure_ascii=False).encode()
-            except (ValueError, RecursionError) as error:  # of UTF-8, JSON, or a number of 5,000 digits
+            except (ValueError, RecursionError) as error:  # from UTF-8, JSON, or a number of 5,000 digits
                 reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
                 raise ValueError(
                     f"{key} = {source!r}, line {number}: not JSON ({reason}); write one JSON object per line."
@@ -90,7 +90,7 @@ def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
     try:
         if source.startswith(HUB):
             name, _, config = source.removeprefix(HUB).partition(":")
-            # Asked first, with a limit of our own: load_dataset tries a hub that is away again for minutes.
+            # Ask the hub first, with our own timeout: load_dataset retries an unreachable hub for minutes.
             if not datasets.config.HF_HUB_OFFLINE:
                 find_hub(name)
             found = datasets.load_dataset(name, config or None)
@@ -111,14 +111,14 @@ def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
 
 
 def find_hub(name: str) -> None:
-    """Raise ConnectionError where the hub does not answer; `datasets` says whether it has the data set."""
+    """Raise ConnectionError if the hub does not answer. Whether the data set exists is left to `datasets`."""
     from huggingface_hub import constants
 
     try:
-        # Not by huggingface_hub itself: its errors are those of httpx, or from 2.0 on of httpx2.
+        # Not with huggingface_hub: its exceptions come from httpx, or from httpx2 since version 2.0.
         urllib.request.urlopen(f"{constants.ENDPOINT}/api/datasets/{name}", timeout=ANSWER_S).close()
     except (urllib.error.HTTPError, http.client.HTTPException):
-        pass  # which is an answer
+        pass  # the hub did answer
     except OSError as error:
         raise ConnectionError(
             f"the hub at {constants.ENDPOINT} does not answer, HF_HUB_OFFLINE=1 takes what it once gave"
@@ -126,6 +126,6 @@ def find_hub(name: str) -> None:
 
 
 def with_cause(error: Exception) -> str:
-    """Return what went wrong and why, on one line: `datasets` itself may only say that an error occurred."""
+    """Return an error's message with its cause, on one line. `datasets` itself may only say that an error occurred."""
     reasons = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
     return " ".join(reasons.split())[:LONGEST_REASON]

@@ -1,8 +1,12 @@
-"""The sources of prompts, and resumable iteration over them.
+"""Loads prompts and iterates over them resumably.
 
-A prompt is a dict with exactly one of `input_ids` (token ids), `prompt` (text, tokenised as it is) and `messages` (for
-the chat template, with `tools` and `chat_template_kwargs` if the row has them), usually `answer` (str; what rewards
-compare with and the warm start trains on), and whatever else its workflow or reward wants.
+A prompt is a dict with exactly one of these:
+- `input_ids`: token ids
+- `prompt`: text, tokenized as it is
+- `messages`: input of the chat template, with the row's `tools` and `chat_template_kwargs` if it has them
+
+It usually has `answer` (str), which rewards compare with and the warm start trains on. It may have any further fields
+for its workflow or reward.
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ from megatron_rl.data.row_forms import FORMS, as_prompt, check_form
 
 RESERVED = ("prompt_number", "prompt_index", "epoch")
 IMPORT_FROM = "import_from"
-"""An argument that a function of prompts is given without a config's doing: its run.import_from."""
+"""Argument that a prompt function receives automatically, not from the config: the config's run.import_from."""
 
 
 def load_prompts(
     source: str, args: dict[str, Any] | None = None, *, key: str = "source", import_from: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return the prompts of a data set (data_files.py), of a function `package.module:name` given `args`, or a mixture.
+    """Load prompts from a data set (data_files.py), a mixture, or a function `package.module:name` called with `args`.
 
-    A data set takes no argument but `split`. `mixture` takes for each of its parts, by a name of its own, `source`,
-    `args` and `weight`; each prompt has the part's name as `source`. `key` is the config key that `source` came from
-    (`data.train`); errors name it. `import_from` is the config's run.import_from. Raises ValueError.
+    A data set accepts only the argument `split`. A `mixture` takes parts by name, each with `source`, `args` and
+    `weight`, and sets each prompt's `source` to its part's name. `key` is the config key of `source`, such as
+    `data.train`, for error messages. `import_from` is the config's run.import_from. Raises ValueError.
     """
     args = args or {}
     if source == MIXTURE:
@@ -55,7 +59,7 @@ def load_prompts(
 
 
 def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
-    """Return the prompts of data.evaluation, as `held_out`, and of eval.sets, in this order; none may be named."""
+    """Load the prompts of data.evaluation, named `held_out`, and of eval.sets, in this order; {} if there are none."""
     allowed, found = config.run.import_from, {}
     if config.data.evaluation:
         source, args = config.data.evaluation, config.data.evaluation_args
@@ -67,7 +71,8 @@ def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def key_of_args(key: str) -> str:
-    """Return the key beside that of a source: data.train_args of data.train, eval.sets.NAME.args of its source."""
+    """Return the key of a source's arguments: data.train_args for data.train, eval.sets.NAME.args for
+    eval.sets.NAME.source."""
     return f"{key.removesuffix('source')}args" if key.endswith("source") else f"{key}_args"
 
 
@@ -95,11 +100,11 @@ def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequen
             f"{key} = {source!r}: {error}; name a Python function that returns a list of dicts."
         ) from error
     try:
-        # Before the call: a TypeError from inside the function says nothing of its arguments.
+        # Checked before the call: a TypeError from inside the function would not concern its arguments.
         signature.bind(**args)
     except TypeError as error:
         raise ValueError(f"{key_of_args(key)} = {args}: {error}; the signature is {source}{signature}.") from error
-    # For one that is given import paths itself: no config can say what it may import.
+    # For functions that resolve import paths themselves. The config cannot set this argument.
     allowed = {IMPORT_FROM: import_from} if IMPORT_FROM in signature.parameters else {}
     prompts = function(**args | allowed)
     if not isinstance(prompts, list):
@@ -108,7 +113,7 @@ def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequen
 
 
 def check_prompt(prompt: Any, where: str) -> None:
-    """Raise ValueError unless `prompt` is a dict with exactly one non-empty form."""
+    """Raise ValueError unless `prompt` is a dict with exactly one prompt form, which is not empty."""
     if not isinstance(prompt, dict):
         raise ValueError(f"{where}: is {type(prompt).__name__}; must be an object with one of {', '.join(FORMS)}.")
     forms = [form for form in FORMS if form in prompt]
@@ -124,16 +129,16 @@ def check_prompt(prompt: Any, where: str) -> None:
 
 
 class PromptIterator(Iterator[dict[str, Any]]):
-    """Endless prompts, each epoch in an order of its own drawn from (seed, epoch).
+    """Endless prompts; the order of each epoch is drawn from (seed, epoch).
 
-    Yields copies with `prompt_number` (the place in the endless order, from 0), `prompt_index` (the place in the list)
-    and `epoch` (from 0). Its state is a few numbers and the prompts' digest; a resumed run continues with the prompt
-    that comes next. With `weights`, by the prompts' `source`, each source has epochs of its own, and its share of every
-    BLOCK prompts, in an order drawn from (seed, block).
+    Yields copies with `prompt_number` (position in the endless order, from 0), `prompt_index` (position in the list)
+    and `epoch` (from 0). The state is a few numbers and a digest of the prompts; a resumed run continues with the next
+    prompt. With `weights`, by the prompts' `source`, every source has its own epochs and a fixed share of each BLOCK
+    prompts. Their order within a block is drawn from (seed, block).
 
         prompts = PromptIterator(load_prompts("my_prompts.jsonl"), seed=1)
         batch = prompts.next_batch(8)
-        state = prompts.state_dict()  # another iterator's load_state_dict(state) goes on behind these 8
+        state = prompts.state_dict()  # another iterator's load_state_dict(state) continues after these 8
     """
 
     def __init__(
@@ -145,13 +150,13 @@ class PromptIterator(Iterator[dict[str, Any]]):
         weights: Mapping[str, float] | None = None,
         key: str = "data.train",
     ) -> None:
-        """key: the config key that the prompts came from, which errors name."""
+        """key: the prompts' config key, for error messages."""
         if not prompts:
             raise ValueError("prompts = []: an endless iterator needs at least one prompt.")
         self.prompts, self.seed, self.shuffle, self.key = prompts, seed, shuffle, key
         self.weights = dict(weights or {})
         self.number = 0
-        """Prompts that were taken: the place, in the endless order, of the one that comes next."""
+        """Number of prompts taken, i.e. the position of the next one in the endless order."""
         self._members: dict[str, list[int]] = {name: [] for name in self.weights}
         for index, prompt in enumerate(prompts):
             self._members.setdefault(prompt["source"] if self.weights else "", []).append(index)
@@ -159,12 +164,12 @@ class PromptIterator(Iterator[dict[str, Any]]):
             if not members:
                 raise ValueError(f"prompts of {name!r}: none is left for its share of the mixture; leave it out.")
         self._shares = shares(self.weights, BLOCK) if self.weights else {}
-        # Both only keep what was computed last: `at` is a function of the number and the seed, whatever came before.
+        # Both are only caches: `at` depends on the number and the seed, not on earlier calls.
         self._block = -1, [("", 0)]
         self._orders = {name: (0, self._order_of(name, 0)) for name in self._members}
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Return the number of prompts per epoch."""
         return len(self.prompts)
 
     def __next__(self) -> dict[str, Any]:
@@ -172,7 +177,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
         return self.at(self.number - 1)
 
     def at(self, number: int) -> dict[str, Any]:
-        """Return the prompt at a place of the endless order; the iteration stays where it is."""
+        """Return the prompt at a position of the endless order, without moving the iterator."""
         source, place = self._source_at(number)
         epoch, position = divmod(place, len(self._members[source]))
         if epoch != self._orders[source][0]:
@@ -181,12 +186,12 @@ class PromptIterator(Iterator[dict[str, Any]]):
         return self.prompts[index] | {"prompt_number": number, "prompt_index": index, "epoch": epoch}
 
     def next_batch(self, count: int) -> list[dict[str, Any]]:
-        """Return the next `count` prompts, over the end of an epoch where needed."""
+        """Return the next `count` prompts, across epoch ends if necessary."""
         return [next(self) for _ in range(count)]
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of the prompts and their order, the same in any process. A second for 100,000 of them."""
+        """Digest of the prompts and their order, the same in every process. Takes a second for 100,000 prompts."""
         return digest_of_all(self.prompts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,10 +200,10 @@ class PromptIterator(Iterator[dict[str, Any]]):
         return state | ({"weights": self.weights} if self.weights else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; ValueError for the state of other prompts or another order."""
+        """Continue where `state_dict` was taken. Raises ValueError if prompts or order differ."""
         mine = {"weights": {}} | self.state_dict()
-        state = {"weights": {}} | state  # which a run without a mixture does not have
-        # Before the digest, which differs where the count does and says less.
+        state = {"weights": {}} | state  # absent in runs without a mixture
+        # Checked before the digest: it differs whenever the count does, but its message says less.
         for name in ("count", "seed", "shuffle", "weights"):
             if state[name] != mine[name]:
                 raise ValueError(
@@ -215,15 +220,15 @@ class PromptIterator(Iterator[dict[str, Any]]):
         self.number = int(state["number"])
 
     def _source_at(self, number: int) -> tuple[str, int]:
-        """Return the source of the prompt at a place, and its place in that source's own endless order."""
+        """Return the source of the prompt at a position, and its position in that source's own endless order."""
         if not self.weights:
             return "", number
         block, position = divmod(number, BLOCK)
         if block != self._block[0]:
             names = [name for name, share in self._shares.items() for _ in range(share)]
-            # Changing this text, or those in `_order_of`, would give every resumed run other prompts.
+            # Changing this text, or those in `_order_of`, would give every resumed run different prompts.
             random.Random(f"{self.seed} mixture {block}").shuffle(names)
-            # All blocks have the same shares, so that a source's place follows from the number of the block.
+            # All blocks have the same shares, so a source's position follows from the block's number.
             next_of = {name: block * share for name, share in self._shares.items()}
             places = []
             for name in names:
@@ -240,9 +245,10 @@ class PromptIterator(Iterator[dict[str, Any]]):
 
 
 def digest_of_all(prompts: Sequence[Mapping[str, Any]]) -> str:
-    """Sum up the prompts and their order. Of a value that JSON lacks its type alone counts.
+    """Return a digest of the prompts and their order.
 
-    The text of a set or an object may be another in each process; keys that JSON lacks are left out.
+    Values that JSON lacks count by their type only: the text of sets and objects could differ between processes. Keys
+    that JSON lacks are skipped.
     """
     encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
     whole = hashlib.sha256()
@@ -252,7 +258,7 @@ def digest_of_all(prompts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shares(weights: Mapping[str, float], total: int) -> dict[str, int]:
-    """Split `total` by weight, rounded so that the parts' sum is `total` (largest remainders)."""
+    """Split `total` by weight, rounded so that the parts sum to `total` (largest remainder method)."""
     exact = {name: weight * total / sum(weights.values()) for name, weight in weights.items()}
     rounded = {name: int(share) for name, share in exact.items()}
     for name in sorted(exact, key=lambda name: rounded[name] - exact[name])[: total - sum(rounded.values())]:

@@ -1,6 +1,6 @@
-"""Known tasks as prompts: rows of their published data sets in the form that a policy is asked, and their rewards.
+"""Prompts from published data sets in the form that a policy is asked, with matching rewards.
 
-`source` is what megatron_rl.data.data_files reads: the data set's file, its folder, or its name on the hub.
+`source` is any source of megatron_rl.data.data_files: a file, a folder, or a name on the hub.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression, v
 PROGRAM_INSTRUCTION = "Give the whole Python program in one ```python block."
 INPUT_INSTRUCTION = "It reads the input from standard input and prints the output."
 LEAST, MOST = 2, 6
-"""Numbers of a countdown problem."""
+"""Range of how many numbers a countdown problem may have."""
 MOST_DIGITS = 30
-"""Most digits of a number on the way to its target."""
+"""Maximum digits of an intermediate result on the way to the target."""
 
 
 def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | None = None) -> list[dict[str, Any]]:
-    """Grade-school problems (arXiv 2110.14168): rows with `question`, and `answer` that ends in `#### 72`.
+    """Grade-school problems (GSM8K, arXiv 2110.14168): rows with `question`, and `answer` that ends in `#### 72`.
 
     Reward: megatron_rl.rewards:last_number.
     """
@@ -45,14 +45,14 @@ def math(
 ) -> list[dict[str, Any]]:
     """Competition problems as in MATH (arXiv 2103.03874): rows with `problem`, and `answer` or a boxed `solution`.
 
-    numbers_only keeps those whose answer is a number, which megatron_rl.rewards:last_number can compare. levels
-    keeps those of `level`, given as `Level 3` or 3.
+    numbers_only: keep only problems whose answer is a number, which megatron_rl.rewards:last_number can compare.
+    levels: keep only these values of `level`, written as `Level 3` or 3.
     """
     prompts = []
     for number, row in enumerate(read_rows(source, key="source", split=split), start=1):
         given = "" if row.get("answer") is None else str(row["answer"])
         answer = given or last_boxed(field_of(row, "solution", source, number))
-        # Not a list such as 1,2, of which last_number would compare the last alone.
+        # Excludes lists such as 1,2: last_number would compare only the last number.
         is_number = re.fullmatch(rf"[-\u2212]?(?:{NUMBER.pattern})", answer.strip()) is not None
         level = re.sub(r"\D", "", str(row.get("level", "")))
         if (numbers_only and not is_number) or (levels and level not in map(str, levels)):
@@ -66,10 +66,10 @@ def math(
 def countdown(
     seed: int = 0, count: int = 1000, numbers: int = 3, largest: int = 20, most: int = 100
 ) -> list[dict[str, Any]]:
-    """Reach a target from all of some numbers with + - * /: `numbers` of 1..largest, targets of 1..most.
+    """Make arithmetic problems: reach a target by using all given numbers with + - * /.
 
-    The `answer` is one solution; megatron_rl.data.recipes:countdown_reward takes any. Give training and evaluation
-    different seeds.
+    There are `numbers` numbers in 1..largest, and targets are in 1..most. `answer` is one solution;
+    megatron_rl.data.recipes:countdown_reward accepts any. Use different seeds for training and evaluation.
     """
     if not LEAST <= numbers <= MOST:
         raise ValueError(f"numbers = {numbers}: must be in [{LEAST}, {MOST}].")
@@ -87,7 +87,7 @@ def countdown(
             continue
         if target.denominator != 1 or not 1 <= target <= most:
             continue
-        # In another order than the solution has them.
+        # Shuffle, so that the order does not reveal the solution.
         given = draw.sample(given, len(given))
         text = (
             f"Use the numbers {', '.join(map(str, given))}, each exactly once, with + - * / and brackets to make "
@@ -107,9 +107,10 @@ def countdown_reward(
     target: int,
     **data: Any,
 ) -> float:
-    """1 if the last <answer> is arithmetic over exactly the given numbers that makes the target; else 0.
+    """Return 1 if the last <answer> is arithmetic over exactly the given numbers with the target as its value, else 0.
 
-    It may end in `= target`, and in nothing else. The text is read as a tree of numbers and operators, and never run.
+    It may end in `= target`, but in nothing else. The text is parsed into a tree of numbers and operators, and never
+    run.
     """
     found = find_tagged(answer_of(prompt, completions))
     if found is None:
@@ -120,15 +121,15 @@ def countdown_reward(
 
 
 def code(source: str, split: str = "", count: int | None = None, most_tests: int = 16) -> list[dict[str, Any]]:
-    """Programs to write, and their tests: rows of any of these forms, told by their columns.
+    """Programming problems with tests, from rows of any of these forms, recognized by their columns.
 
-    - `tests`: each {input, output} of a program, or each an assertion; the problem is in `problem`.
+    - `tests`: a list of {input, output} of a program, or of assertions; the problem is in `problem`.
     - `input_output`, as in APPS (arXiv 2105.09938) and TACO: inputs and outputs as JSON, the problem in `question`.
-      Rows that have no test, or whose tests call a function, are left out.
-    - `test_list`, as in MBPP (arXiv 2108.07732): assertions, which the policy is shown, as only they name the function.
+      Rows without tests, or whose tests call a function, are skipped.
+    - `test_list`, as in MBPP (arXiv 2108.07732): assertions. The prompt shows them, since only they name the function.
     - `test` and `entry_point`, as in HumanEval (arXiv 2107.03374): the `prompt` is a function's head.
 
-    Reward: megatron_rl.rewards.code:passes. most_tests: the first so many of a problem, as each takes time.
+    Reward: megatron_rl.rewards.code:passes. most_tests: use only the first tests of a problem, because each takes time.
     """
     prompts = []
     for number, row in enumerate(read_rows(source, key="source", split=split), start=1):
@@ -139,7 +140,7 @@ def code(source: str, split: str = "", count: int | None = None, most_tests: int
 
 
 def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, list[Any]]:
-    """Return what a row asks for, and its tests."""
+    """Return a row's problem text and its tests."""
     if "tests" in row:
         tests, problem = row["tests"], field_of(row, "problem", source, number)
         if isinstance(tests, dict):
@@ -147,13 +148,13 @@ def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, li
         is_read = bool(tests) and isinstance(tests[0], dict)
         return (f"{problem}\n{INPUT_INSTRUCTION}" if is_read else problem), list(tests)
     if "input_output" in row:
-        # Numbers stay as they are written: some have more digits than Python converts.
+        # Keep numbers as text: some have more digits than Python converts.
         pairs = json.loads(row["input_output"] or "{}", parse_int=str, parse_float=str)
         tests = [] if "fn_name" in pairs else input_tests(pairs.get("inputs", []), pairs.get("outputs", []))
         return f"{field_of(row, 'question', source, number)}\n{INPUT_INSTRUCTION}", tests
     if "test_list" in row:
         shown = "\n".join(row["test_list"])
-        # All of MBPP has `text`, its sanitized part `prompt`.
+        # The full MBPP has `text`, its sanitized subset `prompt`.
         problem = row["text"] if "text" in row else field_of(row, "prompt", source, number)
         before = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
         tests = ["\n".join([*before, test]).strip() for test in row["test_list"]]
@@ -170,17 +171,17 @@ def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, li
 
 
 def without_function(head: str, name: str) -> str:
-    """Return what stands beside a function's head: imports and helpers, which a test is to have as they are given."""
+    """Return the code around a function's head, such as imports and helpers, which its test needs unchanged."""
     try:
         tree = ast.parse(f"{head.rstrip()}\n    pass\n")
-    except SyntaxError:  # it is more of a program than a head
+    except SyntaxError:  # not just a head
         return ""
     tree.body = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name == name)]
     return ast.unparse(tree)
 
 
 def input_tests(inputs: list[Any], outputs: list[Any]) -> list[dict[str, str]]:
-    """Return tests of programs; an input or output may be a list of lines."""
+    """Return tests of a program. An input or output may be a list of lines."""
     return [
         {"input": text_of_lines(given), "output": text_of_lines(wanted)}
         for given, wanted in zip(inputs, outputs, strict=False)

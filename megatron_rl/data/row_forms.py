@@ -1,6 +1,6 @@
-"""Rows as data sets of other trainers write them, brought into the forms that prompts.py knows.
+"""Converts rows in the formats of other trainers to the forms that prompts.py accepts.
 
-Their columns are renamed and nothing is guessed: what a dialogue's messages say is checked where they are rendered.
+Only columns are renamed or moved. The contents of messages are checked when they are rendered.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ PAIR = ("chosen", "rejected")
 
 
 def as_prompt(row: Row) -> Row:
-    """Return a row with its prompt in one of the FORMS.
+    """Return the row with its prompt in one of the FORMS.
 
-    A form that is None is left out, as data frames fill absent columns. A `prompt` that is a list of messages (TRL,
-    verl) becomes `messages`. So does what chosen and rejected dialogues have in common, if they are given whole.
+    Forms that are None are dropped, because data frames fill absent columns with None. A `prompt` that is a list of
+    messages (TRL, verl) becomes `messages`. For whole chosen and rejected dialogues, `messages` becomes their common
+    beginning.
     """
     if any(form in row and row[form] is None for form in FORMS):
         row = {name: value for name, value in row.items() if name not in FORMS or value is not None}
@@ -29,7 +30,7 @@ def as_prompt(row: Row) -> Row:
     chosen, rejected = (row.get(name) for name in PAIR)
     if is_dialogue(chosen) and is_dialogue(rejected) and len(chosen) > 1 and chosen[:-1] == rejected[:-1]:
         is_asked = is_dialogue(row.get("messages")) and row["messages"] != chosen[:-1]
-        if not is_asked:  # otherwise they are replies of several messages, which are refused as such
+        if not is_asked:  # otherwise they are replies of several messages, which are refused later
             others = {name: value for name, value in row.items() if name != "prompt"}
             row = others | {"messages": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
     return row
@@ -40,7 +41,7 @@ def is_dialogue(value: Any) -> bool:
 
 
 def check_form(form: str, value: Any, where: str) -> None:
-    """Raise ValueError unless a prompt is text or token ids, as its form says; messages are checked when rendered."""
+    """Raise ValueError unless a prompt is text or token ids, as its form says. Messages are checked when rendered."""
     if form == "prompt" and not isinstance(value, str):
         raise ValueError(f"{where}: prompt = {shown(value)}: must be text, or a list of messages.")
     if form == "input_ids":
@@ -50,7 +51,7 @@ def check_form(form: str, value: Any, where: str) -> None:
 
 
 def as_reply(value: Any) -> str | Message | None:
-    """Return a reply that is given as text, a number, a message, or a list of one; None for anything else."""
+    """Return a reply given as text, number, message, or a list of one message; None for anything else."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0]
     if isinstance(value, dict):
@@ -61,6 +62,6 @@ def as_reply(value: Any) -> str | Message | None:
 
 
 def says(message: Message) -> bool:
-    """Return whether a message has content or calls."""
+    """Return whether a message has content or tool calls."""
     content = message.get("content")
     return bool(message.get("tool_calls") or (content.strip() if isinstance(content, str) else content))

@@ -1,8 +1,7 @@
-"""Prompts (prompts.py) whose rows bring replies as text, answers or pairs, and as training takes them.
+"""Prompts (prompts.py) with given replies, answers or pairs, and their conversion to training batches.
 
-A reply follows its prompt as a model's own would, and ends as the chat template ends a turn (workflows/rendering.py).
-
-Every rank holds the texts of all rows, as it does of prompts, and the tokens of those that it is at work on.
+A reply follows its prompt as a model's own reply would, and ends as the chat template ends a turn
+(workflows/rendering.py). Every rank holds the texts of all rows, but only the tokens of the rows it is working on.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from megatron_rl.workflows.rendering import with_replies
 Encoded = tuple[list[int], ...]
 """Token ids of a prompt, and of each of its replies."""
 DIALOGUE = "messages"
-"""The form of a prompt whose last message can be the answer."""
+"""Form of a prompt whose last message can be the answer."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, its number in the data set from 1, and its tokens: the prompt's, and with the longest reply."""
+    """A row with its number in the data set (from 1), and its tokens without and with the longest reply."""
 
     number: int
     row: Row
@@ -39,10 +38,10 @@ class Measured:
 
 
 class ReplyRows(ABC):
-    """Rows that have been found to be what their kind asks for; they are tokenised when they are asked for."""
+    """Rows that are validated on construction and tokenized on demand."""
 
     WORD: ClassVar[str]
-    """The word for a row in messages."""
+    """Word for a row in error messages."""
 
     def __init__(
         self,
@@ -54,10 +53,10 @@ class ReplyRows(ABC):
         vocab: int | None = None,
         limits: DataConfig | None = None,
     ) -> None:
-        """ValueError names the first row that is not as it has to be, or does not fit into `context` tokens.
+        """Validate the rows. ValueError names the first row that is invalid or does not fit into `context` tokens.
 
-        vocab: ids of the model, below which all tokens must be; None checks none. limits: leave out rows that are
-        longer than it says.
+        vocab: size of the model's vocabulary, which all token ids must be below; None disables this check. limits:
+        discard rows above its token limits.
         """
         self.tokenizer = tokenizer
         if tokenizer.eos_token_id is None:
@@ -69,7 +68,7 @@ class ReplyRows(ABC):
         for number, row in enumerate(rows, start=1):
             where = f"{key}, {self.WORD} {number}"
             self._check(row, where)
-            # The lengths alone are kept: the tokens of all rows would take several times the memory of their texts.
+            # Keep only the lengths: the tokens of all rows would take several times the memory of their texts.
             try:
                 prompt, *replies = self._encode(row)
             except ValueError as error:
@@ -90,7 +89,7 @@ class ReplyRows(ABC):
         self.left_out = len(rows) - len(kept)
 
     def batch(self, numbers: Iterable[int]) -> TrajectoryBatch:
-        """Return the replies of these rows, counted from 0; of one that is named twice they are there twice."""
+        """Return the replies of these rows, numbered from 0. A row that is named twice is included twice."""
         return join_replies(self._encoded(numbers))
 
     def _encoded(self, numbers: Iterable[int]) -> list[Encoded]:
@@ -98,11 +97,11 @@ class ReplyRows(ABC):
 
     @abstractmethod
     def _check(self, row: Row, where: str) -> None:
-        """Raise ValueError, which says where the row is, unless it has its replies."""
+        """Raise a ValueError naming `where`, unless the row has its replies."""
 
     @abstractmethod
     def _encode(self, row: Row) -> Encoded:
-        """Tokenise a row that was checked."""
+        """Tokenize a row that was checked."""
 
 
 class PairRows(ReplyRows):
@@ -132,7 +131,7 @@ class PairRows(ReplyRows):
 
 
 class AnswerRows(ReplyRows):
-    """Prompts with an answer: the text, or the number, in a column, or a dialogue's last message.
+    """Prompts with an answer: text or a number in a column, or a dialogue's last message.
 
     asked = {"column": "answer", "setting": "supervised.answer = 'answer'"}
     answers = AnswerRows("data.train", rows, tokenizer, **asked, context=512)
@@ -153,7 +152,7 @@ class AnswerRows(ReplyRows):
         vocab: int | None = None,
         limits: DataConfig | None = None,
     ) -> None:
-        """column: where the answer is, or DIALOGUE. setting: what asks for it, as messages name it."""
+        """column: the answer's column, or DIALOGUE. setting: the option that requires it, for error messages."""
         self.column, self.setting = column, setting
         super().__init__(key, rows, tokenizer, context=context, vocab=vocab, limits=limits)
 
@@ -187,10 +186,10 @@ class AnswerRows(ReplyRows):
 def load_replies(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab: int | None = None
 ) -> tuple[ReplyRows, dict[str, TrajectoryBatch]]:
-    """Return the rows of data.train that a run learns from, and the held-out ones of each set.
+    """Load the training rows of data.train, and the held-out rows of each set.
 
-    These are batches, as they are evaluated. ValueError for a row that has no replies, whose longest does not fit into
-    `context` tokens behind the prompt, or that has ids from `vocab` on.
+    Held-out rows are returned as batches, ready for evaluation. Raises ValueError for a row that has no replies,
+    exceeds `context` tokens with its longest reply, or has token ids of `vocab` or more.
     """
 
     def rows_of(key: str, rows: list[Row], limits: DataConfig | None = None) -> ReplyRows:
@@ -204,9 +203,9 @@ def load_replies(
 
 
 def join_replies(rows: list[Encoded]) -> TrajectoryBatch:
-    """Return the replies of all rows, one row's side by side; they are trained. `group` is the row's number."""
+    """Join the replies of all rows, adjacent per row. Only replies are trained. `group` is the row's number."""
     sequences = [(prompt, reply) for prompt, *replies in rows for reply in replies]
-    # With 0 in front, so that the running sum is where each sequence begins and the last one ends.
+    # Starts with 0, so that the cumulative sum gives the start of each sequence and the end of the last.
     lengths = torch.tensor([0] + [len(prompt) + len(reply) for prompt, reply in sequences])
     tokens = {
         "input_ids": torch.tensor([t for prompt, reply in sequences for t in (*prompt, *reply)], dtype=torch.int32),
@@ -217,7 +216,7 @@ def join_replies(rows: list[Encoded]) -> TrajectoryBatch:
 
 
 def join_pairs(rows: list[Encoded]) -> TrajectoryBatch:
-    """The same of pairs: of pair n the chosen reply is sequence 2 n and the rejected one follows; `pair` is n."""
+    """Join pairs: sequence 2 n is the chosen reply of pair n, sequence 2 n + 1 the rejected one, and `pair` is n."""
     batch = join_replies(rows)
     batch.sequences["pair"] = batch["group"]
     return batch

@@ -1,4 +1,4 @@
-"""Built-in prompt sources: small tasks that need no download. Each returns a list of prompts with an `answer`.
+"""Built-in tasks that need no download. Each function returns a list of prompts with an `answer`.
 
 `split` is `train` or `held_out`. The held-out problems are the same for every seed, so no training run has seen them.
 """
@@ -18,7 +18,7 @@ NUMBER_INSTRUCTION = "End your reply with the final answer as a number."
 
 
 def addition(split: str = "train", seed: int = 0, count: int | None = None, held_out: int = 32) -> list[dict[str, Any]]:
-    """Sums of two digits after two worked examples: `2+3=5\\n8+1=9\\n7+5=` -> `12`. 98 problems in all."""
+    """Sums of two digits after two worked examples: `2+3=5\\n8+1=9\\n7+5=` -> `12`. There are 98 problems."""
     pairs = [(x, y) for x in range(10) for y in range(10) if (x, y) not in ADDITION_EXAMPLES]
     examples = "".join(f"{x}+{y}={x + y}\n" for x, y in ADDITION_EXAMPLES)
     chosen = (pairs[i] for i in choose("addition", len(pairs), split, seed, count, held_out))
@@ -28,7 +28,7 @@ def addition(split: str = "train", seed: int = 0, count: int | None = None, held
 def count_ones(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """How many ones a string of 2 to 60 binary digits has: `01101001?` -> `4`."""
+    """Count the ones in a string of 2 to 60 binary digits: `01101001?` -> `4`."""
     if not 2 <= digits <= 60:
         raise ValueError(f"digits = {digits}: must be in [2, 60]; 8 is what a tiny model learns in a minute.")
     chosen = choose("count_ones", 2**digits, split, seed, count, held_out)
@@ -38,7 +38,7 @@ def count_ones(
 def count_ones_pairs(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """The same as pairs of replies: the right count was preferred to a wrong one from 0 to `digits`."""
+    """`count_ones` as preference pairs: the right count is preferred to a wrong one from 0 to `digits`."""
     pairs, draw = [], random.Random(f"count_ones_pairs {split} {seed}")
     for problem in count_ones(split, seed, count, digits, held_out):
         wrong = draw.choice([str(n) for n in range(digits + 1) if str(n) != problem["answer"]])
@@ -49,7 +49,7 @@ def count_ones_pairs(
 def sort_digits(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 5, held_out: int = 500
 ) -> list[dict[str, Any]]:
-    """2 to 18 digits in rising order: `52731>` -> `12357`."""
+    """Sort 2 to 18 digits in ascending order: `52731>` -> `12357`."""
     if not 2 <= digits <= 18:
         raise ValueError(f"digits = {digits}: must be in [2, 18]; 5 is what a tiny model learns in a minute.")
     strings = (f"{number:0{digits}d}" for number in choose("sort_digits", 10**digits, split, seed, count, held_out))
@@ -59,7 +59,7 @@ def sort_digits(
 def copy_letters(
     split: str = "train", seed: int = 0, count: int | None = None, letters: int = 3, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """2 to 8 of the letters a to h as they are: `bdh>` -> `bdh`."""
+    """Copy 2 to 8 letters from a to h: `bdh>` -> `bdh`."""
     if not 2 <= letters <= 8:
         raise ValueError(f"letters = {letters}: must be in [2, 8]; 3 is what a tiny model learns from scratch.")
     chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)
@@ -75,11 +75,11 @@ def trail(
     words: bool = False,
     held_out: int = 500,
 ) -> list[dict[str, Any]]:
-    """A round trip through 3 to 10 boxes, in each of which a note says which one is next: `3\n7\n` -> `7`.
+    """Follow a round trip through 3 to 10 boxes, each with a note that names the next one: `3\\n7\\n` -> `7`.
 
-    megatron_rl.workflows.trail:Trail is the tool that opens them, in as many calls as there are boxes, of which
-    `answer` is the first. A problem is an order of the boxes. words: calls are `open 7`, and a worked example comes
-    first.
+    The tool megatron_rl.workflows.trail:Trail opens the boxes, in as many calls as there are boxes; `answer` is the
+    first call. A problem is an order of the boxes. words: calls are `open 7`, and the prompt starts with a worked
+    example.
     """
     if not 3 <= boxes <= 10:
         raise ValueError(f"boxes = {boxes}: must be in [3, 10]; a box's number is one digit.")
@@ -93,7 +93,7 @@ def trail(
 
 
 def order_of(number: int, size: int) -> list[int]:
-    """Return the order of 0 to size - 1 that has this number, of which there are size! in all."""
+    """Return permutation `number`, of size! in all, of the numbers 0 to size - 1."""
     left, order = list(range(size)), []
     for choices in range(size, 0, -1):
         number, place = divmod(number, choices)
@@ -104,11 +104,11 @@ def order_of(number: int, size: int) -> list[int]:
 def reasoning_gym(
     name: str, seed: int = 0, count: int = 1000, messages: bool = True, answer_in: str = "tags", **config: Any
 ) -> list[dict[str, Any]]:
-    """A data set of the package reasoning-gym, e.g. name="chain_sum", max_terms=2, max_digits=1.
+    """Load a data set of the package reasoning-gym, e.g. name="chain_sum", max_terms=2, max_digits=1.
 
-    `answer_in` is `tags` (<answer>..</answer>) or `last_number`: what the prompt asks for, so that a reward can find
-    the answer. Give training and evaluation different seeds. The package's own scorers, some of which evaluate the
-    model's text as code, are behind the reward megatron_rl.rewards.procedural:reasoning_gym.
+    `answer_in` is where the prompt asks for the answer, so that a reward can find it: `tags` (<answer>..</answer>) or
+    `last_number`. Use different seeds for training and evaluation. The package's own scorers are available as the
+    reward megatron_rl.rewards.procedural:reasoning_gym; some of them evaluate the model's text as code.
     """
     instructions = {"tags": TAG_INSTRUCTION, "last_number": NUMBER_INSTRUCTION}
     if answer_in not in instructions:
@@ -125,18 +125,18 @@ def reasoning_gym(
     for item in items:
         text = f"{item['question']}\n{instructions[answer_in]}"
         form = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": f"{text}\n"}
-        known = {"question": item["question"], "metadata": item["metadata"]}  # what the package's scorer asks for
+        known = {"question": item["question"], "metadata": item["metadata"]}  # needed by the package's scorer
         prompts.append(form | {"answer": item["answer"], "task": name} | known)
     return prompts
 
 
 def choose(task: str, total: int, split: str, seed: int, count: int | None, held_out: int) -> list[int]:
-    """Choose `count` (None: all) of `total` numbered problems without repetition, from the train or held-out part."""
+    """Choose `count` (None: all) of `total` numbered problems, without repetition, from the train or held-out part."""
     if split not in SPLITS:
         raise ValueError(f"split = {split!r}: must be one of {', '.join(SPLITS)}.")
     if not 1 <= held_out < total:
         raise ValueError(f"held_out = {held_out}: {task} has {total} problems; keep at least 1 and fewer than all.")
-    # Without the seed: no seed may train what another one holds out.
+    # Independent of the seed: no seed may train on problems that another one holds out.
     reserved = random.Random(f"{task} held out").sample(range(total), held_out)
     size = held_out if split == "held_out" else total - held_out
     wanted = size if count is None else count
@@ -145,6 +145,6 @@ def choose(task: str, total: int, split: str, seed: int, count: int | None, held
     draw = random.Random(f"{task} {split} {seed}")
     if split == "held_out":
         return draw.sample(sorted(reserved), wanted)
-    # held_out more than wanted, so that enough is left whichever of them are reserved.
+    # Draw held_out more than wanted: enough remain, whichever of them are reserved.
     taken = set(reserved)
     return [number for number in draw.sample(range(total), wanted + held_out) if number not in taken][:wanted]

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer, and how long a data set's prompts are in its tokens."""
+"""Loads a model folder's tokenizer, and measures the prompts of a data set in tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Entry = TypeVar("Entry")
 
 
 def load_tokenizer(folder: str, template_args: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `model.path`; ValueError where there is none.
+    """Load the tokenizer of `model.path`. Raises ValueError if there is none.
 
-    template_args: those that its chat template is given whatever is rendered, the config's data.template_args.
+    template_args: the config's data.template_args, passed to the chat template whenever anything is rendered.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -32,7 +32,7 @@ def load_tokenizer(folder: str, template_args: Mapping[str, Any] | None = None) 
 def row_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: dict[str, Any], where: str, vocab: int | None = None
 ) -> list[int]:
-    """Return a prompt's token ids. ValueError names the row that cannot be rendered, or has ids from `vocab` on."""
+    """Return a prompt's token ids. ValueError names the row if it cannot be rendered or has ids of `vocab` or more."""
     try:
         ids = prompt_ids(tokenizer, prompt)
     except ValueError as error:
@@ -42,7 +42,7 @@ def row_ids(
 
 
 def check_ids(ids: Sequence[int], vocab: int | None, where: str) -> None:
-    """Raise ValueError for a token id that a model with `vocab` ids has no embedding of; None checks nothing."""
+    """Raise ValueError for a token id of `vocab` or more, which has no embedding. None disables the check."""
     if vocab is not None and (highest := max(ids, default=0)) >= vocab:
         raise ValueError(
             f"{where}: has the token id {highest}, and the model's vocabulary has {vocab}; take the model's own "
@@ -51,7 +51,7 @@ def check_ids(ids: Sequence[int], vocab: int | None, where: str) -> None:
 
 
 def training_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return the prompts of data.train that the section's other keys leave. ValueError where these leave none."""
+    """Return the prompts of data.train that pass the section's filters. Raises ValueError if none does."""
     numbered, longest = list(enumerate(training_rows(config), start=1)), config.data.max_prompt_tokens
 
     def tokens_of(entry: tuple[int, dict[str, Any]]) -> int:
@@ -61,7 +61,7 @@ def training_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
-    """Return the prompts of data.train that data.success_rates leaves, of any length."""
+    """Return the prompts of data.train, filtered by data.success_rates but not by length."""
     data = config.data
     prompts = load_prompts(data.train, data.train_args, key="data.train", import_from=config.run.import_from)
     chooses = bool(data.success_rates) and data.sampling == "all"
@@ -69,7 +69,7 @@ def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def at_most(longest: int, key: str, prompts: list[Entry], tokens_of: Callable[[Entry], int]) -> list[Entry]:
-    """Return those of up to `longest` tokens, which `key` sets; all where it is 0. ValueError where none is left."""
+    """Keep prompts of up to `longest` tokens (0: all). `key` names that option. ValueError if none is left."""
     kept = [prompt for prompt in prompts if tokens_of(prompt) <= longest] if longest else prompts
     if not kept:
         raise ValueError(f"{key} = {longest}: all {len(prompts)} prompts of data.train have more; raise it.")
@@ -85,9 +85,10 @@ def prompt_lengths(
     context: int,
     vocab: int | None = None,
 ) -> list[int]:
-    """Return the tokens of each prompt. ValueError where one and its longest reply do not fit into `context` tokens.
+    """Return the number of tokens of each prompt.
 
-    So it is where a prompt cannot be rendered, or has ids from `vocab` on; None checks no ids.
+    Raises ValueError if a prompt plus generation.max_new_tokens exceeds `context` tokens, if it cannot be rendered, or
+    if it has ids of `vocab` or more; vocab None disables that check.
     """
     lengths = []
     for number, prompt in enumerate(prompts, start=1):

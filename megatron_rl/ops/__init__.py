@@ -1,4 +1,4 @@
-"""Public numerical operators, compiled from csrc/, each with its plain-torch reference in `ops.reference`."""
+"""Numerical operators compiled from csrc/. Each has a plain-torch reference in `ops.reference`."""
 
 from megatron_rl.ops.checksum import CHECKSUM_COLUMNS, HASH_TILE_BYTES, count_of_word_sums, tile_hashes, word_sums
 from megatron_rl.ops.gae import packed_discounted_returns, packed_gae

@@ -1,4 +1,4 @@
-"""`python -m megatron_rl.ops`: print which compiled operators are there and what they were built for."""
+"""`python -m megatron_rl.ops`: print which compiled operators are installed and what they were built for."""
 
 import torch
 

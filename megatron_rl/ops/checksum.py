@@ -1,4 +1,4 @@
-"""The sums that checksums of tensors' bytes are made from, of many tensors in one launch."""
+"""Sums from which checksums of tensors are computed, for many tensors in one launch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ CHECKSUM_COLUMNS = reference.CHECKSUM_COLUMNS
 
 @torch.no_grad()
 def word_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """The sums mod 2^64 of each row and each column of a tensor's bytes as 8-byte words, `[n]` int64 on its device, of
-    one tensor behind those of another.
+    """Sum each row and each column of every tensor's bytes, taken as 8-byte words, mod 2^64.
 
-    The bytes are laid out in rows of CHECKSUM_COLUMNS words; what does not fill a row follows as it is, padded with
-    zeros. Any two changed words change a row's or a column's sum, and so do moved, swapped, repeated or missing blocks.
-    One pass over memory. On a GPU one launch for each 128 tensors, and nothing is waited for.
+    Returns the sums of all tensors, concatenated: `[n]` int64 on their device. The bytes form rows of CHECKSUM_COLUMNS
+    words. Bytes that do not fill a row are appended unsummed, zero-padded to whole words. Any two changed words change
+    the sum of a row or column, and so do moved, swapped, repeated or missing blocks. Takes one pass over memory. On a
+    GPU it takes one launch per 128 tensors and does not synchronize.
     """
     return ops.word_sums([tensor.detach().contiguous() for tensor in tensors])
 
 
 def count_of_word_sums(nbytes: int) -> int:
-    """How many sums a tensor of so many bytes has."""
+    """Return the number of sums for a tensor with `nbytes` bytes."""
     rows, rest = divmod(nbytes, 8 * CHECKSUM_COLUMNS)
     return rows + (CHECKSUM_COLUMNS if rows else 0) + -(-rest // 8)
 
@@ -36,15 +36,16 @@ HASH_TILE_BYTES = 4 * reference.TILE_WORDS
 
 @torch.no_grad()
 def tile_hashes(tensors: Sequence[Sequence[Tensor]], slices: Sequence[tuple[int, int]] = ()) -> Tensor:
-    """SGLang's `gpu_tensor_hash` before its last step, `[len(tensors)]` int64 on their device: the sum mod 2^64 of the
-    hashes of all tiles of 8192 words of four bytes.
+    """Hash tensors like SGLang's `gpu_tensor_hash` before its final step: `[len(tensors)]` int64 on their device.
 
-    A tensor consists of parts, which lie one above the other in it. With `slices` they are parts of a slice alone,
-    which begins at a byte and is of a tensor of so many bytes: sums of slices add up to the tensor's. A slice consists
-    of whole tiles, or else ends where the tensor does.
+    The hash is the sum mod 2^64 of the hashes of all tiles of 8192 four-byte words.
 
-    The same in SGLang 0.5.17 to 0.5.23. On a GPU one launch for each 96 parts; a CPU, which never needs it, computes
-    the reference.
+    Each tensor is given as parts, concatenated along the first dimension. With `slices` the parts form only a slice,
+    given as (first byte, bytes of the whole tensor); the results of all slices add up to the tensor's. A slice consists
+    of whole tiles or extends to the tensor's end.
+
+    The hash is the same in SGLang 0.5.17 to 0.5.23. On a GPU it takes one launch per 96 parts. A CPU never needs it and
+    computes the reference.
     """
     parts = [[part.detach().contiguous() for part in tensor] for tensor in tensors]
     places = slices or [(0, sum(part.nbytes for part in tensor)) for tensor in parts]

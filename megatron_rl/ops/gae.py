@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over packed sequences. Entry t of every `[N]` tensor belongs to token t."""
+"""Generalized advantage estimation over packed sequences. Entry t of every `[N]` tensor belongs to token t."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def packed_gae(
     trace_decay: float,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A_t = delta_t + discount * trace_decay * A_t', delta_t = r_t + discount * V_t' - V_t (arXiv 1506.02438).
+    """Compute A_t = delta_t + discount * trace_decay * A_t', delta_t = r_t + discount * V_t' - V_t (arXiv 1506.02438).
 
-    rewards, values, mask: `[N]`; `values[t]` is the value of the state in which token t was chosen. t' is the next
-    trained token of the same sequence: a tool's answer between two turns costs no discount, and its rewards and values
-    do not count. bootstrap: `[B]` values after the last trained tokens, for sequences that were cut off; else 0.
-    cu_seqlens: `[B + 1]`, rising from 0 to N; checked on the CPU only.
+    t' is the next trained token of the same sequence. Untrained tokens, such as a tool's answer between two turns,
+    cause no discount, and their rewards and values are ignored.
 
-    Returns (advantages, returns), `[N]` in the values' dtype (float32, on the CPU also float64), 0 where the mask is;
-    returns are advantages + values. Sums are float64. Not differentiable.
+    rewards, values, mask: `[N]`; `values[t]` is the value of the state in which token t was chosen.
+    bootstrap: `[B]` values after the last trained tokens, for cut-off sequences; 0 by default.
+    cu_seqlens: `[B + 1]`, ascending from 0 to N; checked on the CPU only.
+
+    Returns (advantages, returns), both `[N]` in the values' dtype (float32, on the CPU also float64) and 0 for
+    untrained tokens; returns = advantages + values. Sums are float64. Not differentiable.
     """
     for name, tensor in (("rewards", rewards), ("mask", mask)):
         if tensor.shape != values.shape or values.ndim != 1:
@@ -51,6 +53,6 @@ def packed_gae(
 def packed_discounted_returns(
     rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, discount: float, bootstrap: Tensor | None = None
 ) -> Tensor:
-    """R_t = r_t + discount * R_t' over trained tokens, `[N]` in the rewards' dtype; arguments as `packed_gae`'s."""
-    zeros = torch.zeros_like(rewards)  # with V = 0 and trace_decay = 1 the advantage is the sum of discounted rewards
+    """Compute R_t = r_t + discount * R_t' over trained tokens, `[N]` in the rewards' dtype. Like `packed_gae`."""
+    zeros = torch.zeros_like(rewards)  # with V = 0 and trace_decay = 1 the advantage is the discounted return
     return packed_gae(rewards, zeros, mask, cu_seqlens, discount=discount, trace_decay=1.0, bootstrap=bootstrap)[1]

@@ -1,7 +1,7 @@
-"""The output layer and what follows it, a chunk of rows at a time, so that `[T, V]` logits are never held.
+"""The output layer and losses on it, computed in chunks of rows so that `[T, V]` logits are never held in memory.
 
-Shapes: T labels, R rows of hidden, V_local this rank's columns, which may be padded behind the vocabulary's, H hidden
-size.
+Shapes: T labels, R rows of hidden, H hidden size, V_local this rank's columns. V_local may include padding after the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
 from megatron_rl.ops.taken_rows import TakenRows
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(rows, their log-probs, their entropy) -> (`[K]` float64 sums, the loss first, and its slopes by both)."""
+"""(rows, log-probs, entropy) -> (`[K]` float64 sums, the loss first; its gradients by log-probs and entropy)"""
 
 CHUNK_BYTES = 1 << 30
-"""Of a chunk's logits in float32."""
+"""Maximum size of a chunk's float32 logits."""
 MOST_ROWS = 4096
 PARTS = 4
-"""Of a chunk whose gradient has 16 bits: only one part at a time has logits in float32. The fewer chunks there are, the
-less often the weight's gradient is read and written."""
+"""Parts of a chunk with a 16-bit gradient. Only one part at a time has float32 logits, so a chunk can be larger. Fewer
+chunks mean fewer reads and writes of the weight's gradient."""
 TILE_ROWS = 256
-"""A GPU computes products in tiles of so many rows, or of a divisor: a part of one takes as long as the whole."""
+"""Rows per tile of a GPU matrix product, or a multiple of it. A partial tile takes as long as a whole one."""
 
 
 def rows_of_chunk(columns: int) -> int:
-    """Return the rows of which `[rows, V_local]` float32 logits are held at a time; columns: V_local, padding too.
+    """Return how many rows of `[rows, V_local]` float32 logits are held at a time. columns: V_local, including padding.
 
-    Whole tiles, where there is room for one.
+    Rounded down to whole tiles, if at least one fits.
     """
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def rows_of_gradient(columns: int) -> int:
-    """Return the rows of which a 16-bit gradient is held at a time, beside the logits of one of their PARTS.
+    """Return how many rows of a 16-bit gradient are held at a time, in addition to the logits of one of their PARTS.
 
-    Both together take no more than the float32 logits of `rows_of_chunk` and their gradient would.
+    Both together take no more memory than `rows_of_chunk` float32 logits with their gradient.
     """
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """`hidden @ weight.T`; on CUDA float32 also for 16-bit operands, whose products are summed in float32 anyway.
+    """Compute `hidden @ weight.T`. On CUDA 16-bit operands too give float32, in which products are summed anyway.
 
-    out: a chunk's logits that nobody needs any more, of at least as many rows.
+    out: buffer with at least as many rows, such as a previous chunk's logits that are no longer needed.
     """
     out = None if out is None else out[: len(hidden)]
     if hidden.is_cuda and hidden.dtype != torch.float32:
@@ -58,9 +58,9 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Te
 
 
 class WeightGradient:
-    """The sum over chunks of `grad_logits.T @ hidden`, in the accumulating dtype: sums in bfloat16 would drift.
+    """Sum over chunks of `grad_logits.T @ hidden`, in the accumulator dtype, because sums in bfloat16 would drift.
 
-    main_grad: takes the sum in place of autograd, as layers of Megatron add their gradients to it.
+    main_grad: if given, the sum is added to it instead of going through autograd, as Megatron's layers do.
     """
 
     def __init__(self, weight: Tensor, main_grad: Tensor | None) -> None:
@@ -69,11 +69,11 @@ class WeightGradient:
         self.sum = main_grad if is_exact else None
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add a chunk's part, of rows in the weight's dtype."""
+        """Add one chunk's part, in the weight's dtype."""
         if grad_logits.is_cuda and grad_logits.dtype != torch.float32:
             if self.sum is None:
                 self.sum = torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
-            else:  # added inside the product: a sum of its own would move the weight's size three times
+            else:  # accumulates inside the product: a separate sum would cost three passes
                 torch.addmm(self.sum, grad_logits.T, hidden, out_dtype=torch.float32, out=self.sum)
         elif self.sum is not None and self.sum.dtype == grad_logits.dtype:
             self.sum.addmm_(grad_logits.T, hidden)
@@ -82,7 +82,7 @@ class WeightGradient:
             self.sum = product if self.sum is None else self.sum.add_(product)
 
     def for_autograd(self) -> Tensor | None:
-        """Return the sum, or None where it has gone to main_grad."""
+        """Return the sum, or None if it was added to main_grad."""
         if self.main_grad is None:
             return self.sum
         if self.sum is not self.main_grad:
@@ -91,25 +91,26 @@ class WeightGradient:
 
 
 def placeholder(weight: Tensor) -> Tensor:
-    """Return a gradient for autograd where the real one is in main_grad: Megatron's hooks wait for one, unread."""
+    """Return an uninitialized gradient for autograd. The real one is in main_grad; Megatron's hooks only wait for
+    one."""
     return torch.empty_like(weight)
 
 
 def scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product, in the gradient's own memory where it has the dtype: no tensor of its size is made twice."""
+    """Return `gradient * by`, in place if it already has this dtype, to avoid a second large tensor."""
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, by.to(gradient.dtype), out=out)
 
 
 def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[float, None, int, int]:
-    """Return the last arguments of the log-prob operators: temperature, none for each row, first column, columns."""
+    """Return the log-prob operators' last arguments: temperature, per-row temperatures, first column, columns."""
     return temperature, None, shard.start, max(0, min(len(weight), shard.stop - shard.start))
 
 
 def logits_results(
     logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple, with_entropy: bool = True
 ) -> tuple[Tensor, ...]:
-    """(log-probs, entropy, peak, log-sum) of logits that need no gradient; entropy that is not wanted is NaN."""
+    """Return (log-probs, entropy, peak, log-sum) without autograd. Entropy is NaN unless with_entropy."""
     partials = ops.logprob_partials(logits, labels, *rest, with_entropy)
     if shard.is_split:
         assert shard.group is not None
@@ -118,23 +119,24 @@ def logits_results(
 
 
 Form = Callable[[slice, Tensor], tuple]
-"""(rows, their logits) -> the other arguments of the gradient's operators."""
+"""(rows, their logits) -> the remaining arguments of the gradient operators"""
 Beside = Callable[[slice, Tensor], Tensor]
-"""(rows, their logits) -> the gradient `[c, columns]`, of this rank's columns, that a further term adds."""
+"""(rows, their logits) -> gradient `[c, columns]` of an additional loss term, for this rank's columns"""
 LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
-"""(logits `[c, V_local]`, places `[c]`) -> the loss's part, its statistics, and its gradient `[c, columns]`."""
+"""(logits `[c, V_local]`, places `[c]`) -> (loss part, statistics, gradient `[c, columns]`) of an extra term"""
 CHUNKS_OF_TERM = 4
-"""Tensors as large as a chunk's logits that a term of whole logits makes beside them."""
+"""Temporary tensors of a chunk's size that a term on whole logits allocates."""
 
 
 def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
     total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
 ) -> None:  # fmt: skip
-    """Form the gradient of the logits of all rows, a chunk at a time, and of it that of hidden and of the weight.
+    """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
-    It takes the memory of the logits, or where they are wider than the weight, memory of the weight's dtype, so that
-    products run on 16-bit operands. logits: of all rows, which are one chunk then. beside: of a further term.
+    The logits' gradient overwrites the logits, or, if they are wider than the weight's dtype, goes into a buffer of
+    that dtype so that products have 16-bit operands. logits: those of all rows, which are then one chunk. beside:
+    gradient of an additional term.
     """
     narrow, count, known = None, len(hidden), logits is not None
     if hidden.is_cuda and weight.dtype != torch.float32:
@@ -143,14 +145,14 @@ def add_gradients(
         narrow = torch.empty(min(chunk, count), len(weight), dtype=weight.dtype, device=hidden.device)
     else:
         chunk = part = count if known else rows_per_chunk or rows_of_chunk(len(weight))
-    for start in range(0, max(count, 1), max(chunk, 1)):  # without rows too a loss says which statistics it has
+    for start in range(0, max(count, 1), max(chunk, 1)):  # run once without rows too, so a loss reports its statistics
         rows = slice(start, min(start + chunk, count))
         for begin in range(start, max(rows.stop, 1), max(part, 1)):
             some = slice(begin, min(begin + part, rows.stop))
             logits = logits if known else head_logits(hidden[some], weight, logits)
             assert logits is not None
-            own = logits[: some.stop - begin]  # nobody uses them again
-            more = None if beside is None else beside(some, own)  # reads what is overwritten below
+            own = logits[: some.stop - begin]  # no longer needed, so overwritten below
+            more = None if beside is None else beside(some, own)  # must read the logits before they are overwritten
             into = own if narrow is None else narrow[begin - start : some.stop - start]
             if narrow is None:
                 overwrite_with_gradient(own, *form(some, own))
@@ -158,7 +160,7 @@ def add_gradients(
                 ops.logprob_grad_into(into, own, *form(some, own))
             if more is not None:
                 into[:, : more.shape[1]] += more
-                del more  # before the next part makes its own
+                del more  # free it before the next part allocates its own
         grad = (logits if narrow is None else narrow)[: rows.stop - start]
         if grad_hidden is not None:
             torch.mm(grad, weight, out=grad_hidden[rows])
@@ -167,9 +169,9 @@ def add_gradients(
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """Log-probability and entropy of `hidden @ weight.T` rows, all of which have a label.
+    """Log-probability and entropy of the rows of `hidden @ weight.T`. Every row must have a label.
 
-    One chunk keeps its logits for backward; several are formed again there.
+    A single chunk keeps its logits for backward; with several chunks backward recomputes them.
     """
 
     @staticmethod
@@ -180,14 +182,14 @@ class HeadLogprobs(torch.autograd.Function):
         rest, parts = columns_of(weight, shard, temperature), []
         chunk = rows_per_chunk or rows_of_chunk(len(weight))
         logits = None
-        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):  # without rows one empty chunk
+        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):  # one empty chunk if there are no rows
             logits = head_logits(h, weight, logits)  # [c, V_local]
             parts.append(logits_results(logits, y, shard, rest, with_entropy))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
-        kept = (logits,) if len(parts) == 1 else ()  # no more memory than the chunk that had to be there anyway
+        kept = (logits,) if len(parts) == 1 else ()  # no extra memory: this one chunk was needed anyway
         ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
         ctx.rest, ctx.rows_per_chunk, ctx.main_grad = rest, rows_per_chunk, main_grad
-        ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
+        ctx.set_materialize_grads(False)  # an entropy that no loss uses then costs nothing
         return logprobs, entropy
 
     @staticmethod
@@ -212,10 +214,10 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """A loss of `hidden @ weight.T` rows, all of which have a label; the gradient is formed together with it.
+    """A loss on rows of `hidden @ weight.T`, all with a label. The forward pass also computes the gradient.
 
-    Three matrix products a chunk: logits, and after they have become their own gradient those of hidden and weight. A
-    frozen weight has none.
+    Each chunk takes three matrix products: the logits, then, from the logits' gradient, those of hidden and weight. A
+    frozen weight gets no gradient.
     """
 
     @staticmethod
@@ -233,7 +235,7 @@ class HeadLoss(torch.autograd.Function):
             totals.append(sums)
             return labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest
 
-        # Here, in the forward, as a chunk's logits are gone afterwards: backward only scales.
+        # Done in the forward pass, because a chunk's logits are gone afterwards. Backward only scales the gradient.
         add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, beside=beside)
         sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, weight, None if total is None else total.for_autograd())
@@ -247,7 +249,7 @@ class HeadLoss(torch.autograd.Function):
             by_weight = None
         elif grad_weight is not None:
             by_weight = scaled(grad_weight, grad_loss, weight.dtype)
-        else:  # it was added before anybody could scale it
+        else:  # it was added to main_grad before it could be scaled
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
             by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
         return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 7
@@ -267,14 +269,16 @@ def lm_head_loss(
     rows_per_chunk: int | None = None,
     term: LogitsTerm | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss that is a sum over rows, and its statistics, without holding more than one chunk of logits.
+    """Compute a loss that is a sum over rows, and its statistics, holding only one chunk of logits at a time.
 
-    loss(logprobs, entropy, places) -> (loss_sum, sums): the loss of the labels at `places` (`[c]` int64) from their
-    log-probabilities and entropy, `[c]` float32; `sums` are 0-dim, and both are added over the chunks (the statistics
-    as float64). The other arguments are `lm_head_logprobs`'. The gradient is formed together with the loss, also where
-    none is asked for, and may be used once or scaled by what follows; the weight's is summed in float32. Where it goes
-    to main_grad, it is added before this returns, so that nothing may scale the loss: RuntimeError in backward.
-    term: a further one, of whole logits; where there is one, chunks are smaller by what it makes beside them.
+    loss(logprobs, entropy, places) -> (loss_sum, sums). It gets `[c]` float32 log-probabilities and entropy of the
+    labels at `places` (`[c]` int64). `sums` are 0-dim; they and the loss are added over chunks, the statistics in
+    float64. term: an additional loss on whole logits; chunks are then smaller, to make room for its temporary tensors.
+    Other arguments are as in `lm_head_logprobs`.
+
+    The gradient is always computed together with the loss, even if none is needed. It may be used once, or scaled by
+    later operations. The weight's gradient is summed in float32. With main_grad it is added before this function
+    returns, so the loss must not be scaled: that raises RuntimeError in backward.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -295,7 +299,7 @@ def lm_head_loss(
         if term is not None:
             part, more = of_term.pop()
             total, sums = total + part.to(total.dtype), sums | more
-        names[:] = sums  # HeadLoss returns tensors only; every chunk says the same names
+        names[:] = sums  # HeadLoss returns only tensors; names are the same in every chunk
         column = torch.stack([total.detach().double(), *(value.detach().double() for value in sums.values())])
         by_logprob = torch.zeros_like(logprobs) if by_logprob is None else by_logprob.contiguous()
         return column, by_logprob, dense(by_entropy)
@@ -326,12 +330,12 @@ def lm_head_ppo_loss(
     normalizer: float | None = None,
     rows_per_chunk: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`ppo_loss` of the log-probabilities of `hidden @ weight.T`, without ever holding more than one chunk of logits.
+    """Compute `ppo_loss` of the log-probabilities of `hidden @ weight.T`, holding only one chunk of logits at a time.
 
-    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows` and `kept` as in `lm_head_logprobs`. The rest is
-    as in `ppo_loss`, whose mask is `labels >= 0`. The gradient is formed together with the loss, also where none is
-    asked for: for a pass without gradient use `lm_head_logprobs`. A loss by sequence needs every log-probability
-    before the first gradient: two sweeps, the second of which forms the logits again.
+    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows` and `kept` are as in `lm_head_logprobs`. The rest
+    is as in `ppo_loss`, with mask `labels >= 0`. The gradient is always computed together with the loss; for a pass
+    without gradient use `lm_head_logprobs`. A per-sequence loss needs all log-probabilities before the first gradient,
+    so it takes two sweeps, and the second recomputes the logits.
     """
     dtype = accumulator(hidden.dtype)
     columns = [
@@ -380,16 +384,19 @@ def lm_head_logprobs(
     rows_per_chunk: int | None = None,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]`.
+    """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]` logits.
 
-    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64. Label t is predicted by row `rows[t]` of hidden (int64,
-    several labels may share one), by row t where `rows` is absent. kept: the places of the labels to compute, int64,
-    all with labels of 0 or more; where absent, those of all such labels, which waits for the device. Other places give
-    0. rows as TakenRows are those of the kept labels: then the gradient of a row that several share is the same bits
-    every time. Rows go through the head in chunks; the backward forms the logits of each again, unless there is one
-    chunk only. The weight's gradient is summed over the chunks in float32, in main_grad where that is given: a tensor
-    like the weight, to which it is added. Autograd then gets a gradient without meaning, if the weight asks for one.
-    with_entropy: where False, the time for the entropy is saved and what is returned for it is NaN.
+    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64.
+    rows: int64, label t is predicted by row `rows[t]` of hidden; several labels may share a row. Default: row t.
+      TakenRows give the rows of the kept labels only; the gradient of shared rows is then bitwise reproducible.
+    kept: int64 places of the labels to compute; these labels must be 0 or more, and all other places give 0. Default:
+      all labels of 0 or more, which synchronizes with the device.
+    main_grad: tensor like the weight, to which the weight's gradient is added. If the weight requires grad, autograd
+      then gets a meaningless placeholder.
+    with_entropy: False saves the time for the entropy, which is then NaN.
+
+    Rows are processed in chunks. Backward recomputes each chunk's logits, unless there is only one chunk. The weight's
+    gradient is summed over chunks in float32.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -402,13 +409,13 @@ def lm_head_logprobs(
 
 
 def places_of(labels: Tensor) -> Tensor:
-    """Return the places of the labels that count. On a device its length is waited for."""
+    """Return the places of labels of 0 or more. On a device this synchronizes, because the length is needed."""
     return (labels >= 0).nonzero()[:, 0]
 
 
 def pick(hidden: Tensor, rows: Tensor | TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
-    # Only rows with a label go through the output layer: a prompt's have none.
-    if rows is None:  # each once
+    # Only rows with a label go through the output layer; a prompt's rows have none.
+    if rows is None:  # each row once
         rows = TakenRows(kept, [(kept, torch.arange(len(kept), device=kept.device))])
     if isinstance(rows, TakenRows):
         return rows.of_values(hidden).to(dtype)

@@ -1,4 +1,4 @@
-"""The token that each packed row predicts, and its position."""
+"""Labels and positions of packed rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_rl.ops.library import ops
 def packed_labels(
     input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (labels, positions, sequence_ids), all `[T]` int64, of input_ids `[T]` in the sequences of cu_seqlens.
+    """Return (labels, positions, sequence_ids), all `[T]` int64, for input_ids `[T]` packed as in cu_seqlens.
 
-    Row t is the prediction made after token t: its label is the next token of its sequence, -100 at the sequence's end
-    and where loss_mask (`[T]` bool, of that next token) is False. positions count from 0 in each sequence. cu_seqlens:
-    `[B + 1]`, rising from 0 to T; checked on the CPU only.
+    Row t is the prediction made after token t. Its label is the next token of the sequence. It is -100 at the
+    sequence's end and if loss_mask (`[T]` bool) is False for that next token. positions count from 0 in each sequence.
+    cu_seqlens: `[B + 1]`, ascending from 0 to T; checked on the CPU only.
     """
     if input_ids.ndim != 1 or input_ids.dtype != torch.int64:
         raise ValueError(f"input_ids is {input_ids.dtype} {tuple(input_ids.shape)}: it must be [T] int64.")

@@ -1,7 +1,7 @@
-"""Loads the compiled operators of csrc/ and tells torch what they return and how they differentiate.
+"""Loads the compiled operators of csrc/, and registers their output shapes and gradients with torch.
 
-`_C_cpu` defines and implements them for CPU tensors, `_C_cuda` for CUDA tensors where it was built. A tensor on a
-device without an implementation raises torch's NotImplementedError: there is no fallback.
+`_C_cpu` defines them and implements them for CPU tensors; `_C_cuda`, if built, implements them for CUDA tensors. A
+tensor on a device without an implementation raises torch's NotImplementedError: there is no fallback.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def load() -> None:
 
 
 def cuda_library() -> list[Path]:
-    """`_C_cuda.so` binds to libtorch_cuda, so that a torch without CUDA cannot load it."""
+    """Return the path of `_C_cuda.so` if it can be loaded. It links to libtorch_cuda, so it needs a torch with CUDA."""
     path = PACKAGE / "_C_cuda.so"
     return [path] if path.exists() and torch.version.cuda is not None else []
 
 
 def check_cuda() -> None:
-    """RuntimeError where the operators were built without their CUDA part: every tensor of a GPU would be refused."""
+    """Raise RuntimeError if the operators were built without CUDA: every GPU tensor would be refused."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("megatron_rl::logprob_partials", "CUDA"):
         raise RuntimeError(
             f"{PACKAGE / '_C_cuda.so'}: is not there, and this process computes on a GPU; put the nvcc of "
@@ -43,9 +43,9 @@ def check_cuda() -> None:
 
 
 def check_current(library: Path) -> None:
-    """Refuse a library that was built from other sources than those beside it."""
+    """Raise RuntimeError if a library was built from other sources than the current ones."""
     if not BUILD_SCRIPT.exists():
-        return  # an installed package: there are no sources to differ from
+        return  # an installed package has no sources to compare with
     found, wanted = built_from(library).get("sources"), runpy.run_path(str(BUILD_SCRIPT))["sources_hash"]()
     if found != wanted:
         raise RuntimeError(
@@ -60,9 +60,9 @@ def built_from(library: Path) -> dict[str, object]:
 
 
 PPO_SUMS = 20
-"""Statistics of ppo_loss; csrc/math/ppo.h counts them too."""
+"""Number of ppo_loss's statistics; same value as in csrc/math/ppo.h."""
 
-load()  # before anything names `torch.ops.megatron_rl`: its operators are defined by the library
+load()  # the library defines the operators, so it must be loaded first
 ops = torch.ops.megatron_rl
 
 
@@ -71,12 +71,12 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def tiles(columns: int, dtype: torch.dtype) -> int:
-    """Parts of a row that `logprob_partials` returns; csrc/math/logprob.h has the same rule."""
+    """Return the number of tiles per row in `logprob_partials`; same rule as csrc/math/logprob.h."""
     tile = 32768 // dtype.itemsize
     return (columns + tile - 1) // tile if columns > tile else 1
 
 
-# Fakes give shapes and dtypes to torch.compile, which traces without computing.
+# Fakes give torch.compile the shapes and dtypes that it needs to trace without computing.
 
 
 @torch.library.register_fake("megatron_rl::logprob_partials")
@@ -112,7 +112,7 @@ def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, tempe
 def save_for_logprob_grad(ctx, inputs, output) -> None:
     logits, _, labels, temperature, temperatures, vocab_start, columns, _, inplace_backward = inputs
     _, entropy, peak, log_sum = output
-    ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
+    ctx.set_materialize_grads(False)  # an entropy that no loss uses then costs nothing
     ctx.mark_non_differentiable(peak, log_sum)
     ctx.save_for_backward(logits, labels, peak, log_sum, entropy, temperatures)
     ctx.rest = (temperature, vocab_start, columns, inplace_backward)
@@ -127,7 +127,7 @@ def logprob_backward(ctx, grad_logprobs, grad_entropy, _peak, _log_sum):
         *(logits, labels, peak, log_sum, entropy, dense(grad_logprobs), dense(grad_entropy)),
         *(temperature, temperatures, vocab_start, columns),
     )
-    # A compiled graph has no notion of a saved tensor that changes; it plans its own memory.
+    # A compiled graph cannot express that a saved tensor changes, and it plans its own memory.
     if inplace and not torch.compiler.is_compiling():
         overwrite_with_gradient(*arguments)
         return logits, *(None,) * 8
@@ -135,7 +135,7 @@ def logprob_backward(ctx, grad_logprobs, grad_entropy, _peak, _log_sum):
 
 
 def overwrite_with_gradient(logits: Tensor, *rest) -> None:
-    """`logprob_grad_`, with the logits marked as changed: torch then refuses to use them as the logits again."""
+    """Call `logprob_grad_` and mark the logits as changed, so that torch refuses to use them as logits again."""
     ops.logprob_grad_(logits, *rest)
     torch.autograd.graph.increment_version(logits)
 
@@ -165,9 +165,9 @@ def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights,
 
 def save_for_ppo_grad(ctx, inputs, output) -> None:
     _, sums, grad_logprobs, grad_entropy = output
-    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)  # the forward has formed the slopes already
+    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)  # already computed in the forward pass
     ctx.save_for_backward(grad_logprobs, grad_entropy)
-    ctx.has_entropy = inputs[6] is not None  # autograd takes a gradient only of an input that is there
+    ctx.has_entropy = inputs[6] is not None  # autograd accepts a gradient only for inputs that were given
 
 
 def ppo_backward(ctx, grad_loss, *_):

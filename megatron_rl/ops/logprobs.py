@@ -1,7 +1,7 @@
-"""Log-probability and entropy of labels under logits whose vocabulary may be split over the tensor axis.
+"""Log-probability and entropy of labels, from logits whose vocabulary may be split over the tensor-parallel ranks.
 
-Shapes: T rows, V vocabulary, V_local this rank's columns. Sums are float32 whatever the logits are. Rows with a
-negative label give 0 and no gradient.
+Shapes: T rows, V vocabulary, V_local this rank's columns. Sums are float32 for every logits dtype. Rows with a negative
+label give 0 and no gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.ops.library import ops
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns `[start, stop)` of a vocabulary of `size`; `group` holds the ranks with the others.
+    """This rank's columns `[start, stop)` of a vocabulary of `size`. `group` contains the ranks with the other columns.
 
     For example:
 
@@ -39,7 +39,7 @@ class VocabShard:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """As `packed_logprobs` takes them."""
+        """Keyword arguments for `packed_logprobs`."""
         group = self.group if self.is_split else None
         return {"vocab_start": self.start, "vocab_size": self.size, "tp_group": group}
 
@@ -47,12 +47,11 @@ class VocabShard:
 NORMALISING = {torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy} | {
     getattr(Tensor, name) for name in ("softmax", "log_softmax", "logsumexp")
 }
-"""Functions over the vocabulary that are wrong on one rank's columns."""
+"""Functions over the vocabulary, which give wrong results on one rank's columns."""
 
 
 class VocabParallelLogits(Tensor):
-    """`[T, V_local]` logits that know their columns, so that a loss calls `gather_logprobs(logits, labels)` in any
-    layout.
+    """`[T, V_local]` logits that know their columns, so that `gather_logprobs(logits, labels)` works in any layout.
 
     Operations that keep the last dimension keep `shard` (a temperature, a cast, a slice of rows). A softmax over split
     columns raises ValueError instead of being silently wrong.
@@ -72,7 +71,7 @@ class VocabParallelLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         given = [*args, *(kwargs or {}).values()]
-        given += [entry for part in given if isinstance(part, list | tuple) for entry in part]  # as torch.cat has them
+        given += [entry for part in given if isinstance(part, list | tuple) for entry in part]  # as for torch.cat
         shards = [a.shard for a in given if isinstance(a, cls) and "shard" in a.__dict__]
         if shards and shards[0].is_split and func in NORMALISING:
             raise ValueError(
@@ -83,10 +82,10 @@ class VocabParallelLogits(Tensor):
         result = super().__torch_function__(func, types, args, kwargs or {})
         if not shards:
             return result
-        for part in result if isinstance(result, tuple | list) else (result,):  # as torch.split has them
+        for part in result if isinstance(result, tuple | list) else (result,):  # several results, as from torch.split
             if isinstance(part, cls) and part.ndim and part.shape[-1] == shards[0].stop - shards[0].start:
                 part.shard = shards[0]
-        is_plain = isinstance(result, cls) and "shard" not in result.__dict__  # of other columns, or of none
+        is_plain = isinstance(result, cls) and "shard" not in result.__dict__  # other columns, or none
         return result.as_subclass(Tensor) if is_plain else result
 
 
@@ -103,19 +102,19 @@ def packed_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return log p(label), and with return_entropy also the entropy in nats: `[T]` float32, both differentiable.
 
-    logits: `[T, V_local]` float32, bfloat16, float16 or float64 (then results are float64; CPU only), rows may be
-    strided. They are read once, and once more in backward. labels: `[T]` int64 over the whole vocabulary; a row with a
-    negative one gives 0, is not read and gets gradient 0. temperature divides the logits: a number, or `[T]` float32.
-
-    vocab_start, vocab_size: logits hold the columns from vocab_start on; columns past vocab_size are padding, which is
-    never read. tp_group: its ranks hold the other columns; all call this, one all-gather of 16 bytes a row combines
-    them, and every rank gets the same bits.
-
+    logits: `[T, V_local]` float32, bfloat16, float16 or float64 (CPU only; results are then float64). Rows may be
+      strided. Forward and backward each read them once.
+    labels: `[T]` int64 over the whole vocabulary. A row with a negative label gives 0, is not read and gets gradient 0.
+    temperature: divides the logits; a number, or `[T]` float32.
+    vocab_start, vocab_size: logits hold the columns from vocab_start on. Columns past vocab_size are padding and never
+      read.
+    tp_group: ranks with the other columns. All of them call this; one all-gather of 16 bytes per row combines their
+      results, and every rank gets the same bits.
     inplace_backward: the gradient overwrites logits, which must not be a leaf; a second backward then raises. Under
-    torch.compile the gradient gets its own memory.
+      torch.compile the gradient gets its own memory.
 
-    A NaN or +inf among a row's logits, or nothing but -inf, makes its results NaN and no other row's. A label of
-    vocab_size or more raises on the CPU and fails a device-side assertion on CUDA.
+    A row whose logits contain NaN or +inf, or only -inf, gives NaN; other rows are unaffected. A label of vocab_size or
+    more raises on the CPU and fails a device-side assertion on CUDA.
     """
     check_rows(logits, labels)
     size = vocab_size
@@ -129,10 +128,9 @@ def packed_logprobs(
         raise ValueError(f"vocab_start is {vocab_start}: it is the first column's place in the vocabulary, at least 0.")
     if inplace_backward and logits.requires_grad and logits.is_leaf:
         raise ValueError("inplace_backward: logits is a leaf that requires grad, its value would become its gradient.")
-    columns = max(0, min(logits.shape[1], size - vocab_start))  # the last rank may hold padding, or nothing else
+    columns = max(0, min(logits.shape[1], size - vocab_start))  # the last rank may hold some padding, or only padding
     one, each = check_temperature(temperature, labels)
-    # Detached, as the backward of logprob_finish gives the whole gradient of the logits.
-    # [tiles, T, 4]: peak, sum, moment, the label's logit
+    # Detached, because the backward of logprob_finish returns the whole gradient of the logits.
     partials = ops.logprob_partials(logits.detach(), labels, one, each, vocab_start, columns, return_entropy)
     if tp_group is not None:
         partials = gather_partials(ops.logprob_fold(partials, labels, one, each), tp_group)
@@ -155,7 +153,7 @@ def check_rows(logits: Tensor, labels: Tensor) -> None:
 
 
 def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[float, Tensor | None]:
-    """Return (one for all rows, one for each or None). A tensor's values are not checked: that would wait for it."""
+    """Return (one temperature, per-row temperatures or None). A tensor's values are unchecked, to avoid a sync."""
     if not isinstance(temperature, Tensor):
         if not 1e-37 <= temperature <= 1e37:
             raise ValueError(
@@ -171,7 +169,7 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[floa
 
 
 def gather_partials(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[1, T, 4]` of every rank -> `[ranks, T, 4]` in rank order, on every rank."""
+    """All-gather `[1, T, 4]` of every rank into `[ranks, T, 4]`, in rank order."""
     ranks = torch.empty((group.size(), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(ranks, mine, group=group)
     return ranks
@@ -182,7 +180,7 @@ def gather_logprobs_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy in nats, both `[T]` float32 and differentiable.
 
-    logits: `[T, V_local]`, plain or as the engine hands them to a loss (then they know their columns). labels: `[T]`
+    logits: `[T, V_local]`, either plain, or as the engine passes them to a loss, with their columns. labels: `[T]`
     int64 over the whole vocabulary; negative ones are ignored. temperature divides the logits.
     """
     plain, columns = with_columns(logits, shard)
@@ -192,13 +190,13 @@ def gather_logprobs_entropy(
 def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, *, shard: VocabShard | None = None
 ) -> Tensor:
-    """Return log p(label), `[T]` float32: `gather_logprobs_entropy` without the entropy."""
+    """Return log p(label), `[T]` float32. Like `gather_logprobs_entropy`, without the entropy."""
     plain, columns = with_columns(logits, shard)
     return packed_logprobs(plain, labels, temperature=temperature, **columns)
 
 
 def with_columns(logits: Tensor, shard: VocabShard | None) -> tuple[Tensor, dict[str, Any]]:
-    """Return plain logits, and their columns as `packed_logprobs` takes them."""
+    """Return plain logits, and their columns as keyword arguments for `packed_logprobs`."""
     if isinstance(logits, VocabParallelLogits):
         shard, logits = shard or logits.shard, logits.as_subclass(Tensor)
     return logits, (shard or VocabShard(0, logits.shape[-1], logits.shape[-1])).columns

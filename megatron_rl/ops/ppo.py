@@ -25,19 +25,21 @@ PPO_SUMS = (
 )
 """Names of `ppo_loss`'s statistics: sums and counts over trained rows, in the order of csrc/math/ppo.h.
 
-ratio_deviation is |ratio - 1|; approx_kl, _k2, _k3 estimate KL(proximal || policy); behavior_* speak of
-log p(proximal) - log p(behaviour); dropped_tokens lie outside behavior_low and behavior_high; bounded_tokens counts
-rows with a log ratio beyond LOG_RATIO_BOUND; not_finite rows whose loss or gradient, as it is stored, or behaviour
-ratio is no number.
+- ratio_deviation: |ratio - 1|
+- approx_kl, approx_kl_k2, approx_kl_k3: estimates of KL(proximal || policy)
+- behavior_*: about log p(proximal) - log p(behavior)
+- dropped_tokens: rows outside behavior_low and behavior_high
+- bounded_tokens: rows with a log ratio beyond LOG_RATIO_BOUND
+- not_finite: rows whose loss or gradient, in its stored dtype, or whose behavior ratio is NaN or infinite
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PpoOptions:
-    """The options of `ppo_loss`. u is p(policy) / p(proximal) of a row, A its advantage, w its behaviour weight.
+    """Options of `ppo_loss`. u is p(policy) / p(proximal) of a row, A its advantage, w its behavior weight.
 
-    A log ratio is moved to within LOG_RATIO_BOUND = 20 of 0 before it is exponentiated, as verl does, and has no slope
-    beyond it: of u, of w, and of k3 where q / p is larger.
+    Before exponentiation, log ratios are clamped to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND] = [-20, 20], as in verl, and
+    have no gradient outside it. This applies to u, to w, and to k3 for large q / p.
 
         decoupled = PpoOptions(clip_high=0.28, behavior="mask", behavior_high=5.0)
         loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, trained, decoupled)
@@ -45,30 +47,30 @@ class PpoOptions:
     """
 
     mode: str = "clip"
-    """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347); cispo: -w clip(u) A log p with clip(u) held constant
-    (arXiv 2506.13585); sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347); reinforce: -w A log p."""
+    """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347). cispo: -w clip(u) A log p, without gradient through
+    clip(u) (arXiv 2506.13585). sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347). reinforce: -w A log p."""
     sequence_ratio: bool = False
-    """u is the geometric mean over the sequence's trained rows, and its slope in a row's log p is u, as if it were the
-    row's own: GSPO-token (arXiv 2507.18071), which is GSPO where A and w are a sequence's. Needs cu_seqlens."""
+    """u is the geometric mean over the sequence's trained rows. Its derivative by a row's log p is u, as if u were that
+    row's own ratio: GSPO-token (arXiv 2507.18071). It equals GSPO if A and w are per sequence. Needs cu_seqlens."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
-    """Above 0: the loss of a row with A < 0 is at most -A times this (arXiv 1912.09729); at least 1."""
+    """If above 0, the loss of a row with A < 0 is at most this times -A (arXiv 1912.09729). Must be 0 or at least 1."""
     behavior: str = "off"
-    """w = p(proximal) / p(behaviour), without gradient: decoupled PPO (arXiv 2505.24298). mask drops a row whose weight
-    lies outside [behavior_low, behavior_high]; clamp moves the weight to the bound; off: w is 1."""
+    """w = p(proximal) / p(behavior), without gradient: decoupled PPO (arXiv 2505.24298). mask: drop rows with a weight
+    outside [behavior_low, behavior_high]. clamp: clamp the weight to that range. off: w = 1."""
     behavior_by_sequence: bool = False
     """w is the geometric mean over the sequence's trained rows. Needs cu_seqlens."""
     behavior_low: float = 0.0
     behavior_high: float = inf
     kl_estimator: str = "k3"
     kl_weighted: bool = False
-    """Multiply the KL term by u, gradient included: unbiased for the policy from rows of the proximal one."""
+    """Multiply the KL term by u, with gradient. This makes it unbiased although the proximal policy gave the rows."""
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
-    """sapo's s for rows with A > 0, and for the others."""
+    """sapo's s: sapo_positive for rows with A > 0, sapo_negative for the others."""
 
     def __post_init__(self) -> None:
         for name, value, right, rule in (
@@ -90,8 +92,8 @@ class PpoOptions:
         return self.sequence_ratio or self.behavior_by_sequence
 
     def packed(self, scale: float) -> list[float]:
-        """Return the options as csrc/math/ppo.h reads them."""
-        # Words become their places in the enums there; estimators count from 1.
+        """Return the options in the layout that csrc/math/ppo.h reads."""
+        # Strings become indices into the enums there. KL estimators count from 1.
         numbers = {"mode": MODES, "behavior": BEHAVIOR, "kl_estimator": ("", *KL_ESTIMATORS)}
         order = (
             *("mode", "sequence_ratio", "clip_low", "clip_high", "dual_clip", "behavior", "behavior_by_sequence"),
@@ -103,7 +105,7 @@ class PpoOptions:
 
 
 def check_ppo(options: PpoOptions, **tensors: Tensor | None) -> None:
-    """Refuse options whose tensors are missing."""
+    """Raise ValueError if an option needs a tensor that is missing."""
     needed = {
         "behavior_logprobs": options.behavior != "off",
         "ref_logprobs": options.kl_coefficient > 0,
@@ -131,11 +133,16 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss summed over rows with mask, and its statistics, `PPO_SUMS` by name, 0-dim float64.
 
-    All are `[T]` of one float dtype (float32, on the CPU also float64), mask bool; masked rows may hold anything.
-    Without proximal_logprobs the policy itself is the proximal one, ratio 1; without behavior_logprobs the proximal one
-    sampled. row_weights multiply each row's loss, its KL and entropy terms included, and no statistic; without them
-    every row counts once. cu_seqlens: `[B + 1]` int64, for options by sequence. normalizer divides the loss.
-    Differentiable in logprobs and entropy. No value is waited for, and the result is the same bits every time.
+    All tensors are `[T]` of one float dtype (float32, on the CPU also float64), and mask is bool. Masked rows may hold
+    any values.
+
+    proximal_logprobs: None means that the policy itself is the proximal policy, so the ratio is 1.
+    behavior_logprobs: None means that the proximal policy sampled the tokens.
+    row_weights: multiply each row's loss, including its KL and entropy terms, but no statistic. Default: 1.
+    cu_seqlens: `[B + 1]` int64, for per-sequence options.
+    normalizer: divides the loss.
+
+    Differentiable in logprobs and entropy. Does not synchronize with the device, and is bitwise reproducible.
     """
     check_ppo(
         options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, entropy=entropy, cu_seqlens=cu_seqlens
@@ -159,7 +166,7 @@ def ppo_loss(
             f"logprobs is {tuple(logprobs.shape)}, mask {mask.dtype} {tuple(mask.shape)}: both must be [T], mask bool."
         )
     if entropy is not None and options.entropy_coefficient == 0:
-        entropy = entropy.detach()  # it is counted only: its gradient of zeros would cost a pass over the logits
+        entropy = entropy.detach()  # only used for a statistic: its zero gradient would cost a pass over the logits
     loss, sums, _, _ = ops.ppo_loss(
         logprobs.contiguous(),
         *(None if t is None else t.detach().contiguous() for t in (proximal_logprobs, behavior_logprobs)),

@@ -1,4 +1,4 @@
-"""Plain-torch definitions that the operators are tested against: short, slow, any floating dtype, autograd."""
+"""Plain-torch definitions that the operators are tested against: short, slow, any float dtype, with autograd."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log p(label) and entropy in nats, both `[T]`: logits `[T, V]`, labels `[T]`, 0 where a label is negative.
+    """Return log p(label) and entropy in nats, both `[T]`, for logits `[T, V]` and labels `[T]`; 0 for negative labels.
 
-    temperature: a number or `[T, 1]`. A column of -inf has probability 0 and no part in the entropy.
+    temperature: a number or `[T, 1]`. A column of -inf has probability 0 and does not affect the entropy.
     """
     distribution = (logits / temperature).log_softmax(-1)
     kept = labels >= 0
@@ -29,21 +29,21 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, never negative; its gradient is that of the KL in expectation."""
+    """(log p - log q)^2 / 2: biased, never negative. Its expected gradient is that of the KL."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 LOG_RATIO_BOUND = 20.0
-"""A log ratio is moved to this distance from 0 before it is exponentiated; csrc/math/ppo.h has the same."""
+"""Bound on log ratios before exponentiation; same value as in csrc/math/ppo.h."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Move log ratios to within LOG_RATIO_BOUND of 0; beyond it they have no gradient. NaN stays NaN."""
+    """Clamp log ratios to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND]; no gradient outside. NaN stays NaN."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p), q/p at most exp(LOG_RATIO_BOUND): unbiased, never negative."""
+    """q/p - 1 - log(q/p), with q/p at most exp(LOG_RATIO_BOUND): unbiased, never negative."""
     log_ratio = (ref_logprobs - logprobs).clamp_max(LOG_RATIO_BOUND)
     return log_ratio.exp() - 1 - log_ratio
 
@@ -67,13 +67,13 @@ def ppo_loss(
 ) -> Tensor:
     """`ops.ppo_loss` without its statistics."""
     proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
-    # Masked before exp: what a masked row holds, be it NaN, reaches neither the loss nor the gradient.
+    # Masked before exp, so that values of masked rows, even NaN, reach neither the loss nor the gradient.
     log_ratio = (logprobs - proximal).masked_fill(~mask, 0.0)
     token_ratio = bounded(log_ratio).exp()
     if options.sequence_ratio:
         assert cu_seqlens is not None
         mean = mean_of_sequence(log_ratio, mask, cu_seqlens)
-        log_ratio = log_ratio + (mean - log_ratio).detach()  # the sequence's value, each row's own slope
+        log_ratio = log_ratio + (mean - log_ratio).detach()  # the sequence's value with each row's own gradient
     ratio, own = bounded(log_ratio).exp(), logprobs.masked_fill(~mask, 0.0)
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.mode == "clip":
@@ -90,11 +90,11 @@ def ppo_loss(
     if options.behavior != "off":
         assert behavior_logprobs is not None
         log_weight = (proximal - behavior_logprobs).masked_fill(~mask, 0.0).detach()
-        unknown = log_weight.isnan()  # such a row has no weight, and no part in its sequence's
+        unknown = log_weight.isnan()  # such a row has no weight, and is not part of its sequence's mean
         if options.behavior_by_sequence:
             assert cu_seqlens is not None
             log_weight = mean_of_sequence(log_weight.masked_fill(unknown, 0.0), mask & ~unknown, cu_seqlens)
-        weight = bounded(log_weight).exp()  # +inf and -inf are bounded like other large ones
+        weight = bounded(log_weight).exp()  # +inf and -inf are clamped like other large values
         unknown = unknown | weight.isnan()
         outside = (weight < options.behavior_low) | (weight > options.behavior_high)
         clamped = weight.clamp(options.behavior_low, options.behavior_high)
@@ -114,7 +114,7 @@ def ppo_loss(
 
 
 def mean_of_sequence(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the mean over the rows with mask of its sequence, `[T]`; values are 0 where mask is not."""
+    """Return for each row the mean over its sequence's rows with mask: `[T]`. values must be 0 outside the mask."""
     parts = [values[a:b].sum() / mask[a:b].sum().clamp_min(1) for a, b in bounds_of(cu_seqlens)]
     lengths = cu_seqlens.diff()
     return torch.stack(parts).repeat_interleave(lengths) if parts else values
@@ -162,25 +162,25 @@ def packed_labels(
 
 
 CHECKSUM_COLUMNS = 1024
-"""8-byte words in a row of the matrix that a tensor's bytes are summed as; csrc/math/checksum.h counts them too."""
+"""8-byte words per row of the matrix as which a tensor's bytes are summed; same value as in csrc/math/checksum.h."""
 
 
 def word_sums(tensor: Tensor) -> Tensor:
-    """`ops.word_sums` of a contiguous tensor."""
+    """`ops.word_sums` for one contiguous tensor."""
     data = tensor.view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:  # of a slice: bytes are seen as words only from a word's place on
+    if data.storage_offset() % 8:  # a slice that is not aligned to words
         data = data.clone()
     whole = data.numel() // (8 * CHECKSUM_COLUMNS) * (8 * CHECKSUM_COLUMNS)
-    rest = torch.nn.functional.pad(data[whole:], (0, -data.numel() % 8)).view(torch.int64)  # -n % 8 fills up to words
+    rest = torch.nn.functional.pad(data[whole:], (0, -data.numel() % 8)).view(torch.int64)  # -n % 8 fills up a word
     if not whole:
         return rest
     matrix = data[:whole].view(torch.int64).view(-1, CHECKSUM_COLUMNS)
-    return torch.cat([matrix.sum(1), matrix.sum(0), rest])  # sums of int64 wrap around: mod 2^64
+    return torch.cat([matrix.sum(1), matrix.sum(0), rest])  # int64 sums wrap around: mod 2^64
 
 
 TILE_WORDS = 8192
 TILES_AT_ONCE = 512
-"""Of the temporary memory of a hash: 16 MB for each of a few operands."""
+"""Limits a hash's temporary memory to 16 MB for each of a few operands."""
 FIRST_SEED = 0x243F6A88
 SEEDS = (FIRST_SEED, (FIRST_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF)
 POSITION_FACTORS = (0x27D4EB2D, 0x165667B1)
@@ -188,7 +188,7 @@ POSITION_TURNS = (15, 13)
 
 
 def tile_hash(parts: list[Tensor], begin: int, whole_nbytes: int) -> Tensor:
-    """`ops.tile_hashes` of one slice of contiguous parts, 0-dim; it begins at byte `begin` of `whole_nbytes`."""
+    """`ops.tile_hashes` for one slice of contiguous parts, from byte `begin` of `whole_nbytes`; 0-dim."""
     data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
@@ -197,7 +197,7 @@ def tile_hash(parts: list[Tensor], begin: int, whole_nbytes: int) -> Tensor:
     length = 4 * -(-whole_nbytes // 4)
     for start in range(begin // 4, begin // 4 + words.numel(), TILE_WORDS * TILES_AT_ONCE):
         chunk = words[start - begin // 4 :][: TILE_WORDS * TILES_AT_ONCE]
-        # Torch has no unsigned arithmetic: int32 wraps around in the same bits, and so do the sums in int64.
+        # Torch has no unsigned arithmetic. int32 wraps around with the same bits, and so do int64 sums.
         place = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=data.device).to(torch.int32)
         halves = []
         for seed, factor, turn in zip(SEEDS, POSITION_FACTORS, POSITION_TURNS, strict=True):
@@ -211,7 +211,7 @@ def tile_hash(parts: list[Tensor], begin: int, whole_nbytes: int) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3, of int32 taken as unsigned."""
+    """Apply the finalizer of MurmurHash3 to int32 words taken as unsigned."""
     for turn, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words = (words ^ _shift_right(words, turn)) * _signed(factor)
     return words ^ _shift_right(words, 16)

@@ -1,4 +1,4 @@
-"""The tokens of a rollout server's JSON answer, without a Python object for each."""
+"""Parses the tokens in a rollout server's JSON reply without creating a Python object per token."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from megatron_rl.ops.library import ops
 def reply_tokens(
     content: bytearray, *, vocab_size: int, at_most: int, lowest: float, highest: float
 ) -> tuple[Tensor, Tensor, bytes] | None:
-    """Return (ids `[n]` int32, log-probabilities `[n]` float32, the rest) of a /generate answer's bytes, or None.
+    """Parse the bytes of a /generate reply into (ids `[n]` int32, log-probabilities `[n]` float32, the rest), or None.
 
-    The rest is the answer with `[]` in place of `meta_info.output_token_logprobs`, and null in place of an `output_ids`
-    that held the same ids. It is valid JSON if and only if the answer is. None for everything unusual, which a general
-    reader has to decide: more than `at_most` entries, one that is not [log-probability, id, null], ids not in
-    [0, vocab_size), log-probabilities outside [lowest, highest], other ids in `output_ids`, one of these keys twice, an
-    escape in a key, what is not JSON. A log-probability is rounded to float64 first and then to float32, as Python
-    does. Holds no GIL while it reads.
+    The rest is the reply's JSON with `meta_info.output_token_logprobs` replaced by `[]`, and with `output_ids` replaced
+    by null if it held the same ids. It is valid JSON if and only if the reply is.
+
+    Returns None for anything unusual, which a general parser must then handle:
+    - invalid JSON, one of these keys twice, or an escape in a key
+    - more than `at_most` entries, or an entry that is not [log-probability, id, null]
+    - ids not in [0, vocab_size), or different from `output_ids`
+    - log-probabilities outside [lowest, highest]
+
+    Log-probabilities are rounded to float64 and then to float32, as Python does. Releases the GIL while parsing.
     """
     if not content:
         return None

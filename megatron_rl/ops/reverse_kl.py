@@ -1,8 +1,10 @@
-"""The reverse KL divergence between a policy's distribution over the vocabulary and its teachers', and its gradient.
+"""Reverse KL divergence, KL(policy || teacher), over the vocabulary, and its gradient.
 
-A chunk of rows at a time, as the head's loss has them: `[T, V]` of neither model is ever held. The vocabulary may be
-split over the tensor axis. Shapes: T rows of a microbatch, c of a chunk, n tokens that a teacher has read, K of its
-most likely tokens, columns this rank's of the vocabulary, H hidden size.
+Computed in chunks of rows, like the head's loss, so that `[T, V]` is never held for either model. The vocabulary may be
+split over the tensor-parallel ranks.
+
+Shapes: T rows of a microbatch, c rows of a chunk, n tokens scored by a teacher, K top tokens of the teacher, columns:
+this rank's vocabulary columns, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,17 +21,20 @@ from megatron_rl.ops.head import head_logits
 from megatron_rl.ops.library import accumulator
 from megatron_rl.ops.logprobs import VocabShard, gather_partials
 
-if TYPE_CHECKING:  # which takes a second to import, and an embedded server has no use for it
+if TYPE_CHECKING:  # slow to import (a second), and not needed by an embedded server
     from tensordict import TensorDict
 
 PLACE = "teacher_place"
-"""The column of a batch that says which row of its teachers' a token is: int32 `[N]`, -1 for a token without one."""
+"""Batch column, int32 `[N]`: each token's row in the teachers' concatenated results, -1 for tokens without one."""
 
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's distribution over the whole vocabulary, by its last states, hidden `[n, H]`, each in front of a
-    token, and the rows `[V_local, H]` of its output layer."""
+    """A teacher's distribution over the whole vocabulary.
+
+    hidden: `[n, H]`, the last hidden states from which each token is predicted. weight: `[V_local, H]`, the output
+    layer.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -38,11 +43,11 @@ class TeacherStates:
         return len(self.hidden)
 
     def take(self, rows: Tensor, device: torch.device) -> TeacherStates:
-        """Return these rows, int64 on the host, on the device."""
+        """Return a copy with only `rows` (int64, on the host), on `device`."""
         return TeacherStates(self.hidden[rows].to(device), self.weight)
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-        """Return log p - log q, `[c, columns]`, of the policy's log p and the teacher's log q in its rows `[c]`."""
+        """Return log p - log q, `[c, columns]`, from the policy's log p and the teacher's log q in its rows `[c]`."""
         own = head_logits(self.hidden.index_select(0, rows).to(self.weight.dtype), self.weight)
         own = own[:, : logprobs.shape[1]].to(logprobs.dtype)
         return normalised_(own, temperature, shard).neg_().add_(logprobs)
@@ -50,8 +55,10 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """A teacher's K most likely tokens, `[n, K]` int64, and their log-probabilities `[n, K + 1]`, the last that of all
-    others together."""
+    """A teacher's K most likely tokens.
+
+    tokens: `[n, K]` int64. logprobs: `[n, K + 1]`, the last entry for all other tokens together.
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -60,15 +67,15 @@ class TopTokens:
         return len(self.tokens)
 
     def take(self, rows: Tensor, device: torch.device) -> TopTokens:
-        """Return these rows, int64 on the host, on the device."""
+        """Return a copy with only `rows` (int64, on the host), on `device`."""
         return TopTokens(self.tokens[rows].to(device), self.logprobs[rows].to(device))
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-        """Return log p - log q, `[c, columns]`: of all tokens but the K that of them together."""
+        """Return log p - log q, `[c, columns]`. Tokens outside the top K count as one token and share its value."""
         columns, top = logprobs.shape[1], self.tokens.shape[1]
         theirs = self.logprobs.index_select(0, rows).to(logprobs.dtype)
         places = _columns_here(self.tokens.index_select(0, rows), columns, shard)
-        # One column more takes what belongs to other ranks.
+        # An extra column receives the tokens that belong to other ranks.
         wide = torch.cat([logprobs, logprobs.new_zeros(len(logprobs), 1)], 1)
         ratios = wide.gather(1, places) - theirs[:, :top]
         wide.scatter_(1, places, -torch.inf)[:, columns] = -torch.inf
@@ -81,7 +88,7 @@ Teacher = TeacherStates | TopTokens
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """The teachers' distributions for the tokens of a batch, whose column `teacher_place` counts the rows of all.
+    """Distributions of all teachers for a batch's tokens. The column `teacher_place` counts the rows of all teachers.
 
     For example:
 
@@ -94,11 +101,11 @@ class TeacherTargets:
     shard: VocabShard
     """This rank's columns of the vocabulary."""
     temperature: float
-    """Divides the logits of both."""
+    """Divides the logits of policy and teachers."""
     coefficient: float = 1.0
 
     def of(self, rows: TensorDict, device: torch.device) -> ReverseKL:
-        """Return the term of a microbatch, whose rows are on the host."""
+        """Build the KL term for a microbatch, whose rows are on the host."""
         place = rows[PLACE].long().masked_fill(rows["labels"] < 0, -1)  # [T]
         first, parts = 0, []
         for teacher in self.teachers:
@@ -113,19 +120,19 @@ class TeacherTargets:
 
 @dataclass(frozen=True)
 class ReverseKL:
-    """coefficient * weight * sum over tokens of p (log p - log q), for each row that a teacher has read."""
+    """A loss term for each row scored by a teacher: coefficient * weight * sum over tokens of p (log p - log q)."""
 
     parts: list[tuple[Teacher, Tensor]]
-    """Each with its row for each of the microbatch's, `[T]`, or -1."""
+    """Each teacher, and for each row of the microbatch, `[T]`, the teacher's row, or -1 without one."""
     shard: VocabShard
     temperature: float
     coefficient: float
     weights: Tensor | None
 
     def __call__(self, logits: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the loss's part, the statistics, and the gradient `[c, columns]`, of rows `places` and their logits.
+        """Return the loss, the statistics, and the gradient `[c, columns]`, for the rows `places` with these logits.
 
-        logits: `[c, V_local]`, padding included; they stay. All ranks of the tensor axis call it together.
+        logits: `[c, V_local]`, including padding; not modified. Collective over the tensor-parallel ranks.
         """
         columns = max(0, min(logits.shape[1], self.shard.stop - self.shard.start))
         own = logits[:, :columns].to(accumulator(logits.dtype), copy=True)
@@ -136,7 +143,7 @@ class ReverseKL:
             weight = (row >= 0).to(own.dtype)
             ratios = teacher.log_ratios(own, row.clamp_min(0), self.shard, self.temperature)
             p = own.exp()
-            kl = torch.bmm(p[:, None], ratios[:, :, None])[:, 0, 0]  # [c]: a product of rows that makes no third
+            kl = torch.bmm(p[:, None], ratios[:, :, None])[:, 0, 0]  # [c]: avoids a third large tensor
             if self.shard.is_split:
                 dist.all_reduce(kl, group=self.shard.group)
             count = count + (kl * weight).sum(dtype=torch.float64)
@@ -151,12 +158,12 @@ class ReverseKL:
 
 
 def normalised_(logits: Tensor, temperature: float, shard: VocabShard) -> Tensor:
-    """Make log-probabilities of this rank's columns of logits, `[c, columns]`, in their place."""
+    """Convert this rank's logits `[c, columns]` to log-probabilities, in place."""
     return logits.div_(temperature).sub_(log_sums(logits, shard)[:, None])
 
 
 def log_sums(values: Tensor, shard: VocabShard) -> Tensor:
-    """Return log of the sum of exp over all ranks' columns, `[c]`."""
+    """Return the log-sum-exp over all ranks' columns, `[c]`."""
     peak = values.amax(1) if values.shape[1] else values.new_full((len(values),), -torch.inf)
     if shard.is_split:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
@@ -167,9 +174,9 @@ def log_sums(values: Tensor, shard: VocabShard) -> Tensor:
 
 
 def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float) -> TopTokens:
-    """Return the `count` most likely tokens of the vocabulary, which has more, of each row.
+    """Return the `count` most likely tokens of each row; `count` is less than the vocabulary size.
 
-    logits: `[c, columns]` of the real vocabulary; they are overwritten. All ranks of the tensor axis call it together.
+    logits: `[c, columns]`, without padding; they are overwritten. Collective over the tensor-parallel ranks.
     """
     own = normalised_(logits, temperature, shard)
     columns = own.shape[1]
@@ -191,6 +198,6 @@ def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float
 
 
 def _columns_here(tokens: Tensor, columns: int, shard: VocabShard) -> Tensor:
-    """Return the columns of tokens on this rank, and `columns`, one behind the last, of those that others have."""
+    """Return the columns of tokens on this rank; tokens of other ranks get `columns`, one past the last."""
     places = tokens - shard.start
     return places.where((places >= 0) & (places < columns), columns)

@@ -1,7 +1,7 @@
-"""Takes rows of a tensor, some of them several times, and adds up their gradients in a fixed order.
+"""Gathers rows of a tensor, possibly repeatedly, and sums their gradients in a fixed order.
 
-torch's own gradient of `index_select` adds in the tensor's dtype and, on CUDA, in whatever order threads come: of
-bfloat16 keys that sixteen replies share, other digits in every run.
+The gradient of torch's `index_select` is summed in the tensor's dtype and, on CUDA, in arbitrary thread order. For
+bfloat16 keys that sixteen replies share, its digits would differ in every run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class TakenRows(NamedTuple):
-    """Which rows are taken, and the way back.
+    """Which rows to gather, and the inverse map for the gradient.
 
-    rows: `[K]` int64. back: for each number m of times that a row is taken, these rows `[P]` and where they are in
-    `rows`, `[P * m]`, the m places of a row in rising order.
+    rows: `[K]` int64. back: one pair per multiplicity m. It has the rows that are taken m times, `[P]`, and their
+    places in `rows`, `[P * m]`, with the m places of each row in ascending order.
     """
 
     rows: Tensor
@@ -24,7 +24,7 @@ class TakenRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor) -> TakenRows:
-        """Find the way back, on the host."""
+        """Compute the inverse map, on the host."""
         times = torch.bincount(rows)
         order, starts = rows.argsort(stable=True), times.cumsum(0) - times
         back = []
@@ -34,7 +34,7 @@ class TakenRows(NamedTuple):
         return cls(rows, [part for part in back if len(part[1])])
 
     def of_values(self, values: Tensor) -> Tensor:
-        """`[N, ...]` -> `[K, ...]`. The gradient is summed in float32, or in float64 where it is."""
+        """Gather rows: `[N, ...]` -> `[K, ...]`. The gradient is summed in float32 (float64 for float64)."""
         return _Take.apply(values, self)
 
 
@@ -52,5 +52,5 @@ class _Take(torch.autograd.Function):
             part = grad.index_select(0, places)
             if len(places) > len(rows):
                 part = part.unflatten(0, (len(rows), -1)).sum(1, dtype=dtype).to(grad.dtype)
-            total.index_copy_(0, rows, part)  # no row twice: the order does not show
+            total.index_copy_(0, rows, part)  # rows are unique, so order has no effect
         return total, None
