@@ -54,25 +54,25 @@ def run(argv: list[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"megatron-rl {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
-        "launch", help="a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False
+        "launch", help="start a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False
     )
-    commands.add_parser("sft", help="a policy from the rows' own answers: megatron-rl sft CONFIG", add_help=False)
+    commands.add_parser("sft", help="train on the rows' own answers: megatron-rl sft CONFIG", add_help=False)
     commands.add_parser(
         "preferences",
-        help="a policy (DPO) or a reward model from pairs of replies: megatron-rl preferences CONFIG",
+        help="train a policy (DPO) or a reward model on pairs of replies: megatron-rl preferences CONFIG",
         add_help=False,
     )
-    plan = commands.add_parser("plan", help="what a run will be: counts, memory and time, without a GPU")
+    plan = commands.add_parser("plan", help="predict a run's counts, memory and time, without a GPU")
     rehearsal = commands.add_parser(
-        "rehearse", help="ranks of a job of any size, run here on a device without memory: what they would meet"
+        "rehearse", help="run ranks of a job of any size on a simulated device, and report problems"
     )
     for command in (plan, rehearsal):
         command.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
-        command.add_argument("--nodes", type=_at_least_1, default=1, help="of the cluster (default 1)")
-        command.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="of each node (default 8)")
+        command.add_argument("--nodes", type=_at_least_1, default=1, help="number of nodes (default 1)")
+        command.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="GPUs of each node (default 8)")
         command.add_argument(
-            "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="the GPUs (default h100)"
+            "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="GPU model (default h100)"
         )
         command.add_argument(
             "--models", type=Path, help="folder of folders by model name, for a model.path that has no config.json here"
@@ -83,29 +83,26 @@ def run(argv: list[str] | None = None) -> None:
             help="file with a line for each trajectory: the tokens of its prompt, then, where known, of its reply; "
             "default: as long as the config lets them be",
         )
-        command.add_argument(
-            "--folder", type=Path, default=Path("runs/rehearsal"), help="what a rehearsal writes goes there"
-        )
+        command.add_argument("--folder", type=Path, default=Path("runs/rehearsal"), help="output folder of a rehearsal")
     rehearsal.add_argument(
         "--ranks",
         default="first,last,stage-boundaries",
         help="first, last, stage-boundaries, all-distinct or numbers, with commas (default: the first three)",
     )
-    plan.add_argument("--json", action="store_true", help="for machines")
-    plan.add_argument("--week", action="store_true", help="and simulate a week of it, with faults and other settings")
-    plan.add_argument("--rehearse", action="store_true", help="and rehearse the first and last rank of what is planned")
-    evaluated = commands.add_parser(
-        "eval", help="how well a model, or a run's newest weights, answers held-out prompts"
-    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--week", action="store_true", help="also simulate a week of the run, with faults")
+    plan.add_argument("--rehearse", action="store_true", help="also rehearse the first and last rank")
+    evaluated = commands.add_parser("eval", help="evaluate a model, or a run's newest weights, on held-out prompts")
     evaluated.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
     evaluated.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. eval.temperature=1")
     commands.add_parser(
         "serve",
-        help="a rollout server: megatron-rl serve MODEL --port 30000; with --backend sglang a real one",
+        help="start a rollout server: megatron-rl serve MODEL --port 30000; --backend sglang starts SGLang",
         add_help=False,
     )
     convert = commands.add_parser(
-        "convert", help="a Hugging Face folder -> checkpoint, a checkpoint or a GGUF file -> Hugging Face folder"
+        "convert",
+        help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file back",
     )
     convert.add_argument(
         "source",
@@ -115,16 +112,16 @@ def run(argv: list[str] | None = None) -> None:
     convert.add_argument("target", type=Path, help="folder to write")
     report = commands.add_parser("report", help="write report.html and report.png of a run")
     report.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
-    watched = commands.add_parser("watch", help="a live page of a run that goes on, or has ended, for a browser here")
+    watched = commands.add_parser("watch", help="serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
-    watched.add_argument("--port", type=int, default=8765, help="of 127.0.0.1; 0 for any that is free (default 8765)")
-    against = commands.add_parser("compare", help="several runs side by side: a table, and compare.html beside them")
+    watched.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 picks a free one (default 8765)")
+    against = commands.add_parser("compare", help="compare several runs: a table, and compare.html")
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
-    commands.add_parser("algorithms", help="advantage estimators and losses, their formulas and sources")
-    options = commands.add_parser("options", help="every key of a config, with its default, its text and its rule")
-    options.add_argument("section", nargs="?", default="", help="such as algo, or one key; default: all of them")
-    options.add_argument("--write", type=Path, metavar="PAGE", help="put all of them into a page, docs/options.md")
+    commands.add_parser("algorithms", help="list advantage estimators and losses, with formulas and sources")
+    options = commands.add_parser("options", help="list every key of a config, with default, description and rule")
+    options.add_argument("section", nargs="?", default="", help="a section such as algo, or one key; default: all")
+    options.add_argument("--write", type=Path, metavar="PAGE", help="write all options into a page")
     # launch, sft, preferences and serve parse the rest themselves. Imports are late: `options` needs no torch.
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":

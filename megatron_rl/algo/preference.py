@@ -62,7 +62,7 @@ def dpo(
     _check("beta", beta, beta > 0, "above 0")
     _check("label_smoothing", label_smoothing, 0 <= label_smoothing < 0.5, "in [0, 0.5)")
     _check("per_token", per_token, isinstance(per_token, bool), "true or false")
-    _check("sft", sft, sft >= 0, "at least 0; 0 leaves the term out")
+    _check("sft", sft, sft >= 0, "at least 0; 0 disables the term")
     rewards = beta * (pairs.log_ratios / pairs.tokens if per_token else pairs.log_ratios)
     d = margins(rewards)
     losses = -(1 - label_smoothing) * logsigmoid(d) - label_smoothing * logsigmoid(-d)

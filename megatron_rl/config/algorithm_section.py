@@ -83,7 +83,7 @@ class AlgorithmConfig(Section, name="algo"):
     """With kl_in = reward: target KL per token in nats, to which the coefficient is adapted; 0 keeps it fixed."""
     kl_horizon: float = above(0, "trajectories", default=10_000.0)
     """Number of trajectories over which an adaptive coefficient changes by at most a fifth."""
-    positive_weight: float = at_least(0, default=0.0, hint="0 leaves the term out")
+    positive_weight: float = at_least(0, default=0.0, hint="0 disables the term")
     """Weight of an extra -log p term on trajectories with at least positive_reward (VAPO, arXiv 2504.05118, takes 0.1).
     It is averaged over their tokens, or over trajectories if `aggregation` is. 0 disables it."""
     positive_reward: float = 1.0
@@ -183,7 +183,7 @@ class CorrectionConfig(Section, name="correction"):
     product: one weight per sequence, the product of its tokens' weights, i.e. the true importance weight."""
     low: float = within("[0, 1]", default=0.0, hint="a weight of 1 is no mismatch")
     high: float = at_least(1, default=5.0, hint="a weight of 1 is no mismatch")
-    negative_bound: float = at_least(0, default=0.0, hint="0 leaves none out")
+    negative_bound: float = at_least(0, default=0.0, hint="0 keeps all")
     """Discard a trajectory with a negative advantage if the mean of log p(behavior) - log p over its trained tokens is
     above this, in nats: what the policy no longer says need not be unlearned (DeepSeek-V3.2, arXiv 2512.02556). If
     advantages differ per token, their sum over the trajectory decides. 0 discards none."""
@@ -282,7 +282,7 @@ class DemonstrationsConfig(Section, name="demonstrations"):
     """Imitation learning mixed into RL steps, on rows with answers and on tokens that a workflow marks. A workflow
     stores the weights of marked tokens in Trajectory.tokens["demonstrated"]."""
 
-    weight: float = at_least(0, default=0.0, hint="0 imitates nothing")
+    weight: float = at_least(0, default=0.0, hint="0 disables imitation")
     """Weight of the imitation term, the mean of -log p over an update's demonstrated tokens."""
     source: str = ""
     """Rows with answers, given like data.train. Empty: only marked tokens are imitated."""

@@ -52,9 +52,9 @@ class DataConfig(Section, name="data"):
     """Arguments for the model's chat template wherever messages are rendered: prompts, answers, pairs, evaluation and
     agents. A row's own `chat_template_kwargs` take precedence."""
     shuffle: bool = True
-    max_prompt_tokens: int = at_least(0, default=0, hint="0 leaves out none")
+    max_prompt_tokens: int = at_least(0, default=0, hint="0 keeps all")
     """Discard training prompts with more tokens. 0 discards none; a prompt beyond the context is then an error."""
-    max_tokens: int = at_least(0, default=0, hint="0 leaves out none")
+    max_tokens: int = at_least(0, default=0, hint="0 keeps all")
     """Like max_prompt_tokens, but for the prompt plus its answer, or plus the longer reply of a pair."""
     success_rates: str = ruled(
         "must be an eval.jsonl, or empty", lambda path: not path or path.endswith(".jsonl"), default=""
@@ -123,7 +123,7 @@ class EvalConfig(Section, name="eval"):
 class WarmStartConfig(Section, name="warm_start"):
     """Supervised training on the prompts' own answers before RL begins."""
 
-    updates: int = at_least(0, default=0, hint="0 leaves the warm start out")
+    updates: int = at_least(0, default=0, hint="0 skips the warm start")
     """Number of updates; 0 disables the warm start."""
     prompts_per_update: int = at_least(1, default=128)
     lr: float = above(0, default=2e-3)

@@ -49,16 +49,16 @@ PIPELINE_CUTS = (
 class ParallelConfig(Section, name="parallel"):
     """A model's parallel layout. The data-parallel size is the rest: world size / (tensor x pipeline x context)."""
 
-    tensor: int = at_least(1, default=1, hint="1 leaves the axis out")
-    pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
+    tensor: int = at_least(1, default=1, hint="1 disables the axis")
+    pipeline: int = at_least(1, default=1, hint="1 disables the axis")
     """Pipeline stages. Layers are split evenly, or by Megatron's own fields in `megatron:` (docs/cluster.md)."""
-    virtual_pipeline: int = at_least(1, default=1, hint="1 leaves the axis out")
+    virtual_pipeline: int = at_least(1, default=1, hint="1 disables the axis")
     """Model chunks per pipeline stage (interleaved 1F1B). More chunks mean a smaller bubble but more communication."""
-    context: int = at_least(1, default=1, hint="1 leaves the axis out")
+    context: int = at_least(1, default=1, hint="1 disables the axis")
     """Context-parallel ranks, which share the rows of a microbatch. Needed for sequences too long for one rank."""
-    expert: int = at_least(1, default=1, hint="1 leaves the axis out")
+    expert: int = at_least(1, default=1, hint="1 disables the axis")
     """Expert-parallel ranks, which share an MoE layer's experts. They are taken from tensor x context x data."""
-    expert_tensor: int = at_least(1, default=1, hint="1 leaves the axis out")
+    expert_tensor: int = at_least(1, default=1, hint="1 disables the axis")
     """Ranks that split each expert's matrices."""
     sequence: bool | None = None
     """Sequence parallelism: split norms and dropout along the sequence over the tensor axis. None: on if tensor > 1."""

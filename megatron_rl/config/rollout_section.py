@@ -188,7 +188,7 @@ class RolloutConfig(Section, name="rollout"):
     abort: end them and send their tokens again as a new request. retract: put them back into the server's queue.
     in_place: pause them and keep their KV cache, which was computed with the old weights.
     """
-    part_tokens: int = at_least(0, "tokens", default=0, hint="0 asks for whole replies")
+    part_tokens: int = at_least(0, "tokens", default=0, hint="0 requests whole replies")
     """Request a reply in parts of at most this many tokens. Each part is a request to the server that holds the KV
     cache of the parts before. If a server dies, only the current part is lost, while a whole reply would start over.
     Meant for replies that take minutes. Replies with `generation.stop`, a JSON schema or a forced tool are always
@@ -217,13 +217,13 @@ class RolloutConfig(Section, name="rollout"):
     server that this run does not start then needs megatron_rl installed and the option --custom-weight-loader
     megatron_rl.weights.sglang_loaders.load_changes.
     """
-    bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 is well for tens of billions")
+    bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 suits models above 10B")
     """Bytes of weights that a rank sends at a time with `group` and `ipc`. A sending rank holds two such buckets, one
     being filled and one in flight. A server's rank holds one bucket per sender. Each bucket costs one request to every
     server."""
     episode_attempts: int = at_least(1, default=3)
     """Attempts of an episode before its prompt is given up and counted as failed."""
-    max_infrastructure_failures: float = within("(0, 1]", default=0.5, hint="1 goes on whatever fails")
+    max_infrastructure_failures: float = within("(0, 1]", default=0.5, hint="1 never stops the run")
     """Largest share of recent sample attempts that may fail with an InfrastructureFailure: a container, service, worker
     or server is gone, and the policy is not at fault. Recent means the last 256 attempts, or those of the last minute
     if that is more. Above this share the run stops and names the failures; it can be resumed from there."""

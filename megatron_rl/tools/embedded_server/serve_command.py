@@ -28,26 +28,34 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", type=Path, help="folder in Hugging Face format")
     parser.add_argument(
-        "--backend", choices=("sglang", "embedded"), default="sglang", help="what serves (default sglang)"
+        "--backend", choices=("sglang", "embedded"), default="sglang", help="server program (default sglang)"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on, which the trainer reaches")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, reachable by the trainer")
     parser.add_argument("--dtype", default="bfloat16", help="the trainer's model.dtype")
-    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: weights come later")
-    parser.add_argument("--log-folder", type=Path, default=Path("."), help="where the server's log goes (default .)")
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random weights",
+    )
+    parser.add_argument("--log-folder", type=Path, default=Path("."), help="folder of the server's log (default .)")
     parser.add_argument(
         "--restarts",
         type=int,
         default=RolloutConfig.server_restarts,
-        help="of a server that ends, until it is given up",
+        help="restarts of a server before it is given up",
     )
     parser.add_argument(
-        "--start-timeout-s", type=float, default=RolloutConfig.start_timeout_s, help="longest that a start may take"
+        "--start-timeout-s",
+        type=float,
+        default=RolloutConfig.start_timeout_s,
+        help="timeout of a start",
     )
     parser.add_argument(
         "--health-timeout-s",
         type=float,
         default=RolloutConfig.health_timeout_s,
-        help="it is restarted where it generates nothing for so long; a publication must not take longer",
+        help="restart the server if it generates nothing for this long; a publication must not take longer",
     )
     add_run_arguments(parser)
     return parser

@@ -396,14 +396,20 @@ def parser() -> argparse.ArgumentParser:
         "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, to be updated later"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--max-running-requests", type=int, default=64, help="more wait (default 64)")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="further requests wait (default 64)")
     parser.add_argument("--context-length", type=int, help="default: the model's, on CPU at most 4096")
-    parser.add_argument("--max-total-tokens", type=int, help="tokens the KV cache may hold; default: 30%% of memory")
+    parser.add_argument(
+        "--max-total-tokens",
+        type=int,
+        help="tokens the KV cache may hold; default: 30%% of (free) memory",
+    )
     parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse the keys of a common prefix")
     parser.add_argument(
-        "--enable-return-routed-experts", action="store_true", help="tell the experts of tokens, on demand"
+        "--enable-return-routed-experts", action="store_true", help="return the experts of each token on request"
     )
-    parser.add_argument("--return-expert-weights", action="store_true", help="and their weights, in the upper bits")
+    parser.add_argument(
+        "--return-expert-weights", action="store_true", help="also return their weights, in the upper bits"
+    )
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
     parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
