@@ -1,1 +1,1 @@
-"""Life and death of a run's processes: how each ends, who tells it to, and who notices one that stands still."""
+"""Process lifecycle of a run: how processes end, which signals stop them, and how hangs are detected."""

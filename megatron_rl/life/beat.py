@@ -1,4 +1,4 @@
-"""Notices what holds an event loop up: a beat that comes late, and the user's function that the loop is in then."""
+"""Detects a blocked event loop by its late heartbeat, and names the user's function that blocks it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 LOOK_S = 0.25
-"""How often a HoldWatch looks."""
+"""Seconds between two looks of a HoldWatch."""
 LATE_S = 0.1
-"""Lateness of a beat from which on something holds the loop."""
+"""Seconds by which a beat must be late for the loop to count as blocked."""
 HELD_S, BUSY_S, WINDOW_S = 2.0, 10.0, 60.0
-"""Seconds, within a window of so many, for which a user's function may hold a loop: with late beats, and in all."""
+"""Seconds that one user function may run on the loop per window of WINDOW_S: HELD_S while beats are late, BUSY_S in
+total."""
 
 
 class Beat:
-    """A mark that an event loop makes every BEAT_S, by which it is seen to stand still: it alone, or its process."""
+    """A heartbeat: a timer on an event loop every BEAT_S. It is late if the loop is blocked or its process stopped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._due_s, self._lost_s = loop, time.monotonic() + BEAT_S, 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Make the first mark. In the loop's thread; whether it runs already does not matter."""
+        """Schedule the first beat. Call it in the loop's thread, before or after the loop starts."""
         self._due_s = time.monotonic() + BEAT_S
         self._timer = self._loop.call_later(BEAT_S, self._mark)
 
@@ -45,20 +46,20 @@ class Beat:
 
     @property
     def stands_still_s(self) -> float:
-        """For how long something that runs on the loop has kept it from all else. From any thread."""
+        """Seconds for which the loop has been blocked until now; 0 if the beat is not late. From any thread."""
         return max(0.0, time.monotonic() - self._due_s)
 
     @property
     def lag_s(self) -> float:
-        """For how long it has stood still in all, a standstill that lasts until now included."""
+        """Total seconds for which the loop has been blocked, including a block that still lasts."""
         return self._lost_s + self.stands_still_s
 
 
 class HoldWatch:
-    """Warns of a user's code that holds an event loop, by file and line, once for each function of it.
+    """A watcher that warns if user code blocks an event loop, with file and line, once per function.
 
-    It looks at the loop's thread from a thread of its own. Code of this package is not told of, nor is a process that
-    was stopped as a whole.
+    Its own thread samples the stack of the loop's thread. It ignores code of this package, and time during which the
+    whole process was stopped.
 
         beat.begin()
         watch = HoldWatch(beat)  # in the loop's thread
@@ -79,11 +80,11 @@ class HoldWatch:
         process_exit.start_thread(self._keep_looking, name="hold-watch")
 
     def end(self) -> None:
-        """In the loop's thread."""
+        """Stop watching. Call it in the loop's thread."""
         self._is_over.set()
 
     def look(self, now: float) -> None:
-        """Look at what the loop's thread does. `now`: of time.monotonic()."""
+        """Sample the loop's thread once, and warn if a function exceeds its limit. now: time.monotonic()."""
         passed, self._looked = now - self._looked, now
         used, self._used_s = self._used_s, self._cpu_s()
         if now >= self._window_end:
@@ -94,7 +95,8 @@ class HoldWatch:
         if place is None:
             return
         file, line, function = place
-        # More than a look's time: the process was stopped; or the thread has computed without letting this one run.
+        # If more than two looks' time passed, either the process was stopped, or the loop's thread held the
+        # interpreter. Only CPU time that the thread used counts then.
         counted_s = max(min(passed, 2 * LOOK_S), min(passed, self._used_s - used))
         key = file, function
         self._held[key] += counted_s

@@ -1,4 +1,4 @@
-"""The report of a rollout process whose run stands still: in words for a message, and at length in a file."""
+"""Reports what a rollout process is doing when the run hangs: a short message, and the details in a file."""
 
 from __future__ import annotations
 
@@ -16,37 +16,40 @@ from pathlib import Path
 from megatron_rl.telemetry.spans import Span, Spans
 
 NAMED = 3
-"""Oldest of what is under way that a message names."""
+"""Maximum number of open spans that a message names, the oldest first."""
 WORDS = {"episodes": "episode", "replies": "reply"}
 
 
 class HangReport:
-    """Describes the spans of this process. Its stacks come on SIGUSR2 too, also where no Python runs any more."""
+    """A report on this process's open spans and stacks.
+
+    SIGUSR2 also writes the stacks, even if the interpreter is blocked.
+    """
 
     def __init__(self, path: Path, spans: Spans) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._spans = path, spans
-        self._file = path.open("a")  # a run that is resumed keeps what was found before
+        self._file = path.open("a")  # a resumed run keeps its earlier reports
         faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
 
     @property
     def file_number(self) -> int:
-        """The open file, for processes that write their stacks to it as well."""
+        """File descriptor of the report, so that other processes can write their stacks to it too."""
         return self._file.fileno()
 
     def report(self) -> str:
-        """Write what is under way, the last events and all stacks; return what is under way, in short."""
+        """Write open spans, recently ended spans and all stacks to the file; return a summary of the open spans."""
         now, last = time.monotonic(), self._spans.last()
         words = in_words(self._spans.open(), now)
         lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"{words}.", "", "Under way, the oldest first:"]
         lines += [f"  {describe(span, now)}" for span in self._spans.open()]
         lines += ["", "Ended last:", *(f"  {describe(span, now)}" for span in last), "", *stacks(), ""]
-        # In one piece: the signal may come meanwhile, and its stacks are written word by word.
+        # One write call: SIGUSR2 may arrive meanwhile, and faulthandler writes its stacks word by word.
         os.write(self.file_number, "\n".join(lines).encode())
         return words
 
     def close(self) -> None:
-        """Nothing stood still: leave no empty file."""
+        """Close the report, and remove its file if it is empty."""
         faulthandler.unregister(signal.SIGUSR2)
         if self._file.tell() == 0:
             with contextlib.suppress(FileNotFoundError):
@@ -55,7 +58,7 @@ class HangReport:
 
 
 def stacks() -> list[str]:
-    """Return the lines that faulthandler writes, with the threads' names."""
+    """Return the stacks of all threads in faulthandler's format, but with thread names."""
     names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
     for ident, frame in sys._current_frames().items():
         lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
@@ -65,7 +68,7 @@ def stacks() -> list[str]:
 
 
 def in_words(under_way: list[Span], now: float) -> str:
-    """Count what is under way and name the oldest of what nothing else under way is a part of."""
+    """Count the open spans by row, and describe the oldest ones that contain no other open span."""
     if not under_way:
         return "nothing is under way"
     counts = Counter(span.row if span.name != "generate" else "requests" for span in under_way)
@@ -76,7 +79,7 @@ def in_words(under_way: list[Span], now: float) -> str:
 
 
 def describe(span: Span, now: float) -> str:
-    """Say what a span is, at which server, for which prompt, and how long it lasts or when it ended."""
+    """Describe a span: what it is, its server, its prompt, and how long it has lasted or when it ended."""
     prompt = next((above.name for above in [span, *span.ancestors] if above.row in ("replies", "episodes")), "")
     if span.name == "generate":
         prompt = span.parent.name if span.parent is not None else ""

@@ -1,20 +1,20 @@
-"""The report of a run that hangs, before it ends: which rank is late, in which phase and before which collective.
+"""Detects a hanging run, reports which rank is late, in which phase and before which collective, and ends the run.
 
-Every rank reports the phase it is in to a key-value store. When a phase outlasts its limit anywhere, every rank writes
-its stacks and last events to run.folder/hang, and rank 0 compares: the phases they went through, and the collectives
-that torch's flight recorder saw. Then the run ends.
+Ranks share a key-value store. When a phase exceeds run.phase_timeout_s on any rank, every rank writes its stacks and
+last events to run.folder/hang and its current state to the store. Rank 0 compares the phases that the ranks entered
+and the collectives that torch's flight recorder saw. Then the run ends.
 
-A part that hangs has had its retries by then. Requests (rollout.request_timeout_s), rewards (reward_timeout_s), agents
-(agent_timeout_s) and environments (step_timeout_s) have deadlines, after which their episode is tried again, and a
-server without a sign of life (rollout.health_timeout_s) is restarted by its supervisor: all that long before, unless
-run.phase_timeout_s is the shortest of them. Then:
+Other limits normally act long before this one, unless run.phase_timeout_s is the shortest. Requests
+(rollout.request_timeout_s), rewards (reward_timeout_s), agents (agent_timeout_s) and environments (step_timeout_s) have
+deadlines after which their episode is retried. The supervisor restarts a server that is silent for
+rollout.health_timeout_s. How the run ends:
 
-    all ranks answer, and wait for rollouts   they leave the step as on a signal: the checkpoint is that of its
-                                              beginning, the exit code that of a run to be resumed (75)
-    anything else, a run without checkpoints, every process is ended at once, exit code 1; `--resume auto` goes on from
-    or one that has none in run.grace_s       the newest checkpoint there is
+    all ranks answer and wait for rollouts    they abandon the step as after a stop signal: the checkpoint has the state
+                                              at the step's start, and the exit code (75) says that it can be resumed
+    anything else, a run without checkpoints, every process ends at once with exit code 1; `--resume auto` resumes from
+    or no checkpoint within run.grace_s       the newest checkpoint
 
-No collective is retried: what a rank that was late has left of it is not known.
+No collective is retried, because it is unknown how much of it a late rank has done.
 """
 
 from __future__ import annotations
@@ -41,46 +41,47 @@ from megatron_rl.life import process_exit
 from megatron_rl.life.signs_of_life import Silence, where
 
 LOOK_S = 0.5
-"""Seconds between two looks of a rank at its own phase and at the others' alarm."""
+"""Seconds between two checks of a rank's own phase and of the shared alarm."""
 REPORT_PATIENCE_S = 10.0
-"""Seconds that rank 0 waits for the others' reports; who has none by then answers no more."""
+"""Seconds that rank 0 waits for the other ranks' reports. A rank without a report by then counts as unresponsive."""
 LAST_RESORT_S = 60.0
-"""After the limit, the stacks are written by a timer that needs no interpreter, and the process ends without rank 0."""
+"""Seconds of two fallbacks. This long after the limit, a C timer that needs no interpreter writes the stacks. This long
+after the verdict, a rank that rank 0 has not ended ends itself."""
 BEAT_S = 2.0
-"""Seconds between two signs of a rank to the store that it is alive."""
+"""Seconds between two heartbeats of a rank to the store."""
 EVENTS_KEPT = 30
 ALARM, VERDICT = "alarm", "verdict"
 
 
 @dataclass(kw_only=True)
 class RankReport:
-    """The place of one rank when the alarm came."""
+    """The state of one rank when the alarm was raised."""
 
     rank: int
     host: str
     pid: int
     phase: str
     seconds: float
-    """In that phase."""
+    """Time spent in that phase."""
     phases_entered: int
-    """Since the start; all ranks enter the same ones, so who has entered fewer is behind."""
+    """Count since the start. All ranks enter the same phases, so a rank with a lower count is behind."""
     main_thread: str = ""
-    """The place in the code where it is."""
+    """Where the main thread executes: function, file and line."""
     waits_for: str = ""
-    """The phase's own word for what it waits for."""
+    """What the phase waits for, as its `waits_for` callback describes it."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By process group: the number of the last collective that was entered, and what it was."""
+    """{process group: (sequence number of the last collective entered, its description)}."""
 
 
 class HangWatch:
-    """Watches that no phase of a rank lasts too long, and reports and ends the run if one does.
+    """A watcher that reports a hang and ends the run if a phase lasts too long on any rank.
 
         watch = HangWatch(folder, rank=0, world_size=1, control=groups.control, limit_s=600, on_hang=process_exit.stop)
         timers.on_change = watch.enter  # told of each change of phase
         ...
         watch.close()
 
-    Collective: every rank makes it, at the same place.
+    Collective: every rank constructs it, at the same place.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class HangWatch:
         on_leave: Callable[[str], None] = lambda message: None,
         grace_s: float = 0.0,
     ) -> None:
-        """limit_s: seconds that one phase may last. on_hang(message) is called on rank 0 from a thread of this object.
+        """Start the watching thread.
 
-        waits_for(phase) may say, from that thread and within REPORT_PATIENCE_S, what the current phase waits for.
+        limit_s: maximum seconds of one phase. All callbacks run in the watching thread. on_hang(message) is called on
+        rank 0, and on another rank only if rank 0 does not end it. waits_for(phase) returns what the current phase
+        waits for; it must return within REPORT_PATIENCE_S.
 
-        Where every rank answers and is in phase `can_leave`, on_leave(message) is called on all of them, and on_hang
-        only if this is not closed within grace_s.
+        If every rank answers and is in phase `can_leave`, on_leave(message) is called on all of them. on_hang is then
+        called only if this object is not closed within grace_s.
         """
         self.folder, self.rank, self.world_size, self.limit_s = folder / "hang", rank, world_size, limit_s
         self._on_hang, self._waits_for = on_hang, waits_for
@@ -112,40 +115,39 @@ class HangWatch:
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._closed = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Added to: a run that is resumed keeps what was found before.
+        # Opened for appending: a resumed run keeps its earlier reports.
         self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
         self.looked_at = time.monotonic()
-        """The time when this rank last heard of the store, which rank 0 has."""
+        """When this rank last reached the store on rank 0, by time.monotonic(). Infinite once the watch has ended."""
         self._beats: dict[int, tuple[str, float]] = {}
-        """On rank 0, of each rank: the last beat, and when it came."""
+        """On rank 0: {rank: (its last heartbeat, when it was received)}."""
         self._thread = process_exit.start_thread(self._watch, name="hang-watch")
 
     def enter(self, phase: str) -> None:
-        """Note that this rank begins a phase, or goes back to the one around it; '' is none."""
+        """Record that this rank begins a phase or returns to the enclosing one. '' means no phase."""
         self._events.append(f"{time.strftime('%H:%M:%S')} {phase or '-'}")
         self._entered += 1
         self._phase, self._since = phase, time.monotonic()
-        # A timer in C: it writes also where a call holds the interpreter, and no thread of this object gets to run.
+        # This timer is in C: it writes the stacks even if a call holds the interpreter and no Python thread can run.
         faulthandler.dump_traceback_later(self.limit_s + LAST_RESORT_S, file=self._stacks)
 
     def close(self) -> None:
-        """End the watch: the run is over, or fails by itself."""
+        """Stop watching, because the run is over or has failed otherwise."""
         self._closed.set()
-        self._thread.join(REPORT_PATIENCE_S)  # before the file that it writes to is closed
+        self._thread.join(REPORT_PATIENCE_S)  # the thread writes to the file that is closed below
         faulthandler.cancel_dump_traceback_later()
-        if self._thread.is_alive():  # it waits for rank 0, which does not answer
+        if self._thread.is_alive():  # the thread waits for rank 0, which does not answer
             return
-        if self._stacks.tell() == 0:  # nothing was found, in this run or one before
+        if self._stacks.tell() == 0:  # no hang was reported, in this run or an earlier one
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._stacks.name)
         self._stacks.close()
 
     def silent(self) -> Silence:
-        """Return which ranks have told nothing, for how long: rank 0 knows of all others, and they of rank 0.
+        """Return for how long other ranks have been silent. Rank 0 sees all ranks, the others see rank 0.
 
-        And whether this one's main thread lingers between two phases, which have limits of their own. From any
-        thread.
+        Includes this rank's main thread while it is between two phases. May be called from any thread.
         """
         now, found = time.monotonic(), {}
         for rank, (beat, heard_at) in list(self._beats.items()):
@@ -169,15 +171,15 @@ class HangWatch:
                     self._beat()
                 self.looked_at = time.monotonic()
                 is_alarm = self._store.check([ALARM])
-                # Before its first phase a run starts servers and loads models, which has other limits.
+                # Before its first phase, a run starts servers and loads models, which have other limits.
                 if not is_alarm and self._entered > 0 and time.monotonic() - self._since > self.limit_s:
                     self._store.set(ALARM, str(self.rank))
                     is_alarm = True
-            except RuntimeError:  # rank 0, which holds the store, is gone: the launcher ends the others
+            except RuntimeError:  # rank 0, which holds the store, is gone: the launcher ends the other ranks
                 self.looked_at = math.inf
                 return
             if is_alarm:
-                self.looked_at = math.inf  # all is said that there is to say
+                self.looked_at = math.inf  # the report follows, so `silent` need not name this thread
                 self._tell_all()
                 return
 
@@ -209,13 +211,13 @@ class HangWatch:
             message = describe(reports, self.world_size, self.limit_s, self.folder)
             phases = {report.phase for report in reports}
             is_left = len(reports) == self.world_size and bool(self._can_leave) and phases == {self._can_leave}
-            # One rank decides: if each did by the reports that it saw, some would leave the step and others end.
+            # Rank 0 alone decides: ranks that saw different reports could decide differently.
             self._store.set(VERDICT, json.dumps([is_left, message]))
         else:
             is_left, message = self._verdict()
         if is_left:
             self._on_leave(message)
-            if self._closed.wait(self._grace_s):  # the run has ended in order
+            if self._closed.wait(self._grace_s):  # the run has shut down normally
                 return
         if self.rank == 0:
             self._on_hang(message)
@@ -230,40 +232,40 @@ class HangWatch:
         self._stacks.flush()
 
     def _verdict(self) -> tuple[bool, str]:
-        """Return what rank 0 has decided: (is the step left?, its message)."""
+        """Return rank 0's decision: (whether the step is abandoned, its message)."""
         try:
             self._store.wait([VERDICT], timedelta(seconds=2 * REPORT_PATIENCE_S))
             is_left, message = json.loads(self._store.get(VERDICT))
-        except RuntimeError:  # none came
+        except RuntimeError:  # no verdict within the time limit
             return False, ""
         return is_left, message
 
     def _reports(self) -> list[RankReport]:
-        deadline, reports = time.monotonic() + REPORT_PATIENCE_S, []  # one for all: many silent ranks cost no more
+        deadline, reports = time.monotonic() + REPORT_PATIENCE_S, []  # shared, so many silent ranks take no longer
         for rank in range(self.world_size):
             left_s = max(0.1, deadline - time.monotonic())
             try:
                 self._store.wait([f"report {rank}"], timedelta(seconds=left_s))
                 reports.append(RankReport(**json.loads(self._store.get(f"report {rank}"))))
-            except RuntimeError:  # torch's DistStoreError is one
+            except RuntimeError:  # the base class of torch's DistStoreError
                 continue
         return reports
 
 
 def describe(reports: list[RankReport], world_size: int, limit_s: float, folder: Path) -> str:
-    """Say who is late: ranks that do not answer, then those behind in phases, then those behind in a collective."""
+    """Describe which ranks are late: those that do not answer, then those behind in phases, then in collectives."""
     answered = {report.rank for report in reports}
     silent = sorted(set(range(world_size)) - answered)
     parts = [f"a phase has lasted more than run.phase_timeout_s = {limit_s:g} s, so the run is ended."]
     if silent:
         parts.append(f"{_ranks(silent)} did not answer (stopped, or its interpreter is held).")
-    # Ranks meet in collectives: who waits in one has gone further than whom it waits for.
+    # A rank that waits in a collective has entered more phases than the rank it waits for.
     ahead = max(report.phases_entered for report in reports)
     behind = [report for report in reports if report.phases_entered < ahead]
     for report in behind or reports[:1]:
         who = f"rank {report.rank} ({report.host}, pid {report.pid})" if behind else "every rank that answered"
         place = f"in phase {report.phase!r}" if report.phase else "between two phases"
-        spot = "" if report.phase else f" {report.main_thread}"  # a phase has a name, which says more
+        spot = "" if report.phase else f" {report.main_thread}"  # a phase's name says more than a code line
         waits = f", waiting for {report.waits_for}" if behind and report.waits_for else ""
         parts.append(f"{who} is {place} for {report.seconds:.0f} s{spot}{waits}.")
     if behind:
@@ -277,7 +279,7 @@ def describe(reports: list[RankReport], world_size: int, limit_s: float, folder:
 
 
 def collectives_not_entered(reports: list[RankReport]) -> list[str]:
-    """For each process group whose ranks differ: who has not entered which collective, that others wait in."""
+    """Describe, for each process group whose ranks differ, which ranks have not entered the newest collective."""
     found = []
     groups = dict.fromkeys(group for report in reports for group in report.collectives)
     for group in groups:
@@ -290,18 +292,19 @@ def collectives_not_entered(reports: list[RankReport]) -> list[str]:
 
 
 def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
-    """Return the newest collective that torch's flight recorder saw here, for each process group that this rank is in.
+    """Return the newest collective of each process group of this rank, as {group: (sequence number, description)}.
 
-    since_ns: nanoseconds of the clock. An earlier world of this process, or of the one that it is a fork of, may have
-    had groups of the same names, and the recorder keeps theirs.
+    The source is torch's flight recorder. The number is 0 if there was none yet. The result is empty if this torch
+    version has no recorder for all backends.
 
-    The number is 0 where there was none yet. Empty where this torch has no recorder for all backends.
+    since_ns: ignore collectives before this time.time_ns(). The recorder also keeps those of an earlier world, in this
+    process or the one it was forked from, whose groups may have had the same names.
     """
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
     except ImportError:
         return {}
-    # The recorder names groups by torch's numbers, which say nothing of who is in them.
+    # The recorder's group names are torch's numbers, which do not show the members.
     label = {
         group.group_name: f"{group.group_name} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
         for group in dist.distributed_c10d._world.pg_map
@@ -317,14 +320,14 @@ def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
 
 
 def _join_store(rank: int, control: dist.ProcessGroup) -> dist.TCPStore:
-    """Join a store of its own: the process group's would be shared with collectives that hang."""
+    """Create or join a separate store. Collectives that hang use the process group's own store."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place: list[Any] = [None]
     if rank == 0:
-        listener = parallel.own_listener(host)  # which other hosts cannot reach where all ranks are on one
+        listener = parallel.own_listener(host)  # not reachable from other hosts if all ranks are on one
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         place = [store.port]
-    dist.broadcast_object_list(place, src=0, group=control)  # the port, which the system has chosen
+    dist.broadcast_object_list(place, src=0, group=control)  # the port that the system chose
     return store if rank == 0 else dist.TCPStore(host, place[0], is_master=False, wait_for_workers=False)
 
 

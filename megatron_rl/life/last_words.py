@@ -1,4 +1,4 @@
-"""The end of a command in which something went wrong: a line that says what, a traceback in a file, exit code 1."""
+"""Reports the error that ends a command: one line on stderr, the traceback in a file, exit code 1."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from megatron_rl.config.users_code import PACKAGE, is_users
 
 LOG = "traceback.log"
 TEMPORARY, KEPT = "megatron_rl-", 10
-"""Tracebacks without a run's folder: how their files begin, and how many of this user's stay beside a new one."""
+"""Without a run folder, tracebacks are temporary files: their name prefix, and how many old ones of this user are
+kept in addition to the new one."""
 LONGEST = 2000
-"""Characters of a line."""
+"""Maximum characters of an error's own message."""
 OTHERS_WAIT_S = 3.0
-"""Seconds that another rank than the first waits before it says what the first one may be saying too; a launcher ends
-it meanwhile."""
+"""Seconds that ranks other than 0 wait before they print their error. Rank 0 often prints the same one, and the
+launcher then ends the others before they repeat it."""
 
 
 @contextmanager
 def one_line(program: str, *, folder: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
-    """End the process with one line where an error comes up to here: the only place where errors become messages.
+    """Turn an exception that reaches this context manager into one line, and exit with code 1.
 
-    folder: the run's own, for the traceback; a temporary file takes it where there is none yet. An error that this
-    package raises because of what the user wrote says all there is, and has no traceback to be read.
+    This is the only place where exceptions become messages. folder() returns the run's folder, which receives the
+    traceback; without one it goes to a temporary file. A ValueError that this package raises about the user's input
+    keeps no traceback.
     """
     try:
         yield
-    except BrokenPipeError:  # of output that nobody reads: the command's own business
+    except BrokenPipeError:  # nobody reads the output: the command handles that itself
         raise
     except Exception as error:
         if (rank := os.environ.get("RANK", "0")) != "0":
@@ -44,9 +46,10 @@ def one_line(program: str, *, folder: Callable[[], Path | None] = lambda: None) 
 
 
 def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
-    """Return the line of an error, and keep its traceback where the line alone does not say enough."""
+    """Return an error's one-line message, and save its traceback unless the line alone explains the error."""
     text = " ".join(str(error).split())[:LONGEST]
-    # A user's own line says most, and else the last one of this package above the library that raised.
+    # The most useful place is a line of the user's code, otherwise this package's last call into the library that
+    # raised.
     frames = [place for it in chain(error) for place in places(it.__traceback__)]
     own = [place for place in frames if is_users(place[0])]
     calls = places(error.__traceback__)
@@ -63,7 +66,7 @@ def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """The error and those that it came from, the last one first."""
+    """Return the error followed by its causes, the newest first."""
     found: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in found:
@@ -73,7 +76,10 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def places(trace: TracebackType | None) -> list[tuple[str, int]]:
-    """File and line of each call from the first in this package on: what is above has only called the command."""
+    """Return file and line of each call in a traceback, from this package's first frame on.
+
+    The frames above it only start the command.
+    """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
     frames = [it for it in frames if it[0] != __file__]
     first = next((n for n, (file, _) in enumerate(frames) if file.startswith(PACKAGE)), 0)
@@ -81,7 +87,7 @@ def places(trace: TracebackType | None) -> list[tuple[str, int]]:
 
 
 def remove_old() -> None:
-    """Remove this user's tracebacks from the temporary folder, but for the newest."""
+    """Remove this user's traceback files from the temporary folder, except for the newest `KEPT`."""
     found = []
     for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*-{LOG}"):
         with suppress(OSError):  # another process may remove it as well
@@ -94,18 +100,21 @@ def remove_old() -> None:
 
 
 def keep(error: Exception, folder: Path | None) -> str:
-    """Add the traceback to the run's log of them, or write a file of its own; return where it is."""
+    """Append the traceback to `folder`'s traceback.log, or write a temporary file; return the path.
+
+    If it cannot be written, the returned text says why.
+    """
     head = f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()}: {' '.join(sys.argv)}\n"
     content = (head + "".join(traceback.format_exception(error))).encode("utf-8", "replace")
     try:
         if folder is not None and folder.is_dir():
-            # O_APPEND, as several ranks may come to their end at once.
+            # O_APPEND, because several ranks may fail at the same time.
             handle, path = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), str(folder / LOG)
         else:
             remove_old()
             handle, path = tempfile.mkstemp(prefix=TEMPORARY, suffix=f"-{LOG}")
         with open(handle, "wb", buffering=0) as file:
             file.write(content)
-    except OSError as fault:  # of a disk that is full
+    except OSError as fault:  # such as a full disk
         return f"could not be written, {fault}"
     return path

@@ -1,4 +1,4 @@
-"""Output whose reader has gone, as after `| head`: it is discarded, and the process works on."""
+"""Keeps a process running when the reader of its output is gone, as after `| head`: further output is discarded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 class _Output(io.FileIO):
-    """A file descriptor for writing. Once nobody reads its pipe, it leads to /dev/null."""
+    """A writable file descriptor that is redirected to /dev/null once its pipe has no reader."""
 
     def write(self, data: object) -> int:
         try:
@@ -22,14 +22,14 @@ class _Output(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let this process print to standard output and error without an end to it when their readers go."""
+    """Make this process survive the loss of the readers of its standard output and error."""
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
 
 
 def _outliving(stream: TextIO) -> TextIO:
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # it is no file: a notebook's, or that of a test
+    except (OSError, ValueError, AttributeError):  # not a real file: a notebook's stream, or a test's
         return stream
     stream.flush()
     buffer = io.BufferedWriter(_Output(descriptor, "w", closefd=False))

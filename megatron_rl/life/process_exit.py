@@ -1,4 +1,4 @@
-"""Ends this process: when one it depends on is gone, so that a SIGKILL anywhere leaves nothing behind, or by itself."""
+"""Ends this process, by itself or with a process it depends on, so that a SIGKILL anywhere leaves no orphans."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 LOOK_S = 0.5
 LAUNCHER_S = 10.0
-"""For a launcher to see a rank's death and to stop the others."""
+"""Seconds that a launcher gets to notice a rank's death and stop the others."""
 
 
 def exit_with(pid: int, *, says_so: bool = True) -> None:
-    """Watch process `pid` from a thread and exit when it ends, with one line where `says_so`."""
+    """Watch process `pid` from a thread and exit when it ends. says_so: print one line then."""
 
     def watch() -> None:
         while is_alive(pid):
@@ -34,8 +34,10 @@ def exit_with(pid: int, *, says_so: bool = True) -> None:
 
 
 def start_thread(main: Callable[[], object], *, name: str) -> threading.Thread:
-    """Start a daemon thread. One that an error ends is named, and ends the process: what it did is done no more, and
-    whoever waits for it would wait for ever."""
+    """Start a daemon thread. If it raises, log the error with the thread's name and end the process.
+
+    The process ends because other code would wait for the dead thread for ever.
+    """
 
     def run() -> None:
         try:
@@ -51,24 +53,28 @@ def start_thread(main: Callable[[], object], *, name: str) -> threading.Thread:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process as soon as its parent's thread that started it is gone."""
+    """Let the kernel SIGKILL this process when the parent thread that started it ends. Linux only.
+
+    parent: the parent's process id. If it is already gone, exit with code 1.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # It may have ended before the kernel was asked.
+        # The parent may have ended before the prctl call.
         if os.getppid() != parent:
             os._exit(1)
 
 
 def let_go_of_sockets() -> None:
-    """In a forked process: keep none of its parent's connections open, and none of its ports taken.
+    """Close the sockets that a forked process inherited, so that it holds none of the parent's connections or ports.
 
-    Their numbers stay in use, so that an object of the parent's that closes its own closes nothing else.
+    Each descriptor is replaced by /dev/null and stays in use. An inherited object that closes its socket then cannot
+    close an unrelated descriptor with the same number.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             is_socket = number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode)
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor that listdir itself used
             continue
         if is_socket:
             os.dup2(nothing, number, inheritable=False)
@@ -76,32 +82,35 @@ def let_go_of_sockets() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """True while `pid` runs; a zombie whose parent has not yet waited counts as dead."""
+    """Return True while `pid` runs. A zombie counts as dead."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            # From the last bracket on: a program's name, which stands in brackets, may have brackets and spaces itself.
+            # Split after the last bracket: the program's name, in brackets, may itself contain brackets and spaces.
             return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between open and read
         return False
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True where a collective failed because another rank is gone (gloo's words)."""
+    """Return True if a collective failed because another rank is gone. Recognizes gloo's messages."""
     return any(
         words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     )
 
 
 def wait_to_be_stopped(rank: int) -> None:
-    """After another rank's death: let the launcher name it and stop this one, instead of adding a traceback."""
+    """Wait after another rank's death for the launcher to name it and stop this rank.
+
+    This avoids one more traceback. If the launcher does nothing for LAUNCHER_S, end the process.
+    """
     time.sleep(LAUNCHER_S)
     stop(f"rank {rank} lost its connection to another rank, whose own message says why.")
 
 
 def stop(message: str, code: int = 1) -> None:
-    """Print the message, if any, and end the process at once, whatever its other threads wait for.
+    """Print the message, if any, and end the process at once, even if other threads are blocked.
 
-    Children watch their parent.
+    Child processes end by themselves, because they watch their parent.
     """
     if message:
         print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
@@ -109,10 +118,10 @@ def stop(message: str, code: int = 1) -> None:
 
 
 def run_and_end(main: Callable[[], object]) -> NoReturn:
-    """Call `main` and end the process as `sys.exit` would, with its exit code, but for the interpreter's last steps.
+    """Call `main` and end the process like `sys.exit`, but skip the interpreter's finalization.
 
-    These unwind a daemon thread that returns from C++, which aborts the process. One may be at it then: to let go of a
-    gloo group takes as long as its lost peer does.
+    Finalization unwinds daemon threads that return from C++, which aborts the process. Such a thread may exist: one
+    that releases a gloo group waits for the group's lost peer.
     """
     code: object = 0
     try:
@@ -125,7 +134,7 @@ def run_and_end(main: Callable[[], object]) -> NoReturn:
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # joins what is not a daemon, also those of executors
+    threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads, including those of executors
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

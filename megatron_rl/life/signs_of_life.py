@@ -1,7 +1,7 @@
-"""Names within a minute whoever of a run gives no sign of life: a process that was stopped, a thread that stands still.
+"""Names, within a minute, any part of a run that is silent: a stopped process or a thread that makes no progress.
 
-It ends nothing: what is stopped may go on, what is slow may be right, and what hangs has a limit of its own
-(run.phase_timeout_s, rollout.health_timeout_s and others), which is longer.
+It only warns and ends nothing: a stopped process may be continued, and a slow one may be healthy. Real hangs have
+their own, longer limits (run.phase_timeout_s, rollout.health_timeout_s and others).
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from megatron_rl.life import process_exit
 logger = logging.getLogger(__name__)
 
 SILENT_S = 30.0
-"""Seconds without a sign of life after which a process or thread is named."""
+"""Seconds of silence after which a process or thread is named."""
 LOOK_S = 5.0
 Silence = dict[str, tuple[float, str]]
-"""By name, in words that stay the same: the seconds of silence, and what else there is to say of it."""
+"""{name: (seconds of silence, further text for the warning)}. A name must not change between two looks."""
 Look = Callable[[], Silence]
 
 
 class SignsOfLife:
-    """Looks at all of a process's others. `look` is one round; between `start` and `close` a thread makes them.
+    """A monitor that warns about silent processes and threads.
+
+    `look` makes one round of checks; between `start` and `close` a thread calls it regularly.
 
     signs = SignsOfLife([StoppedProcesses(), lambda: {"the loader": (loader.silent_s, "")}])
     signs.start()
@@ -51,13 +53,13 @@ class SignsOfLife:
         self._thread = process_exit.start_thread(self._keep_looking, name="signs-of-life")
 
     def close(self) -> None:
-        """Harmless without `start`, or twice."""
+        """Stop the thread. Harmless without `start`, or if called twice."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(LOOK_S)
 
     def look(self) -> None:
-        """Say who has been silent for too long now, and who was named before and is not silent any more."""
+        """Warn about each name that has become silent, and report those that are silent no more."""
         found = {who: silence for look in self.looks for who, silence in look().items()}
         silent = {who: silence for who, silence in found.items() if silence[0] >= self._silent_s}
         for who in silent.keys() - self._named:
@@ -71,18 +73,18 @@ class SignsOfLife:
         every_s = min(LOOK_S, self._silent_s / 4)
         while not self._closed.wait(every_s):
             now, before, self._looked_at = time.monotonic(), self._looked_at, time.monotonic()
-            if now - before < every_s + self._silent_s / 2:  # else this process stood still, as after Ctrl-Z
+            if now - before < every_s + self._silent_s / 2:  # otherwise this process itself was stopped, as by Ctrl-Z
                 try:
                     self.look()
-                except (OSError, psutil.Error) as error:  # such as no file to be had: nobody is to blame for that
+                except (OSError, psutil.Error) as error:  # such as too many open files: says nothing of the others
                     logger.warning("signs of life cannot be looked for: %s", error)
 
 
 class StoppedProcesses:
-    """Finds, of this process's family, those that a signal has stopped, or a debugger."""
+    """Finds child processes (and, on request, the parent) that a signal or a debugger has stopped."""
 
     def __init__(self, *, descends: bool = True, names_parent: bool = False) -> None:
-        """descends: looks at the children's children too."""
+        """Choose the processes. descends: check all descendants, not only children. names_parent: also the parent."""
         self._descends, self._names_parent = descends, names_parent
         self._since: dict[int, float] = {}
 
@@ -94,7 +96,7 @@ class StoppedProcesses:
                 if process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                     continue
                 who = f"{role_of(process, own)} (pid {process.pid}), which a signal has stopped,"
-            except psutil.Error:  # it has ended meanwhile
+            except psutil.Error:  # the process has just ended
                 continue
             since[process.pid] = self._since.get(process.pid, now)
             silent[who] = now - since[process.pid], f" kill -CONT {process.pid} lets it go on."
@@ -103,7 +105,7 @@ class StoppedProcesses:
 
 
 def role_of(process: psutil.Process, own: psutil.Process) -> str:
-    """Return what a process of this one's family is for."""
+    """Return a description of what a parent or descendant process is for. own: this process."""
     line = " ".join(process.cmdline())
     roles = {
         "megatron_rl.rewards": "a process of the rewards",
@@ -113,8 +115,8 @@ def role_of(process: psutil.Process, own: psutil.Process) -> str:
     }
     if process.pid == own.ppid():
         return "the process that started this one"
-    with suppress(psutil.AccessDenied):  # rewards' processes let nobody but root read theirs
-        # Before the roles by command: a rank's may name a reward of this package among its overrides.
+    with suppress(psutil.AccessDenied):  # only root may read the environment of reward processes
+        # Checked before the command line, because a rank's overrides may name a reward module of this package.
         if "RANK" in (theirs := process.environ()) and "RANK" not in os.environ:
             return f"rank {theirs['RANK']}"
     if process.cmdline() == own.cmdline():
@@ -123,7 +125,7 @@ def role_of(process: psutil.Process, own: psutil.Process) -> str:
 
 
 def where(thread: threading.Thread) -> str:
-    """Return the place in its code where a thread of this process is."""
+    """Return where a thread of this process currently executes: function, file and line."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "nowhere any more"

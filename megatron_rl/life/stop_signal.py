@@ -1,4 +1,4 @@
-"""Signals that a run is about to be ended: SIGTERM, SIGUSR1 (sent by schedulers ahead of pre-emption) and Ctrl-C."""
+"""Handles the signals that ask a run to stop: SIGTERM, SIGUSR1 (schedulers send it before pre-emption) and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STOPPED = 75
 """Exit code of a run that stopped on a signal and can be resumed: EX_TEMPFAIL, "try again later"."""
 EXIT_INTERRUPTED = 130
-"""Exit code of a run that its user ended by Ctrl-C, saved or not: nobody is to start it again by itself."""
+"""Exit code of a run that its user ended by Ctrl-C, saved or not. Such a run must not be restarted automatically."""
 FINISH_ON_TERM_S = 5.0
-"""Schedulers send SIGKILL half a minute after SIGTERM, which must be enough to save in."""
+"""Seconds after SIGTERM or Ctrl-C for the step to end by itself. Schedulers send SIGKILL half a minute after SIGTERM,
+and the rest of that time is needed to save."""
 SAME_CTRL_C_S = 0.5
-"""A terminal sends Ctrl-C to every process of a run, and its launcher passes it on: both are one."""
+"""Seconds within which a repeated SIGINT counts as the same Ctrl-C: the terminal sends it to every process of a run,
+and the launcher forwards it again."""
 
 
 class StopSignal:
-    """Hears the signals in a thread of its own, so also while the main thread waits for other ranks.
+    """A listener for stop signals. Its thread receives them even while the main thread waits for other ranks.
 
         stop_signal = StopSignal(grace_s=120, on_half_time=leave_rollouts)
         stop_signal.listen()
@@ -32,40 +34,41 @@ class StopSignal:
             train_one_step()
         stop_signal.close()
 
-    From a signal on the run has `grace_s` seconds. At half of them `on_half_time` is called, from the thread, and after
-    SIGTERM and Ctrl-C within FINISH_ON_TERM_S; when they are over the process is ended. Not after Ctrl-C: there the
-    user is, whose second one ends the process at once.
+    After a signal, the run has `grace_s` seconds. When half of them are over, the thread calls `on_half_time`; for
+    SIGTERM and Ctrl-C after FINISH_ON_TERM_S seconds if that is earlier. When all of them are over, the process is
+    ended. After Ctrl-C it is not ended, because the user can end it at once by a second Ctrl-C.
     """
 
     def __init__(
         self, grace_s: float, *, on_half_time: Callable[[], None], says_so: bool = True, saves: bool = True
     ) -> None:
-        """saves: the run makes a checkpoint of where it stops; what is said to the user depends on that alone."""
+        """saves: whether the run writes a checkpoint when it stops; it only affects messages. says_so: print them."""
         self.grace_s, self.on_half_time, self.says_so, self.saves = grace_s, on_half_time, says_so, saves
         self.signal_name = ""
-        """The first signal that came, empty before."""
+        """Name of the first signal received, or empty."""
         self._came, self._closed = threading.Event(), threading.Event()
         self._handlers: dict[int, Any] = {}
         self._heard_at = 0.0
 
     def listen(self, numbers: Sequence[signal.Signals] = SIGNALS) -> None:
-        """Begin to hear, instead of dying of the signals. The process's main thread calls it, and `close`.
+        """Receive the signals instead of dying of them. Call this and `close` in the process's main thread.
 
-        Again for further ones.
+        May be called again to add signals.
         """
         if not self._handlers:
             self._ear, self._mouth = socket.socketpair()
-            # set_wakeup_fd demands it: who is interrupted by a signal must not wait.
+            # set_wakeup_fd requires a non-blocking descriptor, because a signal handler must not wait.
             self._mouth.setblocking(False)
-            # Python's own handlers run between the main thread's instructions, so not while it is inside a collective.
+            # Python's own handlers run between instructions of the main thread, so not while it is in a collective.
             self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
             process_exit.start_thread(self._hear, name="stop-signal")
         self._handlers |= {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def close(self) -> None:
-        """Give the signals back to whoever had them. Harmless without `listen`, or twice.
+        """Restore the previous signal handlers. Harmless without `listen`, or if called twice.
 
-        After a signal they are ignored: schedulers send another, and the process only has to end. Ctrl-C ends it.
+        If a stop signal was received, the signals are ignored from now on, because schedulers send more of them and the
+        process is about to exit. Ctrl-C then ends the process.
         """
         self._closed.set()
         if self._handlers:
@@ -78,7 +81,7 @@ class StopSignal:
             self._mouth.close()
 
     def came(self, *, within_s: float = 0.0) -> bool:
-        """Return True if there was a signal, or is one within some seconds."""
+        """Return True if a signal was received, or one arrives within `within_s` seconds."""
         return self._came.wait(within_s)
 
     def _hear(self) -> None:
@@ -96,7 +99,7 @@ class StopSignal:
             what = "saves a checkpoint" if self.saves else "writes its report; it has no checkpoint to resume from"
             words = f"the run stops behind its step, or leaves its rollouts in {half_time_s:g} s, and {what}"
             print(f"megatron_rl: Ctrl-C: {words}. Ctrl-C again ends it at once.", file=sys.stderr, flush=True)
-        # First the step may end by itself; then rollouts are left, which is what a step waits for the longest.
+        # First let the step end by itself; then abandon its rollouts, which take most of a step's time.
         if self._ends_within(half_time_s):
             return
         self.on_half_time()
@@ -110,7 +113,10 @@ class StopSignal:
         )
 
     def _ends_within(self, seconds: float | None) -> bool:
-        """Wait until so long after the signal, or for ever: True once this is closed. Ctrl-C ends the process."""
+        """Wait until `seconds` after the signal (None: for ever); return whether `close` was called.
+
+        Another Ctrl-C ends the process.
+        """
         while True:
             left_s = None if seconds is None else self._heard_at + seconds - time.monotonic()
             if left_s is not None and left_s <= 0:
@@ -128,7 +134,7 @@ class StopSignal:
                 process_exit.stop(words if self.says_so else "", code=EXIT_INTERRUPTED)
 
     def _next(self, timeout_s: float | None) -> int | None:
-        """Return the next signal; None where this is closed, TimeoutError where none came."""
+        """Return the next signal's number, or None once closed. Raises TimeoutError if none arrives in time."""
         self._ear.settimeout(timeout_s)
         number = self._ear.recv(1)
         return number[0] if number else None

@@ -1,7 +1,8 @@
-"""Ends a server when the process that started both is gone: `python -S watchdog.py SERVER_PID`.
+"""Kills a server when its parent process dies: `python -S watchdog.py SERVER_PID`.
 
-For servers that cannot watch their parent themselves. Standard library only, so that it costs 10 MB and no start time.
-The server must lead a process group of its own, and dies with all of it.
+The parent starts both the server and this watchdog, for servers that cannot watch their parent themselves. It uses the
+standard library only, so it takes 10 MB and starts at once. The server must lead its own process group; the watchdog
+kills the whole group.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ def is_alive(pid: int) -> bool:
 
 def main() -> None:
     server, parent = int(sys.argv[1]), os.getppid()
-    while os.getppid() == parent:  # an orphan has another parent: init, or a subreaper
+    while os.getppid() == parent:  # an orphan is adopted by init or by a subreaper
         if not is_alive(server):
             return
         time.sleep(POLL_S)
-    # In a group of its own, it has not had the signal that ended the parent.
+    # The server leads its own process group, so it did not receive the signal that ended the parent.
     deadline = time.monotonic() + GRACE_S
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
         while is_alive(server) and time.monotonic() < deadline:
             os.killpg(server, signal.SIGTERM)
             time.sleep(POLL_S)
-        os.killpg(server, signal.SIGKILL)  # what SIGTERM did not end: the server, or workers that outlive it
+        os.killpg(server, signal.SIGKILL)  # the server if it survived SIGTERM, or workers that outlive it
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Plans of a run before anything is started: batch algebra, memory and time. Imports neither megatron nor CUDA."""
+"""Plans a run before it starts: batch sizes, memory and step time. Imports neither megatron nor CUDA."""

@@ -1,10 +1,12 @@
-"""The tensors that a training pass keeps for its backward pass, one by one.
+"""Estimates activation memory: the tensors that a training pass keeps for its backward pass.
 
-Of upstream's local layers with our norms and attention (model.transformer_impl = local), as measured on CPU in
-tests/megatron/test_plan_memory.py, and of Transformer Engine's, as rehearsals of test_plan_rehearsed.py have them.
-Those keep less: of a norm no input in float32, of queries and keys no rotation, and of a feed-forward part only gate,
-up and their product. On CUDA bfloat16 attention is the variable-length kernel. float32 there is for checks, and may
-keep all scores. Routed tokens are taken to spread evenly over the experts.
+Covers megatron.core's local layers with this package's norms and attention (model.transformer_impl = local), as
+measured on CPU in tests/megatron/test_plan_memory.py, and Transformer Engine's layers, as rehearsed in
+test_plan_rehearsed.py. The latter keep less: no float32 input of a norm, no rotation of queries and keys, and only
+gate, up and their product of a feed-forward block.
+
+On CUDA, bfloat16 attention uses the variable-length kernel. float32 on CUDA is for checks, and may keep all attention
+scores. Routed tokens are assumed to spread evenly over the experts.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from megatron_rl.weights.layout import layers_of_stages
 from megatron_rl.weights.mapping import layer_rules
 
 DELTA_CHUNK = 64
-"""Rows of a chunk of delta nets, as engine/delta_rule.py has them. Sequences are taken to fill theirs."""
+"""Rows per chunk of a delta net, as in engine/delta_rule.py. All chunks are assumed to be full."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes per row of layers that are kept or formed again together."""
+    """A run of layers that are recomputed together, or a single layer. `kept` bytes per row wait for the backward pass;
+    `formed_again` are added during it."""
 
     kept: float
     formed_again: float
@@ -32,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one microbatch of a training pass keeps on a rank.
+    """Activation memory of a training pass on a rank.
 
     activations = Activations(read_architecture(folder), config.actor, config.megatron)
     waiting, backward = activations.of_stage(0, rows=8192, microbatches=4)  # bytes at the two fullest moments
@@ -41,14 +44,14 @@ class Activations:
     arch: Architecture
     config: EngineConfig
     megatron: dict[str, Any] = field(default_factory=dict)
-    """The config's `megatron:` section, for its recomputation and the cut of its pipeline."""
+    """The config's `megatron:` section, for its recomputation and pipeline layout."""
     uses_kernel: bool = True
-    """Attention by the variable-length kernel of CUDA, or else by SDPA over pieces of one shape."""
+    """True for attention by CUDA's variable-length kernel; False for SDPA over pieces of one shape."""
     keys_per_row: float = 1.0
-    """Keys that attention reads per computed row: more than 1 where replies share a prompt's rows."""
+    """Keys that attention reads per computed row: more than 1 if replies share a prompt's rows."""
 
     has_fused_layers: bool = False
-    """Layers of Transformer Engine, and not upstream's local ones."""
+    """True for Transformer Engine's layers, False for megatron.core's local ones."""
 
     @property
     def itemsize(self) -> int:
@@ -56,50 +59,50 @@ class Activations:
 
     @property
     def has_fused_activation(self) -> bool:
-        """Is SwiGLU one kernel: of Transformer Engine, or compiled as `engine.model.compiles_activation` has it?"""
+        """True if SwiGLU is one kernel, Transformer Engine's or a compiled one (`engine.model.compiles_activation`)."""
         is_compiled = self.uses_kernel and self.arch.activation == "silu"
         return bool(self.megatron.get("bias_activation_fusion", self.has_fused_layers or is_compiled))
 
     @property
     def own(self) -> float:
-        """The share of the rows that norms see on this rank: under sequence parallelism not all."""
+        """Share of the rows that this rank's norms process: 1 / tensor with sequence parallelism, else 1."""
         parallel = self.config.parallel
         return 1 / parallel.tensor if parallel.sequence_parallel else 1.0
 
     def of_stage(self, stage: int, rows: int, microbatches: int) -> tuple[float, float]:
-        """Bytes at the two fullest moments of a pipeline stage, all microbatches in flight there counted.
+        """Return the bytes at the two fullest moments of a pipeline stage, for all its microbatches in flight.
 
-        Before the last forward pass's backward pass, when the head's memory comes on top; and during it, where it forms
-        activations again. rows: of one microbatch on one context rank.
+        The first is after the last forward pass, when the head's memory is needed in addition. The second is during the
+        following backward pass, which recomputes activations. rows: of one microbatch on one context rank.
         """
         parallel = self.config.parallel
         chunks = [self._runs(chunk) for chunk in layers_of_stages(self.arch, parallel, self.megatron)[stage]]
         rotation = 2 * 4 * self.arch.head_dim if self.itemsize == 4 else 0  # cosines and sines, once for all layers
         kept = [sum(run.kept for run in runs) + rotation for runs in chunks]
         flying = chunks_in_flight(stage, parallel.pipeline, parallel.virtual_pipeline, microbatches)
-        # All but the last of those in flight count as a mean chunk, as the chunks of a stage take turns.
+        # All but the last in flight count as an average chunk, because the chunks of a stage take turns.
         before = (flying - 1) * sum(kept) / len(kept)
         last = self.norm(self.arch.hidden) if stage == parallel.pipeline - 1 else 0.0
         backward = 0.0
         for runs in chunks:
-            for number, run in enumerate(runs):  # the runs behind it are done with
+            for number, run in enumerate(runs):  # the backward pass has freed the runs after this one
                 backward = max(backward, sum(r.kept for r in runs[: number + 1]) + run.formed_again + rotation)
         return rows * (before + max(kept) + last), rows * (before + backward)
 
     def working(self, stage: int, rows: int) -> float:
-        """Bytes of gradients under way in the backward pass of a layer, less what it has freed of the layer by then."""
+        """Return the bytes of a layer's temporary gradients in its backward pass, minus activations freed by then."""
         arch, tensor = self.arch, self.config.parallel.tensor
         numbers = [
             number for chunk in layers_of_stages(arch, self.config.parallel, self.megatron)[stage] for number in chunk
         ]
         has_mixture = any(map(arch.has_mixture, numbers))
-        width = 0.0 if all(map(arch.has_mixture, numbers)) else 2 * arch.ffn / tensor  # of gate and up
+        width = 0.0 if all(map(arch.has_mixture, numbers)) else 2 * arch.ffn / tensor  # gate and up
         if has_mixture and arch.mixture is not None:
-            width = max(width, 2 * self.own * arch.mixture.per_token * arch.hidden)  # of rows on their way to experts
+            width = max(width, 2 * self.own * arch.mixture.per_token * arch.hidden)  # rows sent to experts
         return rows * self.itemsize * (width + 3 * arch.hidden)
 
     def between_stages(self, stage: int, rows: int, microbatches: int) -> float:
-        """Bytes that the schedule itself keeps: of each pass in flight what came from a stage and goes to the next."""
+        """Return the bytes that the pipeline schedule keeps: input and output rows of each pass in flight."""
         parallel = self.config.parallel
         if parallel.pipeline == 1:
             return 0.0
@@ -107,10 +110,10 @@ class Activations:
         return 2 * flying * rows * self.itemsize * self.own * self.arch.hidden
 
     def _runs(self, chunk: range) -> list[Run]:
-        """The layers of a model chunk, one by one or as they are recomputed together."""
+        """Return the layers of a model chunk, grouped as they are recomputed."""
         options = self.megatron
         kinds = [self.arch.kind(number) for number in chunk]
-        by_kind = {kind: self.layer(chunk[kinds.index(kind)]) for kind in set(kinds)}  # layers of a kind are alike
+        by_kind = {kind: self.layer(chunk[kinds.index(kind)]) for kind in set(kinds)}  # layers of a kind are identical
         whole = [by_kind[kind] for kind in kinds]
         inside = [self.inside_delta_net() if has_delta_net else 0.0 for has_delta_net, _ in kinds]
         if options.get("recompute_granularity") != "full":
@@ -118,7 +121,7 @@ class Activations:
         count, is_block = options.get("recompute_num_layers") or 1, options.get("recompute_method") == "block"
         first = self.itemsize * self.own * self.arch.hidden
         again = first if self.itemsize == 4 else 0.0  # in float32 the first norm keeps the run's input itself
-        # `block` forms the first layers of a chunk again one by one; `uniform` all of them in runs of `count`.
+        # `block` recomputes the first `count` layers of a chunk one by one; `uniform` all layers in runs of `count`.
         if is_block:
             both = enumerate(zip(whole, inside, strict=True))
             return [Run(first, w + more - again) if n < count else Run(w, more) for n, (w, more) in both]
@@ -126,19 +129,22 @@ class Activations:
         return [Run(first, sum(whole[run]) + max(inside[run]) - again) for run in runs]
 
     def layer(self, number: int) -> float:
-        """Bytes per row of a layer (counted over the whole model) that is not recomputed."""
+        """Return the bytes per row of a layer that is not recomputed. number: counted over the whole model."""
         if self.arch.has_delta_net(number):
             attention = self._delta_net()
         else:
             attention = self._latent_attention() if self.arch.latent else self._attention()
         feed_forward = self._mixture() if self.arch.has_mixture(number) else self._dense(self.arch.ffn)
         after = 2 * self.norm(self.arch.hidden) if self.arch.has_norms_behind and self.arch.has_norms_before else 0.0
-        # Twice: a norm, and its result as the input of the matrix behind it, before attention and before feed-forward.
+        # Twice (before attention and before feed-forward): a norm, and its result, which the next matrix keeps.
         inputs = 2 * (self.norm(self.arch.hidden) + self.itemsize * self.own * self.arch.hidden)
         return inputs + attention + feed_forward + after + self._adapters(number)
 
     def _adapters(self, number: int) -> float:
-        """The rows between an adapter's two matrices, of all ranks where the second one is cut by its rows."""
+        """Return the bytes per row between the two matrices of a layer's adapters.
+
+        If the second matrix is sharded by its rows, each rank keeps the rows of all tensor ranks.
+        """
         lora, kept = self.config.lora, 0.0
         for rule in layer_rules(self.arch, number) if lora.rank > 0 else ():
             is_gathered = adapter_rule(rule, "lora_B", lora).layout.split_dim is not None
@@ -150,9 +156,10 @@ class Activations:
         return kept
 
     def norm(self, width: int, *, count: float = 1.0, share: float | None = None, keeps_input: bool = True) -> float:
-        """A norm of `count` parts of `width`: its input in float32, its result before the weight, and its scale.
+        """Return the bytes per row of `count` norms of `width` elements.
 
-        A fused one keeps its input as it came, and its scale.
+        A norm keeps its float32 input, its result before the weight, and its scale. A fused norm keeps its input in
+        the model's dtype, and its scale.
         """
         share = self.own if share is None else share
         if self.has_fused_layers:
@@ -169,11 +176,11 @@ class Activations:
         tensor = self.config.parallel.tensor
         heads, kv_heads = arch.heads / tensor, max(1, arch.kv_heads // tensor)
         query, key = heads * arch.head_dim, kv_heads * arch.head_dim
-        projected = (query + 2 * key) * b  # of which values, and in float32 keys to be normed, are a part
-        if arch.kv_heads < tensor:  # upstream gathers the whole before each rank takes its part
+        projected = (query + 2 * key) * b  # includes the values, and with float32 the keys before their norm
+        if arch.kv_heads < tensor:  # Megatron gathers the whole QKV, then each rank takes its part
             projected = (arch.heads + 2 * arch.kv_heads) * arch.head_dim * b
         norms = 0.0
-        if arch.gated_attention:  # the gate is a part of what is projected; its sigmoid in float32, what it multiplies
+        if arch.gated_attention:  # `projected` has the gate; kept too are its float32 sigmoid and what it multiplies
             norms += query * (2 * b + 4)
         if arch.qk_norm:
             norms += self.norm(arch.head_dim, count=heads, share=1.0)
@@ -188,10 +195,10 @@ class Activations:
         assert latent is not None
         heads = arch.heads / self.config.parallel.tensor
         width = latent.plain_dim + arch.head_dim
-        # The input of the matrix that expands them, which context ranks gather for all of their rows.
+        # The input of the matrix that expands keys and values; context ranks gather it for all of their rows.
         gathered = b * self.own * self.config.parallel.context
         kept = gathered * latent.kv_rank
-        if self.has_fused_layers:  # the norm's input is a part of the rows that have the rotated keys, too
+        if self.has_fused_layers:  # the norm's input is a view of rows that also contain the rotary keys
             kept += self.own * (b * (latent.kv_rank + arch.head_dim) + 4)
         else:
             kept += self.norm(latent.kv_rank, keeps_input=False)
@@ -201,25 +208,25 @@ class Activations:
         query, projected = heads * width, heads * (latent.plain_dim + latent.value_dim) * b
         if self._recomputes_attention():
             return kept + gathered * arch.head_dim + (query + heads * latent.value_dim) * b
-        # Values are a part of the matrix's output, also where pieces take their keys' rows of it.
+        # Values are a part of the matrix's output, even if pieces take their keys' rows from it.
         return kept + self._core(query, query, projected / b, heads * latent.value_dim, projected, heads)
 
     def _delta_net(self) -> float:
-        """The result of the first matrix and the input of the second; the rest is formed again."""
+        """Return the bytes per row of the first matrix's output and the second one's input. The rest is recomputed."""
         delta, b = self.arch.delta_net, self.itemsize
         assert delta is not None
         return b * (delta.in_rows + delta.value_heads * delta.value_dim) / self.config.parallel.tensor
 
     def inside_delta_net(self) -> float:
-        """Bytes per row between the matrices of a delta net, in float32 where nothing else is said."""
+        """Return the bytes per row between the two matrices of a delta net, mostly in float32."""
         delta, b = self.arch.delta_net, self.itemsize
         assert delta is not None
         keys, values = delta.key_heads, delta.value_heads
         key, value = keys * delta.key_dim, values * delta.value_dim
         mixed = 2 * key + value
-        # Rows as the convolution takes them, one for each of its weights; before and behind the function after it.
+        # The convolution's inputs, one row per kernel element; then before and after the function that follows it.
         convolution = 4 * delta.kernel * mixed + b * mixed + (4 * mixed if b == 4 else 8 * key)
-        # Of each pair of rows in a chunk: decays, corrections and scores of value heads, products of key heads.
+        # For each pair of rows in a chunk: decays, corrections and scores of value heads, products of key heads.
         pairs = 4 * DELTA_CHUNK * (4 * values + 2 * keys)
         rows = 4 * (3 * values * delta.key_dim + 3 * value + 6 * key)
         state = 4 * value * delta.key_dim / DELTA_CHUNK
@@ -227,36 +234,40 @@ class Activations:
         return (convolution + pairs + rows + state + behind + 40 * values) / self.config.parallel.tensor
 
     def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
-        """Attention itself, and its result, which the matrix behind it keeps. Widths in elements per row.
+        """Return the bytes per row of core attention and its result, which the output matrix keeps.
 
-        projected: bytes of the matrix's output that the values are a part of.
+        Widths are in elements per row. projected: bytes of the projection's output that contains the values.
         """
         b = self.itemsize
-        # Cosines and sines rounded, for queries and for keys.
+        # Cosines and sines in bfloat16, for queries and for keys.
         rotation = 4 * b * self.arch.head_dim if b == 2 and not self.has_fused_layers else 0
         fixed = 4 * heads + rotation + b * (query + result)
         keys = self.keys_per_row * self.config.parallel.context
-        # More than its own keys per row: those of a shared prompt or of other context ranks are gathered beside them.
+        # keys > 1: keys of a shared prompt or of other context ranks are gathered in addition.
         if not self.uses_kernel:
             return fixed + (keys * b * (key + value) + b * result if keys > 1 else b * key + projected)
-        if result != query:  # the kernel wants values as wide as keys: it gets a copy, and what it gives is cut again
+        if result != query:  # the kernel wants values as wide as keys: it gets a padded copy, its result is trimmed
             return fixed + b * query + 2 * keys * b * key
         return fixed + (2 * keys * b * key if keys > 1 else b * key + projected)
 
     def _dense(self, width: int) -> float:
-        """A gated feed-forward part behind its input: gate and up, the gate's activation, up again, their product."""
+        """Return the bytes per row of a gated feed-forward block, without its input.
+
+        Kept are gate and up, the gate's activation, up once more, and their product. A fused activation keeps three.
+        """
         return (3 if self.has_fused_activation else 5) * self.itemsize * width / self.config.parallel.tensor
 
     def _mixture(self) -> float:
-        """The routed rows come together once; each expert's product is kept before and after the router's weight.
+        """Return the bytes per row of a mixture of experts.
 
-        Fused layers weight it as they form it, and keep it once.
+        The routed rows are gathered once. Each expert's product is kept before and after it is scaled by the router's
+        weight. Fused layers scale it in the same kernel and keep it once.
         """
         mixture, parallel, b = self.arch.mixture, self.config.parallel, self.itemsize
         assert mixture is not None
         routed = mixture.per_token * self.own * parallel.expert_tensor
-        # Six widths: the five of a dense part, and the product once more, with the router's weight. Eight with bounds:
-        # gate and up within them, too.
+        # Six widths: the five of a dense block, and the product scaled by the router's weight. With clamping eight:
+        # also the clamped gate and up.
         widths = 3 if self.has_fused_activation else 8 if self.arch.activation == "clamped_swiglu" else 6
         experts = routed * (b * self.arch.hidden + widths * b * mixture.ffn / parallel.expert_tensor + 4)
         scores = self.own * ((9 if mixture.is_biased else 5) * mixture.experts + 20 * mixture.per_token)
@@ -264,10 +275,10 @@ class Activations:
 
 
 def chunks_in_flight(stage: int, stages: int, chunks: int, microbatches: int) -> int:
-    """Return how many forward passes of a model chunk a stage has done, at most, before their backward passes.
+    """Return the maximum number of a stage's forward passes, each of one model chunk, that wait for their backward.
 
-    Upstream's schedules: 1F1B warms up with a pass per later stage; interleaved, with two per later stage and a round
-    of microbatches for each further chunk.
+    As in Megatron's schedules: 1F1B warms up with one pass per later stage; the interleaved schedule with two per later
+    stage, and one per stage for each further chunk.
     """
     if stages == 1:
         return 1

@@ -1,6 +1,6 @@
-"""Rates and lengths of failures, and lengths of replies: the distributions of a simulated week, with sources.
+"""The random distributions of a simulated week: rates and durations of failures, and reply lengths, with sources.
 
-What has no source is an assumption, and says so. No figure was measured on the cluster that will run.
+Values without a source are assumptions and are marked as such. No value was measured on the user's cluster.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 GPU_FAILURES_PER_S = 419 / (54 * 86_400 * 16_384)
-"""Of one GPU: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, arXiv 2407.21783).
-One ends the server that has the GPU, or the trainer."""
+"""Failure rate of one GPU: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, arXiv
+2407.21783). A failure ends the server that uses the GPU, or the trainer."""
 SERVER_CRASHES_PER_S = 1 / (7 * 86_400)
-"""Of one server, by software: out of memory, a hung scheduler. Assumed."""
+"""Rate of software crashes of one server: out of memory, a hung scheduler. Assumed."""
 SERVER_RESTART_S, TRAINER_RESTART_S = (300.0, 0.5), (600.0, 0.5)
-"""From a death to the end of start-up, log-normal: the median, and the standard deviation of the logarithm. Assumed."""
+"""Seconds from a death to the end of start-up, log-normal: (median, standard deviation of the logarithm). Assumed."""
 SLOW_SERVERS_PER_S = 1 / (1000 * 3600)
-"""Rate at which a GPU begins to slow down its server. Assumed; that large jobs have stragglers: arXiv 2505.05713."""
+"""Rate at which a GPU begins to slow down its server. Assumed. arXiv 2505.05713 shows that large jobs have
+stragglers."""
 SLOW_FOR_S, SLOWNESS = (1800.0, 1.0), (1.1, 2.0)
-"""For how long, log-normal, and by how much, evenly spread. Assumed."""
+"""Duration of a slowdown in seconds, log-normal: (median, standard deviation of the logarithm); and its factor, uniform
+between two bounds. Assumed."""
 UPDATE_SLOWNESS = 0.1
-"""Mean of what an update takes longer than planned, as a share of it, exponential: its slowest rank. Assumed."""
+"""Mean relative delay of an update caused by its slowest rank, exponential. Assumed."""
 PUBLICATION_SPREAD = 0.25
-"""Standard deviation of the logarithm of a publication's time, whose median is planned. Assumed."""
+"""Standard deviation of the logarithm of a publication's time. The median is the planned time. Assumed."""
 REPLY_SPREAD, OF_PROMPTS, LONGEST = 0.8, 0.5, 0.05
-"""Reply lengths are log-normal: standard deviation of the logarithm, the part of its variance that belongs to the
-prompt, and the share of replies that would exceed the longest, and are cut. Assumed."""
+"""Reply lengths are log-normal. Standard deviation of the logarithm; share of its variance between prompts; share of
+replies that are cut off at the maximum length. Assumed."""
 Z_LONGEST = 1.6449
-"""A normal variable exceeds it in that share of cases."""
+"""A standard normal variable exceeds this value with probability LONGEST."""
 
 
 @dataclass(frozen=True)
 class Chances:
-    """The draws of one run: each kind from a generator of its own, so that one more death shifts no length."""
+    """The random draws of one run. Each kind has its own generator, so one more failure does not change the lengths."""
 
     seed: int
 
@@ -42,7 +44,7 @@ class Chances:
         return random.Random(f"{self.seed} {kind}")
 
     def lengths(self, longest: int, samples: int) -> Iterator[list[int]]:
-        """Yield groups of reply lengths, endlessly."""
+        """Yield groups of `samples` reply lengths in tokens, endlessly. Lengths are cut at `longest`."""
         chance = self.of("lengths")
         median = math.log(longest) - Z_LONGEST * REPLY_SPREAD
         prompt, reply = (REPLY_SPREAD * math.sqrt(part) for part in (OF_PROMPTS, 1 - OF_PROMPTS))
@@ -52,7 +54,7 @@ class Chances:
 
 
 def assumptions() -> list[str]:
-    """Say the distributions in sentences."""
+    """Return the assumed distributions as sentences."""
     days = 1 / GPU_FAILURES_PER_S / 86_400
     return [
         f"a GPU fails every {days:,.0f} days on average (419 times in 54 days on 16,384 GPUs, arXiv 2407.21783), and "

@@ -1,4 +1,4 @@
-"""Figures of GPUs, and how much of each is taken to be usable: every number that is not derived, in one place."""
+"""Data sheet figures of GPUs, and the assumed usable shares: every number of a plan that is not derived."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU as its data sheet has it: dense products, no sparsity."""
+    """One GPU's data sheet figures, dense, without sparsity."""
 
     name: str
     memory: float
-    """Bytes that nvidia-smi reports."""
+    """Bytes, as nvidia-smi reports them."""
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     bfloat16_flops: float
     float32_flops: float
-    """Without TF32, which torch leaves off."""
+    """Without TF32, which torch disables by default."""
 
     def flops(self, dtype: str) -> float:
         return self.bfloat16_flops if dtype == "bfloat16" else self.float32_flops
@@ -31,38 +31,38 @@ DEVICES = {
     "b200": Device("B200 SXM 180 GB", 179.0 * GIB, 7.7e12, 2250e12, 75e12),
 }
 
-# Assumptions. None is measured on the machine that will run: their effect on a plan is what `assumptions` prints.
+# Assumptions. None of them is measured on the user's cluster. `assumptions` returns them for printing with a plan.
 RESERVED_BYTES = 3 * GIB
-"""Context of CUDA, buffers of NCCL and workspaces of cuBLAS."""
+"""Memory per process for the CUDA context, NCCL buffers and cuBLAS workspaces."""
 FRAGMENTATION = 0.05
-"""Memory that torch's allocator holds and cannot use, over what tensors take."""
+"""Memory that torch's allocator holds but cannot use, as a share of the tensors' memory."""
 SERVER_MEMORY_SHARE = 0.85
-"""Share of a server GPU for weights and KV cache, where server_args has no --mem-fraction-static."""
+"""Share of a server GPU for weights and KV cache, if server_args has no --mem-fraction-static."""
 TRAINING_EFFICIENCY = 0.4
-"""Share of the peak products per second in forward and backward passes."""
+"""Share of peak FLOPS reached in forward and backward passes."""
 PREFILL_EFFICIENCY = 0.4
 DECODE_BANDWIDTH = 0.6
-"""Share of the peak bytes per second that decoding reads."""
+"""Share of peak memory bandwidth reached in decoding."""
 DECODE_EFFICIENCY = 0.4
 DECODE_OVERHEAD_S = 2e-3
-"""Of each token of a server's batch: launches, sampling, scheduling."""
+"""Fixed time of one decoding step of a server's batch: launches, sampling, scheduling."""
 PUBLICATION_BANDWIDTH = 20e9
-"""Bytes a second from the trainer to all servers."""
+"""Bytes per second from the trainer to all servers."""
 NODE_LINK, CLUSTER_LINK = 450e9, 50e9
-"""Bytes a second of a GPU, one way: NVLink of an H100, and one 400 Gb/s port for each GPU."""
+"""Bytes per second of a GPU, one way: NVLink of an H100, and one 400 Gb/s port per GPU."""
 LINKS = {"in a node": NODE_LINK, "between nodes": CLUSTER_LINK}
 HOST_BANDWIDTH = 25e9
-"""Bytes a second between a GPU and host memory."""
+"""Bytes per second between a GPU and host memory."""
 HOST_TRAFFIC = 2.25
-"""Bytes between GPU, host memory and CPU in an update, over those that an optimizer on the CPU has there."""
+"""Bytes that an update moves between GPU, host memory and CPU, per byte that a CPU optimizer holds."""
 MEAN_PROMPT = 0.5
-"""Mean prompt over the longest, where no file of lengths is given."""
+"""Mean prompt length over the longest, if no file of lengths is given."""
 MEAN_REPLY = 0.5
-"""Mean reply over generation.max_new_tokens; lengths spread evenly from 0 to the most."""
+"""Mean reply length over generation.max_new_tokens. Lengths are uniform between 0 and that maximum."""
 
 
 def assumptions() -> dict[str, str]:
-    """Return the assumptions that the figures rest on, as a reader should know them."""
+    """Return the assumptions behind a plan's figures, as {name: text}."""
     return {
         "peaks": "NVIDIA's data sheets, dense",
         "reserved memory": f"{RESERVED_BYTES / GIB:g} GiB a GPU",

@@ -1,4 +1,4 @@
-"""Chooses the split of the GPUs, says whether it fits, and if not which nearest config does."""
+"""Chooses how to split the GPUs between trainer and servers. If no split fits, finds the nearest config that does."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout, nearly_even
 
 MOST_DOUBLINGS = 5
-"""Of the nodes, in search of a plan that fits."""
+"""How many cluster sizes are tried in search of a plan that fits: 1, 2, 4, ... times the given nodes."""
 MOST_SPLITS = 32
-"""Looked at: of more GPUs, splits that many evenly spaced."""
+"""Maximum splits tried. If there are more, evenly spaced ones are tried."""
 LAYOUT = ("parallel.tensor", "parallel.pipeline", "parallel.expert")
 SELECTIVE = {"recompute_granularity": "selective"}
 ON_CPU = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
@@ -28,7 +28,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def check_models(models: list[Model], config: TrainConfig) -> None:
-    """Raise ValueError where a model does not divide as its layout wants, or the config does not work on GPUs."""
+    """Raise ValueError if a model cannot be divided by its layout, or the config cannot run on GPUs."""
     config.rollout.check_for_gpus()
     config.rollout.check_servers()
     for model in models:
@@ -36,22 +36,22 @@ def check_models(models: list[Model], config: TrainConfig) -> None:
 
 
 def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Plan:
-    """Return the plan of the fastest split that fits, or of the one with most room where none does.
+    """Return the plan of the fastest split that fits. If none fits, return the one with the lowest trainer memory peak.
 
-    ValueError where the layout divides no number of trainer ranks.
+    Raises ValueError if no number of trainer ranks suits the layout.
     """
     plans = plans_of(config, tokens, cluster)
     best: Plan | None = None
     for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.least_s):
         if best is not None and plan.least_s >= best.split.step_s:
-            break  # simulating the others would show nothing faster
+            break  # no further plan is faster: even its lower bound is not below the best simulated time
         if best is None or plan.split.step_s < best.split.step_s:
             best = plan
     return best or min(plans, key=lambda plan: (plan.trainer.peak, -plan.server.kv_room))
 
 
 def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> list[Plan]:
-    """Return a plan of each split that is looked at. ValueError where none gives every replica a prompt."""
+    """Return a plan of each split to try. Raises ValueError if none gives every replica a prompt."""
     models = models_of(config)
     check_models(models, config)
     gpus, each = cluster.gpus, config.rollout.gpus_per_server
@@ -61,11 +61,11 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> lis
             f"of {cluster.gpus_per_node} GPUs; take {each - each % cluster.gpus_per_node}."
         )
     external, takes_turns = len(config.rollout.servers), config.rollout.colocated
-    on_node = cluster.gpus_per_node // each  # servers, where they share the trainers' GPUs: each is on one node then
+    on_node = cluster.gpus_per_node // each  # servers per node if they share the trainers' GPUs: none spans nodes then
     if takes_turns and cluster.nodes > 1:
         servers = replace(config.rollout, server_count=cluster.servers or max(1, on_node) * cluster.nodes)
         servers.check_share(cluster.nodes, cluster.gpus_per_node)
-    # All models are on all trainer ranks, so each of their layouts has to divide them.
+    # Every trainer rank has a part of every model, so the number of ranks must suit all layouts.
     unit = math.lcm(*(_ranks(model) for model in models))
     counts = [] if takes_turns else list(range(unit, (gpus if external else gpus - each) + 1, unit))
     shares_gpus = not external and not counts
@@ -105,7 +105,10 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> lis
 
 
 def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: bool) -> list[int]:
-    """Return the numbers of trainer GPUs that leave room for the servers that there are to be."""
+    """Return the numbers of trainer GPUs that leave room for cluster.servers servers. Raises ValueError if none does.
+
+    each: GPUs of one server.
+    """
     room = {count: (cluster.gpus if shares_gpus else cluster.gpus - count) // each for count in counts}
     fitting = [count for count in counts if room[count] >= cluster.servers]
     if not fitting:
@@ -117,10 +120,10 @@ def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: b
 
 
 def _ranks(model: Model) -> int:
-    """Return the number that must divide the trainer ranks."""
+    """Return the smallest number of ranks that suits the model's layout. All suitable numbers are multiples of it."""
     layout = model.engine.parallel
     dense = layout.tensor * layout.pipeline * layout.context
-    # Experts have axes of their own over the same ranks, without a context axis.
+    # Experts have separate axes over the same ranks, without a context axis.
     return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
 
 
@@ -129,7 +132,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
-    """Say why the plan cannot run, and what would."""
+    """Return the message that says why the plan cannot run, and what would fit."""
     device = plan.cluster.device
     if not plan.has_gpus_for_both:
         ranks = math.lcm(*(_ranks(model) for model in plan.models))
@@ -159,10 +162,10 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
 def nearest_plan(
     config: TrainConfig, tokens: PromptTokens, cluster: Cluster, given: Collection[str] = ()
 ) -> tuple[list[str], Plan] | None:
-    """Return the fewest `key=value` overrides with which the run fits, and its plan; None where there are none.
+    """Return the fewest `key=value` overrides with which the run fits, and its plan; None if nothing tried fits.
 
-    Of as many overrides those whose step could be the fastest. Tried are the options of `_options`, and turns on the
-    same GPUs; where none of them helps, more nodes. Keys in `given` stay as they are.
+    Among equally many overrides, choose those with the lowest bound on the step time. Tries the changes of `_options`;
+    if none helps, tries them on more nodes. Keys in `given` are not changed.
     """
     for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
         found = _nearest(config, tokens, replace(cluster, nodes=nodes), given)
@@ -182,13 +185,13 @@ def _nearest(
     def plans_with(changes: dict[str, Any]) -> list[Plan]:
         try:
             return plans_of(_changed(config, changes), tokens, cluster)
-        except ValueError:  # a layout that divides neither the model nor the GPUs
+        except ValueError:  # the layout does not suit the model or the GPUs
             return []
 
     options = _options(config, plan, given)
     layouts = {key: [None, *values] for key, values in options.items() if key in LAYOUT}
     reliefs = {key: values[-1] for key, values in options.items() if key not in LAYOUT}
-    roomy = set()  # what does not fit with all that saves memory need not be tried with less
+    roomy = set()  # layouts that fit with all memory savings; the others need not be tried with fewer
     for sizes in itertools.product(*layouts.values()):
         layout = {key: size for key, size in zip(layouts, sizes, strict=True) if size is not None}
         if any(plan.trainer.fits for plan in plans_with(reliefs | layout)):
@@ -200,7 +203,7 @@ def _nearest(
                 changes = dict(zip(keys, values, strict=True))
                 if frozenset((key, changes[key]) for key in keys if key in LAYOUT) not in roomy:
                     continue
-                # A bound in place of a simulation: there may be hundreds of these, and only their order counts.
+                # A bound instead of a simulation: there may be hundreds of candidates, and only their order counts.
                 fitting = [plan.least_s for plan in plans_with(changes) if plan.fits]
                 if fitting:
                     found.append((min(fitting), changes))
@@ -211,19 +214,19 @@ def _nearest(
 
 
 def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[str, list[Any]]:
-    """Return the values to try for each key, the one that saves most memory last. Keys in `given` are left alone."""
+    """Return the values to try for each key, the one that saves most memory last. Omits keys in `given`."""
 
     def powers(most: int, other_than: int) -> list[int]:
         return [2**n for n in range(most.bit_length()) if 2**n <= most and 2**n != other_than]
 
     cluster, arch, budget = plan.cluster, plan.models[0].arch, config.batch.tokens_per_microbatch
     parallel, longest = config.parallel, plan.batch.longest_sequence
-    # Halves, but not below one sequence, which is packed whole: a lower budget changes nothing.
+    # Halve the budget, but not below one sequence, which is never split: a lower budget would change nothing.
     shorter = [budget >> n for n in range(1, 8) if budget >> n >= longest] or [longest] * (longest < budget)
     optimizers = [config.optimizer, *([config.critic.optimizer] if config.has_critic else [])]
     granularity = config.megatron.get("recompute_granularity")
     recompute = [] if granularity == "full" else [RECOMPUTE] if granularity else [SELECTIVE, RECOMPUTE]
-    is_cut = any(config.megatron.get(key) for key in PIPELINE_CUTS)  # by who wrote the config, for one number of stages
+    is_cut = any(config.megatron.get(key) for key in PIPELINE_CUTS)  # the user's cut suits one number of stages only
     options: dict[str, list[Any]] = {
         "parallel.tensor": powers(cluster.gpus_per_node, parallel.tensor),
         "parallel.pipeline": [] if is_cut else powers(min(cluster.gpus, arch.layers), parallel.pipeline),
@@ -251,7 +254,7 @@ def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[st
 
 
 def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
-    """The config with some keys changed; a critic in the policy's layout moves with it."""
+    """Return the config with some keys changed. A critic with the policy's layout gets the new layout, too."""
     parallel, critic = config.parallel, config.critic
     for key in LAYOUT:
         if key in changes:
@@ -266,7 +269,7 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
         layout = parallel if critic.parallel == config.parallel else critic.parallel
         critic = replace(critic, parallel=layout, optimizer=optimizer(critic.optimizer))
     rollout = config.rollout
-    if "rollout.colocated" in changes:  # NCCL takes a GPU once, and trainer and servers never work at the same time
+    if "rollout.colocated" in changes:  # NCCL allows one rank per GPU; trainer and servers never run at the same time
         rollout = replace(rollout, colocated=True, publication="ipc", max_staleness=0)
     if "rollout.server_args" in changes:
         rollout = replace(rollout, server_args=[*rollout.server_args, "--tp", str(changes["rollout.server_args"])])
@@ -285,14 +288,14 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
 
 
 def _cut(config: TrainConfig, changes: dict[str, Any]) -> dict[str, str]:
-    """Return upstream's words for stages that do not divide the policy's layers."""
+    """Return Megatron's option for an uneven pipeline, if the stages do not divide the policy's layers; else none."""
     layers = read_architecture(config.model.path).layers
     count = changes.get("parallel.pipeline", 1) * config.parallel.virtual_pipeline
     return {"pipeline_model_parallel_layout": nearly_even(layers, count)} if layers % count else {}
 
 
 def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
-    """The changes as a command line has them."""
+    """Return the changes as command line overrides."""
     words = []
     for key, value in changes.items():
         if key == "megatron":

@@ -1,7 +1,7 @@
-"""A file of lengths: what trajectories of one's own take, for a plan and for a rehearsal.
+"""Reads a file with the token counts of the user's own trajectories, for a plan or a rehearsal.
 
-One trajectory a line: the tokens of its prompt, then those of its reply. Where the reply is left out, it is as long as
-the config lets it be.
+Each line is one trajectory: the tokens of its prompt, then the tokens of its reply. Without the second number, the
+reply may have any length up to generation.max_new_tokens.
 
     812 1530
     344 96
@@ -15,13 +15,14 @@ from pathlib import Path
 from megatron_rl.config import TrainConfig
 
 UNKNOWN = 0
-"""The reply of a line that has its prompt alone."""
+"""Reply length of a line that has only a prompt length."""
 
 
 def read_lengths(path: Path, config: TrainConfig, context: int) -> list[tuple[int, int]]:
-    """Return prompt and reply tokens of each line. ValueError for a line that no run with this config would have.
+    """Return (prompt tokens, reply tokens) of each line.
 
-    context: the most tokens that the model takes.
+    context: the model's maximum sequence length in tokens. Raises ValueError for a line that is impossible with this
+    config, and for a file that is empty or unreadable.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

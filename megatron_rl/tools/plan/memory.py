@@ -1,8 +1,9 @@
-"""Memory of a trainer GPU and of a server GPU, by part, in bytes.
+"""Estimates the memory of a trainer GPU and of a server GPU, by part, in bytes.
 
-Weights, gradients and optimizer are what megatron.core keeps: gradients in float32, AdamW's two states in float32, and
-float32 main weights beside bfloat16 ones, unless `optimizer.megatron` says otherwise; the distributed optimizer divides
-all but gradients and weights over the replicas. Each model counts at its fullest pipeline stage.
+Weights, gradients and optimizer states are as in megatron.core: float32 gradients, AdamW's two float32 states, and
+float32 main weights in addition to bfloat16 weights, unless `optimizer.megatron` says otherwise. The distributed
+optimizer shards its states over the replicas, but not gradients and weights. Each model counts with its fullest
+pipeline stage.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from megatron_rl.weights.layout import (
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES, MOST_ROWS, PARTS, TILE_ROWS = 1 << 30, 4096, 4, 256
-"""Of a chunk of the head's float32 logits, as ops/head.py has them, which needs compiled operators."""
+"""Chunk sizes of the head's float32 logits. Copied from ops/head.py, whose import needs compiled operators."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """One of the models of a run. A frozen one has weights alone.
+    """One of the models of a run. A frozen model has only weights.
 
     policy = Model("policy", read_architecture("models/qwen3"), config.actor)
     states_of_stage(policy, stage=0, world_size=8)  # {"weights": ..., "gradients": ..., "optimizer": ...}
@@ -48,7 +49,7 @@ class Model:
 
     @property
     def has_fused_layers(self) -> bool:
-        """True where a cluster with Transformer Engine builds its layers."""
+        """True if its layers are Transformer Engine's on a cluster that has it installed."""
         wants_them = self.engine.model.transformer_impl != "local" and self.engine.lora.rank == 0
         return wants_them and self.arch.fits_transformer_engine
 
@@ -58,7 +59,7 @@ class Model:
 
     @property
     def share_on_cpu(self) -> float:
-        """Of the optimizer."""
+        """Share of the optimizer that is on the CPU."""
         given = self.engine.optimizer.megatron
         return float(given.get("optimizer_offload_fraction", 1.0)) if given.get("optimizer_cpu_offload") else 0.0
 
@@ -68,15 +69,15 @@ class Model:
 
     @property
     def published_bytes(self) -> float:
-        """Of the whole model, or of adapters where servers are sent these alone."""
+        """Bytes of the whole model, or of its adapters if only those are published."""
         if self.engine.publication != "adapters":
             return float(self.itemsize * self.parameters)
         return float(self.itemsize * adapters_of_stage(self.arch, self.engine.lora, ParallelConfig(), 0).total)
 
     def trained_of_stage(self, stage: int, parallel: ParallelConfig | None = None) -> Shares:
-        """Return the parameters that each rank of a stage has gradients of: all, or those of adapters.
+        """Return the trained parameters on each rank of a stage: all, or only those of adapters.
 
-        parallel: another layout than the model's own.
+        parallel: replaces the model's own layout.
         """
         layout = (parallel or self.engine.parallel, stage, self.megatron)
         if self.engine.lora.rank > 0:
@@ -85,11 +86,11 @@ class Model:
 
 
 def models_of(config: TrainConfig) -> list[Model]:
-    """The policy, and where the config has them its reference, teachers, critic and reward model. Reads their
+    """Return the policy and, if configured, its reference, teachers, critic and reward model. Reads their
     config.json."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor, megatron=config.megatron)]
-    if config.algo.kl_coefficient > 0 and config.lora.rank == 0:  # which is the policy without its adapters
+    if config.algo.kl_coefficient > 0 and config.lora.rank == 0:  # with LoRA the policy without adapters serves as such
         found.append(Model("reference model", arch, config.actor, is_trained=False, megatron=config.megatron))
     for path in config.teacher.engine_paths:
         teacher = read_architecture(path).with_head("policy")
@@ -108,17 +109,17 @@ def models_of(config: TrainConfig) -> list[Model]:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes that a model takes on its fullest rank: what stays, and what comes and goes in an update."""
+    """Bytes of a model on its fullest rank: permanent `states`, and temporary memory."""
 
     states: dict[str, float]
     update: dict[str, float] = field(default_factory=dict)
-    """Together when the last microbatch has been computed."""
+    """Temporary memory, by part, after the last microbatch's forward pass. These parts exist together."""
     moments: dict[str, float] = field(default_factory=dict)
-    """Other moments of a step, none of them at the same time as another or as `update`."""
+    """Temporary memory at other moments of a step. No two of these, nor one and `update`, coincide."""
     on_cpu: float = 0.0
-    """In host memory: of the optimizer, and float32 copies of gradients for it."""
+    """Host memory of the optimizer's part on the CPU, including float32 copies of its gradients."""
     checkpoint: float = 0.0
-    """In host memory until a checkpoint is written: the copy of what this rank writes of it."""
+    """Host memory of this rank's part of a checkpoint, until it is written."""
 
     @property
     def kept(self) -> float:
@@ -130,7 +131,7 @@ class ModelMemory:
 
 
 def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, float]:
-    """Weights, gradients and optimizer state of each rank of a stage after the first update."""
+    """Return weights, gradients and optimizer states of each rank of a stage after the first update."""
     shares = parameters_of_stage(model.arch, model.engine.parallel, stage, model.megatron)
     weights = {"weights": float(shares.total * model.itemsize)}
     if not model.is_trained:
@@ -144,16 +145,17 @@ def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, floa
 
 
 def _optimizer_bytes(model: Model, shares: Shares, world_size: int) -> float:
-    """AdamW's two moments, and main weights beside bfloat16, wherever they are."""
+    """Return the bytes of AdamW's two moments and, for bfloat16, main weights, on the GPU and the CPU together."""
     tensors = ["exp_avg", "exp_avg_sq", *(["main_params"] if model.itemsize == 2 else [])]
     dtypes = [model.engine.optimizer.megatron.get(f"{tensor}_dtype", "float32") for tensor in tensors]
     return sum(ITEMSIZE[dtype] for dtype in dtypes) * _of_optimizer(shares, model.engine, world_size)
 
 
 def float32_copies(model: Model) -> int:
-    """Return how many tensors of the optimizer's size a step makes: torch's AdamW one, of all parameters at once.
+    """Return how many temporary float32 tensors of all parameters an optimizer step allocates.
 
-    Transformer Engine's Adam makes one of each state that is not float32, and megatron.core of 16-bit gradients.
+    torch's AdamW allocates one. Transformer Engine's Adam allocates one for each state that is not float32, and
+    megatron.core one for 16-bit gradients.
     """
     if not model.has_fused_layers:
         return 1
@@ -165,12 +167,12 @@ def float32_copies(model: Model) -> int:
 
 
 def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> float:
-    """The parameters that one rank's optimizer updates."""
+    """Return the number of parameters that one rank's optimizer updates."""
     return _of_replica(shares, engine, world_size) if engine.optimizer.distributed else shares.total
 
 
 def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
-    """A rank's part of the parameters, where replicas divide them among each other."""
+    """Return a rank's number of parameters if they are sharded over the replicas."""
     parallel = engine.parallel
     replicas = world_size // (parallel.tensor * parallel.pipeline)  # context ranks are replicas too
     expert_replicas = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
@@ -178,43 +180,43 @@ def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
 
 
 def head_bytes(model: Model, rows: int) -> tuple[float, float]:
-    """Of the output layer and the loss: what is kept for the backward pass, and what passes while it is formed."""
+    """Return bytes of output layer and loss: those kept for the backward pass, and those needed only temporarily."""
     arch, b = model.arch, model.itemsize
     if arch.head == "value":
         return 4.0 * rows * arch.hidden, 0.0
     columns = -(-arch.vocab // model.engine.parallel.tensor)
-    kept = rows * arch.hidden * b  # gradients of the rows; the weight's is among the gradients
+    kept = rows * arch.hidden * b  # the rows' gradients; the weight's gradient counts among the model's gradients
     logits = 4.0 * min(rows_of_chunk(columns), rows) * columns
-    if b == 2:  # the gradient of a chunk has 16 bits, the logits of one part of it 32
+    if b == 2:  # a 16-bit gradient of a chunk, and float32 logits of one part of the chunk
         chunk = rows_of_gradient(columns)
         logits = (2.0 * min(chunk, rows) + 4.0 * min(chunk // PARTS, rows)) * columns
-    # Of the weight's gradient, once the logits are gone.
+    # A placeholder for the weight's gradient, allocated after the logits are freed.
     placeholder = 0 if arch.tied or model.engine.lora.rank > 0 else columns * arch.hidden * b
     gathered = rows * arch.hidden * b if model.engine.parallel.sequence_parallel else 0
     return kept, max(logits, placeholder) + rows * arch.hidden * b + gathered
 
 
 def rows_of_chunk(columns: int) -> int:
-    """Return the rows of which `lm_head_loss` holds the logits at one time."""
+    """Return the number of rows whose logits `lm_head_loss` holds at the same time."""
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def rows_of_gradient(columns: int) -> int:
-    """Return the rows of which it holds a gradient of 16 bits, beside the logits of one of their PARTS."""
+    """Return the number of rows whose 16-bit logit gradient `lm_head_loss` holds, with the logits of one of PARTS."""
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def rows_of_microbatch(config: TrainConfig, batch: BatchPlan) -> int:
-    """The most rows of one microbatch: the budget, unless a replica has fewer or one sequence has more."""
+    """Return the maximum rows of one microbatch: the budget, unless a replica has fewer or one sequence has more."""
     whole = batch.trajectories_per_replica.most * batch.longest_sequence
     return max(min(config.batch.tokens_per_microbatch, whole), batch.longest_sequence)
 
 
 def keys_per_row(config: TrainConfig, tokens: PromptTokens) -> float:
-    """Keys that attention reads for each computed row, where the replies of a group share their prompt's rows."""
+    """Return the keys gathered for attention per computed row: more than 1 if replies share their prompt's rows."""
     samples, reply = config.generation.n_samples, config.generation.max_new_tokens
-    # Computed are the prompt once and each reply; read are prompt and reply once for each sample.
+    # Rows: the prompt once, and each reply. Keys: prompt and reply once for each sample.
     if samples == 1 or not config.batch.share_prompts:
         return 1.0
     return samples * (tokens.mean + reply) / (tokens.mean + samples * reply)
@@ -232,13 +234,13 @@ def memory_of(
 def memory_of_stage(
     model: Model, stage: int, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int
 ) -> ModelMemory:
-    """Return a model's memory on a rank of a pipeline stage: the same on all, but for its head's publication."""
+    """Return a model's memory on a rank of a pipeline stage, including publication on the ranks that do it."""
     states = states_of_stage(model, stage, world_size)
-    if not model.is_trained:  # a pass without gradients keeps little beside a trained model's
+    if not model.is_trained:  # a pass without gradients keeps little compared with a trained model's
         return ModelMemory(states)
     parallel = model.engine.parallel
     whole = rows_of_microbatch(config, batch)
-    rows = -(-whole // parallel.context)  # rounded up: each context rank has a part of every sequence
+    rows = -(-whole // parallel.context)  # rounded up, because each context rank has a part of every sequence
     activations = Activations(
         model.arch,
         model.engine,
@@ -257,7 +259,7 @@ def memory_of_stage(
     updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
     moments["optimizer step"] = 4 * float32_copies(model) * updated
     if model.name == "policy" and (stage == 0 or config.rollout.colocated or model.engine.publication == "group"):
-        # Of several nodes each has a rank that hands its servers the buckets, of whichever stage that is.
+        # On each node, one rank hands the buckets to the node's servers; it may be of any stage.
         moments["publication"] = publication_bytes(model)
         if config.rollout.colocated:
             moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
@@ -267,17 +269,18 @@ def memory_of_stage(
 
 
 def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
-    """Return what a rank of a stage with these parameters writes of a checkpoint: replicas share the writing."""
+    """Return the bytes of a checkpoint that one rank writes. Replicas share the writing. shares: its parameters."""
     has_main_weights = model.itemsize == 2 or model.engine.optimizer.distributed
-    # The weights, two moments and main weights, which are float32 in a checkpoint whatever they are in memory.
+    # Weights, two moments and main weights. Optimizer states are always float32 in a checkpoint.
     return (model.itemsize + 8 + 4 * has_main_weights) * _of_replica(shares, model.engine, world_size)
 
 
 def publication_bytes(model: Model) -> float:
-    """Two buckets on a rank that sends, one being filled and one on its way, and two tensors for them.
+    """Return the temporary bytes of a publication on a rank that sends to servers.
 
-    A matrix that an adapter is merged into is formed in float32 first, as its parts are. Adapters alone leave one by
-    one.
+    These are two buckets (one is filled while the other is sent) and two tensors for them. A matrix with a merged
+    adapter, and the parts it is made of, are computed in float32. Publishing only adapters needs no extra memory,
+    because they are sent one by one.
     """
     if model.engine.publication == "adapters":
         return 0.0
@@ -288,17 +291,17 @@ def publication_bytes(model: Model) -> float:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of the fullest trainer GPU: `peak`, its `parts`, and the `fullest_moment` that they are of."""
+    """Bytes of the fullest trainer GPU: `peak`, its `parts`, and the `fullest_moment` when they are reached."""
 
     by_model: dict[str, ModelMemory]
     offload: bool
     available: float
     reserved: float = float(RESERVED_BYTES)
-    """For what is no tensor, of all processes on the GPU."""
+    """Memory outside of tensors, of all processes on the GPU."""
 
     @property
     def fullest_moment(self) -> str:
-        """The work under way when most memory is taken, e.g. `update` or `critic: optimizer step`."""
+        """The work that needs most memory, e.g. `update` or `critic: optimizer step`."""
         name = max(self.by_model, key=lambda name: self._working(self.by_model[name]))
         memory = self.by_model[name]
         at = {"update": sum(memory.update.values())} | memory.moments
@@ -307,7 +310,7 @@ class TrainerMemory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The bytes at the fullest moment, by part; they sum to `peak`."""
+        """Bytes at the fullest moment, by part. They sum to `peak`."""
         owner, _, moment = self.fullest_moment.rpartition(": ")
         owner = owner or "policy"
         parts: dict[str, float] = {}
@@ -318,13 +321,13 @@ class TrainerMemory:
             if name == owner:
                 passing = memory.update if moment == "update" else {moment: memory.moments[moment]}
                 parts |= {prefix + part: size for part, size in passing.items()}
-        # Behind all tensors, as it is a share of their sum.
+        # Added last, because it is a share of the sum of all tensors.
         parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
         return parts | {"reserved": self.reserved}
 
     def _working(self, memory: ModelMemory) -> float:
-        # With offload a model's states are there only while it works, so a large one may be the fullest without much
-        # passing; without, all states are there at any moment.
+        # With offload, only the working model's states are on the GPU, so they count. Otherwise all models' states are
+        # always there and make no difference.
         return memory.passing + (memory.kept if self.offload else 0.0)
 
     @property
@@ -352,22 +355,22 @@ def trainer_memory(
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """One server of `gpus` GPUs. Sizes are bytes of one of them."""
+    """Memory of one server with `gpus` GPUs. Sizes are bytes per GPU."""
 
     gpus: int
     replicas: int
-    """Of attention (SGLang's DP attention), each of which has the keys and values of its own replies."""
+    """Attention replicas (SGLang's DP attention). Each holds the KV cache of its own replies."""
     weights: float
     kv_per_token: float
     kv_room: float
     longest_sequence: int
     available: float
     state_per_reply: float = 0.0
-    """Of a model with delta nets, beside keys and values."""
+    """State of a model with delta nets, in addition to the KV cache."""
 
     @property
     def replies(self) -> int:
-        """Replies of full length, each with the longest prompt of its own, whose keys and values fit at one time."""
+        """Number of replies of full length, each with its own longest prompt, whose KV cache fits at the same time."""
         if self.state_per_reply == 0:
             return self.replicas * max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
         one = self.state_per_reply + self.kv_per_token * self.longest_sequence
@@ -379,15 +382,18 @@ class ServerMemory:
 
 
 def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
-    """Keys and values of one token on one GPU; a head that GPUs share is on each, as latent attention's are."""
-    if arch.latent is not None:  # one compressed row for all heads, and the rotated part of a key
+    """Return the KV cache bytes of one token on one GPU.
+
+    If GPUs share a KV head, each stores it. Likewise, each stores the compressed rows of latent attention.
+    """
+    if arch.latent is not None:  # one compressed row for all heads, and the key's rotary part
         return float(arch.layers * (arch.latent.kv_rank + arch.head_dim) * itemsize)
     layers = arch.layers - (sum(arch.delta_net.layers) if arch.delta_net else 0)
     return float(layers * 2 * max(1, arch.kv_heads // gpus) * arch.head_dim * itemsize)
 
 
 def state_bytes_per_reply(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
-    """The states of a reply's delta nets on one GPU, in float32, and the last inputs of their convolutions."""
+    """Return the bytes of a reply's delta net states on one GPU: float32 states and the convolutions' last inputs."""
     if (delta := arch.delta_net) is None:
         return 0.0
     key, value = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -397,11 +403,11 @@ def state_bytes_per_reply(arch: Architecture, itemsize: int, gpus: int = 1) -> f
 def server_memory(
     policy: Model, config: TrainConfig, batch: BatchPlan, device: Device, beside: float = 0.0
 ) -> ServerMemory:
-    """Return the memory of one server with the policy; `beside`: bytes that a trainer has on the same GPUs."""
+    """Return the memory of one server of the policy. beside: bytes per GPU that a trainer uses on the same GPUs."""
     arch, gpus, replicas = policy.arch, config.rollout.gpus_per_server, config.rollout.attention_replicas
     share = float(config.rollout.server_option("--mem-fraction-static") or SERVER_MEMORY_SHARE)
     on_one = float(policy.parameters)
-    if replicas > 1:  # SGLang gives every GPU the whole embedding then
+    if replicas > 1:  # with DP attention, SGLang puts the whole embedding on every GPU
         on_one += (replicas - 1) * attention_parameters(arch) + (gpus - 1) * arch.vocab * arch.hidden
     weights = policy.itemsize * on_one / gpus
     return ServerMemory(
@@ -410,7 +416,7 @@ def server_memory(
         weights=weights,
         kv_per_token=kv_bytes_per_token(arch, policy.itemsize, gpus // replicas),
         state_per_reply=state_bytes_per_reply(arch, policy.itemsize, gpus // replicas),
-        # SGLang's share is of the whole device, weights included.
+        # SGLang's memory share is of the whole device and includes the weights.
         kv_room=max(0.0, min(share * device.memory, device.memory - beside) - weights),
         longest_sequence=batch.longest_sequence,
         available=device.memory,

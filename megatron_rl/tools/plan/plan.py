@@ -1,7 +1,7 @@
-"""A run on one split of the GPUs between servers and trainers: its batch, its memory and the time of its step.
+"""A planned run on one split of the GPUs between servers and trainers: its batch, memory and step time.
 
-What comes of the times of a token and of an update in a run, whose replies have lengths spread evenly between 0 and the
-longest, is simulated.
+The step time is simulated from the times of a token and of an update. Reply lengths are uniform between 0 and the
+maximum.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from megatron_rl.tools.plan.throughput import (
 from megatron_rl.tools.plan.traffic import RankTraffic, Traffic
 
 REPLIES_SIMULATED = 256
-"""Of a step: with more, as many servers fewer."""
+"""Maximum replies simulated per step. If a step has more, servers and groups are scaled down together."""
 STEPS_SIMULATED = 6
 LONGEST_FILLING = 16
-"""Steps that a simulation runs before those it measures, at most: as many as the pipeline takes to fill."""
+"""Maximum steps simulated before the measured ones to fill the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The GPUs that there are: `Cluster(nodes=4, gpus_per_node=8, device=DEVICES["h100"])`."""
+    """The available GPUs: `Cluster(nodes=4, gpus_per_node=8, device=DEVICES["h100"])`."""
 
     nodes: int
     gpus_per_node: int
     device: Device
     servers: int = 0
-    """Their number, which is not changed; 0 lets the plan choose."""
+    """Fixed number of servers; 0 lets the plan choose."""
 
     @property
     def gpus(self) -> int:
@@ -51,18 +51,18 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The seconds of a simulated step, by who works or waits in them."""
+    """Seconds of a simulated step, by activity."""
 
     rollout_s: float
-    """A server has something to do, on average."""
+    """Time that a server is busy, on average."""
     wait_s: float
-    """The trainer waits for replies."""
+    """Time that the trainer waits for replies."""
     update_s: float
     publish_s: float
     turns_s: float
-    """Servers and trainer leave the devices to each other (rollout.colocated)."""
+    """Time in which servers and trainer hand the GPUs to each other (rollout.colocated)."""
     reply_tokens: float
-    """Mean tokens of all replies of a step."""
+    """Mean total tokens of a step's replies."""
 
     @property
     def step_s(self) -> float:
@@ -83,7 +83,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run on one split of the GPUs: its batch, its memory and its time.
+    """A planned run on one split of the GPUs: its batch, memory and time.
 
     plan = best_plan(config, PromptTokens.of([9, 12]), Cluster(nodes=1, gpus_per_node=8, device=DEVICES["h100"]))
     if plan.fits:
@@ -100,11 +100,12 @@ class Plan:
     servers: int
     trainer_gpus: int
     shares_gpus: bool
-    """Servers are on the trainers' GPUs: by turns (rollout.colocated), or as there are too few, which does not fit."""
+    """Whether servers use the trainers' GPUs: in turns (rollout.colocated), or because GPUs are too few. In the latter
+    case the plan does not fit."""
 
     @property
     def slots(self) -> int:
-        """Replies that fit a server at a time."""
+        """Replies that fit on a server at the same time, at least 1."""
         return max(1, self.server.replies)
 
     @property
@@ -114,12 +115,12 @@ class Plan:
     @cached_property
     def decoder(self) -> Decoder:
         server = self.server
-        # Of a server's replies a GPU reads those of its own replica of attention.
+        # A GPU only reads the KV cache of the replies of its own attention replica.
         return Decoder(self.models[0], server.gpus, self.cluster.device, server.kv_per_token / server.replicas)
 
     @cached_property
     def read_s(self) -> float:
-        """The seconds that a server takes to read a prompt's token, which attends to half of the prompt on average."""
+        """Seconds a server takes to prefill one prompt token. On average a token attends to half of the prompt."""
         policy = self.models[0]
         peak = self.server.gpus * self.cluster.device.flops(policy.engine.model.dtype)
         return forward_flops(policy, 1, 0, self.tokens.mean / 2) / (peak * devices.PREFILL_EFFICIENCY)
@@ -134,16 +135,16 @@ class Plan:
 
     @cached_property
     def traffic(self) -> dict[str, list[Traffic]]:
-        """By trained model, what a rank sends in an update: the rank whose links are busy for longest."""
+        """Traffic of one update by trained model, for the rank whose links are busy for longest."""
         return {model.name: self._sent(model, RankTraffic.of_update) for model in self.models if model.is_trained}
 
     @cached_property
     def publication_traffic(self) -> list[Traffic]:
-        """What comes to a rank that sends to the servers, and what it sends, to have its part there: of the busiest."""
+        """Trainer traffic to assemble the published weights, for the rank whose links are busy for longest."""
         return self._sent(self.models[0], lambda rank, rows, labels: rank.of_publication())
 
     def _sent(self, model: Model, of_rank: Callable[[RankTraffic, float, float], list[Traffic]]) -> list[Traffic]:
-        """What the busiest rank sends for a replica's rows of an update."""
+        """Return the traffic of the busiest rank for one replica's rows of an update."""
         layout, world = model.engine.parallel, self.trainer_gpus
         share = layout.tensor * layout.pipeline * layout.context / world / self.batch.updates
         rows, labels = (share * count for count in rows_of_step(self.config, self.batch, self.tokens))
@@ -154,7 +155,10 @@ class Plan:
         return max(by_stage, key=lambda sent: sum(part.seconds for part in sent))
 
     def _exposed_s(self, computed: float) -> float:
-        """The seconds of a step in which the trainer computes nothing as it waits for other ranks."""
+        """Return the seconds of a step in which communication between trainer ranks is not hidden by computation.
+
+        computed: seconds of the computation, which can hide gradient and weight traffic (optimizer.overlap).
+        """
         exposed, hidden = 0.0, 0.0
         for model in self.models:
             updates = self.batch.updates
@@ -174,15 +178,15 @@ class Plan:
 
     @property
     def turns_s(self) -> float:
-        """The seconds to move everything that engines keep to host memory and back (rollout.colocated)."""
+        """Seconds to move all engine states to host memory and back (rollout.colocated)."""
         kept = sum(memory.kept for memory in self.trainer.by_model.values())
         return 2 * kept / devices.HOST_BANDWIDTH if self.config.rollout.colocated else 0.0
 
     @property
     def least_s(self) -> float:
-        """No step is shorter: what the servers have to do with all slots taken, and what the trainer has."""
+        """A lower bound of the step time, from the servers' work with all slots full and the trainer's work."""
         longest = self.config.generation.max_new_tokens
-        # Full batches of replies that have just begun: a token is never cheaper.
+        # The cheapest token: a full batch of replies that have just begun.
         one = self.decoder.seconds(self.slots, self.tokens.mean) / self.slots
         servers_s = self.batch.requests * devices.MEAN_REPLY * longest * one / self.servers
         both = max(servers_s, self.update_s) if self.max_staleness else servers_s + self.update_s
@@ -190,16 +194,16 @@ class Plan:
 
     @cached_property
     def split(self) -> Split:
-        """Simulate some steps, of fewer servers and groups where there are many, which are alike.
+        """The simulated time of a step. Large runs are simulated with fewer servers and groups.
 
-        Takes long beside `least_s`.
+        Much slower to compute than `least_s`.
         """
         batch, servers, groups = self.batch, self.servers, self.batch.prompts
-        # Servers and groups shrink by one factor, so each server has as much to do as in the run.
+        # Servers and groups are scaled by the same factor, so each server has as much work as in the run.
         if batch.requests > REPLIES_SIMULATED:
             servers = max(1, servers * REPLIES_SIMULATED // batch.requests)
             groups = max(1, round(groups * servers / self.servers))
-        share = groups / batch.prompts * self.servers / servers  # of a server's work in a step, after rounding
+        share = groups / batch.prompts * self.servers / servers  # simulated over real work of a server, due to rounding
         work = Workload(
             servers=servers,
             slots=self.slots,
@@ -211,7 +215,7 @@ class Plan:
             groups_at_once=max(1, round(batch.episodes_running * groups / batch.prompts)),
             max_staleness=self.max_staleness,
             drops_stale=self.config.rollout.stale == "drop",
-            # Where rounding gave a server `share` times its work, the trainer takes `share` times as long as well.
+            # Rounding gave a server `share` times its work, so the trainer's times are scaled alike.
             update_s=self.update_s * share,
             publish_s=(self.publish_s + self.turns_s) * share,
         )
@@ -236,7 +240,8 @@ class Plan:
 
 
 def spread_lengths(longest: int, groups: int, samples: int) -> Iterator[list[int]]:
-    """Yield groups of reply lengths, endlessly: those of a step are spread evenly between 0 and the longest."""
+    """Yield groups of `samples` reply lengths, endlessly. The lengths of each step (`groups` groups) are evenly spaced
+    between 0 and `longest`."""
     count, chance = groups * samples, random.Random(0)
     lengths = [max(1, round((number + 0.5) / count * longest)) for number in range(count)]
     while True:

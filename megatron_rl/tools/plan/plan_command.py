@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: reads a config and its models' config.json, plans the run and says what came out."""
+"""The command `megatron-rl plan`: reads a config and its models' config.json, plans the run and prints the plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron_rl.weights.published_models import hub_name
 
 
 def plan_text(path: Path, overrides: list[str], *, as_json: bool = False, week: bool = False, **options: Any) -> str:
-    """Return the plan of a run as a text or as JSON. Options and errors as of make_plan.
+    """Return the plan of a run as text or JSON. Takes make_plan's options and raises its errors.
 
-    week: with what it would do in a week of faults, simulated, as a text.
+    week: append a simulated week with faults. Text only.
     """
     plan = make_plan(path, overrides, **options)
     command = start_command(plan, path, overrides)
@@ -42,10 +42,10 @@ def make_plan(
     models: Path | None = None,
     lengths: Path | None = None,
 ) -> Plan:
-    """Return the best plan of a run. It chooses the number of servers unless an override does.
+    """Return the best plan of a run. It chooses the number of servers unless an override sets it.
 
-    models, lengths: as `megatron-rl plan` has them. ValueError for bad input, and for a plan that does not fit: its
-    message has the nearest one that does and keeps the overrides.
+    models, lengths: the options of `megatron-rl plan`. Raises ValueError for bad input and for a plan that does not
+    fit. The message then names the nearest plan that fits and keeps the overrides.
     """
     config = load_config(path, overrides)
     if config.learns_from_data:
@@ -62,7 +62,10 @@ def make_plan(
 
 
 def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
-    """Return the config with the folders of its models' config.json, looked up in `models` where they are not here."""
+    """Return the config with each model path replaced by the folder that has its config.json.
+
+    A path without that file is looked up in `models`. Raises ValueError if it is not there either.
+    """
 
     def located(key: str, path: str) -> str:
         folder = Path(path).parent if path.endswith("/config.json") else Path(path)
@@ -96,12 +99,12 @@ def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
 
 
 def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
-    """Return the words of the command that starts the run on the plan's split, from the repository's folder."""
+    """Return the words of the command that starts the run with the plan's split. Run it in the repository's folder."""
     cluster, config = plan.cluster, plan.config
     settings = [str(path), *(word for word in overrides if not word.startswith("rollout.server_count="))]
     if not config.rollout.servers:
         settings.append(f"rollout.server_count={plan.servers}")
-    if plan.shares_gpus and cluster.nodes == 1:  # the trainer starts them on its own host
+    if plan.shares_gpus and cluster.nodes == 1:  # the trainer starts the servers on its own host
         return [".venv/bin/megatron-rl", "launch", "--ranks", str(plan.trainer_gpus), *settings]
     script = "scripts/train_ppo.sh" if config.has_critic else "scripts/train_grpo.sh"
     nodes = ["--nodes", str(cluster.nodes), "--gpus-per-node", str(cluster.gpus_per_node)]
@@ -109,9 +112,9 @@ def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
 
 
 def prompt_tokens(config: TrainConfig, lengths: Path | None = None) -> PromptTokens:
-    """Return the prompts' lengths in tokens: those of a file, or as long as the config lets them be.
+    """Return the prompt lengths in tokens: from the file `lengths`, or otherwise from the config's limits.
 
-    ValueError where one and its longest reply exceed the model's context.
+    Raises ValueError if a prompt and its longest reply exceed the model's context.
     """
     context = read_architecture(config.model.path).max_positions
     if lengths is None:

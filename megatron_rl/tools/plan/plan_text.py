@@ -1,4 +1,4 @@
-"""A plan as a person reads it, on one screen, and as a machine does."""
+"""Formats a plan as text that fits on one screen, and as a dict for JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = "Activations are of Transformer Engine's layers, or of megatron.core's 
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Counts, bytes and seconds under the names that the code has for them."""
+    """Return the plan's counts, bytes and seconds under their names in the code."""
     split, server = plan.split, plan.server
     return {
         "model": {"path": plan.config.model.path, "parameters": plan.models[0].parameters},
@@ -78,7 +78,7 @@ def as_text(plan: Plan, command: list[str]) -> str:
 
 
 def _shell_lines(command: list[str]) -> list[str]:
-    """The command for a shell, on as many lines as it takes."""
+    """Return the quoted command for a shell, wrapped with backslashes."""
     lines = [""]
     for word in map(shlex.quote, command):
         if len(lines[-1]) + len(word) > WIDTH - len("   \\"):

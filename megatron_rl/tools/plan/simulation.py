@@ -1,10 +1,12 @@
-"""A run's steps as events: servers that decode, a gate that admits by staleness, and a trainer that waits for groups.
+"""Simulates a run's steps as events: servers decode, a gate admits groups by staleness, the trainer waits for groups.
 
-The loop is that of train.py: wait for a step's groups, update, pause the servers and publish, go on. A group is on one
-server. A publication puts replies under way back; they go on after their tokens were read again, unless the cache is
-kept. A group that is too old for its step is sampled again, and waited for where it would be too old once more, as the
-executor does, whose gate admits here as well. Nothing here knows a GPU: seconds are given. benchmarks/bench_async.py
-compares it with the real loop, and `week.py` adds faults.
+The loop is that of train.py: wait for a step's groups, update, pause the servers, publish, repeat. All replies of a
+group are on one server. A publication interrupts running replies. They resume after their tokens have been prefilled
+again, unless the KV cache is kept. Groups are admitted by the executor's AdmissionGate. As in the executor, a stale
+group is sampled again, and a step waits for such a group if it would otherwise become stale once more.
+
+All times are inputs; nothing here depends on a GPU. benchmarks/bench_async.py compares the simulation with the real
+loop, and `week.py` adds faults.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megatron_rl.rollout.staleness import AdmissionGate
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work to simulate. Times are seconds.
+    """The workload to simulate. Times are in seconds.
 
     work = Workload(servers=2, slots=64, token_s=lambda replies, tokens: 0.01, read_s=1e-5, prompt_tokens=100,
                     groups=itertools.cycle([[200, 300]]), groups_per_step=32, groups_at_once=64, max_staleness=1,
@@ -31,39 +33,39 @@ class Workload:
 
     servers: int
     slots: int
-    """Replies that a server decodes at a time; others wait in its queue."""
+    """Maximum replies that a server decodes at the same time; others wait in its queue."""
     token_s: Callable[[float, float], float]
-    """(replies in the batch, mean tokens that each has) -> time for one token of each."""
+    """(replies in the batch, mean tokens of each so far) -> time to decode one token of each."""
     read_s: float
-    """Of a token that is read and not generated: a prompt's, or a reply's after an interruption."""
+    """Prefill time of one token: of a prompt, or of a reply after an interruption."""
     prompt_tokens: float
     groups: Iterator[list[int]]
-    """The lengths of each group's replies, endlessly."""
+    """Endless iterator over groups; each item has the lengths of the group's replies."""
     groups_per_step: int
     groups_at_once: int
-    """With servers at most."""
+    """Maximum groups that are with the servers at the same time."""
     max_staleness: int
     drops_stale: bool = True
-    """Groups with a token older than that are sampled again."""
+    """Sample a group again if it has a token older than max_staleness."""
     update_s: float
     publish_s: float
-    """The servers stand still."""
+    """Duration of a publication. The servers are paused."""
     max_cache_age: int = 0
-    """Publications that the keys of replies under way outlive; they are read again after one more."""
+    """Publications that the KV cache of running replies survives. The next one makes servers prefill them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Means over the measured steps, per step; busy and slots are shares of the time, over all servers."""
+    """Means over the measured steps, per step. busy and slots are shares of the time, over all servers."""
 
     step_s: float
     wait_s: float
-    """The trainer waits for groups."""
+    """Time that the trainer waits for groups."""
     tokens: float
     busy: float
-    """Of the time in which a server decodes or reads anything."""
+    """Share of time in which a server decodes or prefills."""
     slots: float
-    """Of the slots' time in which there is a reply in them."""
+    """Share of the slots' time in which they hold a reply."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,32 +73,36 @@ class Group:
     lengths: list[int]
     requeues: int = 0
     asked_at: int = 0
-    """The version when its replies were asked for."""
+    """Policy version when its replies were requested."""
     oldest: int | None = None
-    """The version of the first token."""
+    """Policy version of its first token."""
     left: int = 0
-    """Replies to come."""
+    """Unfinished replies."""
 
 
 class Server:
-    """Counts tokens: a reply that starts at count c with n tokens to come is done at count c + n."""
+    """A simulated server.
+
+    `count` advances by one for each token decoded per running reply. A reply that starts at count c with n tokens left
+    is done at count c + n.
+    """
 
     def __init__(self, work: Workload) -> None:
         self.work = work
         self.now = self.count = self.stall_s = self.token_s = 0.0
         self.tokens = 0.0
-        """Of all running replies, with their prompts."""
+        """Tokens of all running replies, including their prompts."""
         self.generated = 0.0
         self.busy_s = self.slot_s = 0.0
         self.ends_at = float("inf")
-        """When the next reply is done."""
+        """Time when the next reply is done."""
         self.slowness = 1.0
-        """By which a token takes longer than it should."""
+        """Factor on the time of a token."""
         self.cache_age = 0
         self.running: list[tuple[float, int, Group, int, int]] = []
-        """(count at the end, number, group, length, tokens that it came with), a heap."""
+        """A heap of (count at its end, number, group, length, tokens it had when it was sent here)."""
         self.queue: deque[tuple[int, Group, int, int]] = deque()
-        """(number, group, length, tokens that it comes with)."""
+        """(number, group, length, tokens it had when it was sent here)."""
 
     @property
     def load(self) -> int:
@@ -106,7 +112,7 @@ class Server:
         past, self.now = now - self.now, now
         if not self.running:
             return
-        # What is to be read is read first, and everything else in the batch waits for it.
+        # Prefill comes first, and all decoding in the batch waits for it.
         self.busy_s += past
         self.slot_s += past * len(self.running)
         decoding = max(0.0, past - self.stall_s)
@@ -116,13 +122,13 @@ class Server:
         self.generated += decoding / self.token_s * len(self.running)
 
     def finish(self) -> Group:
-        """Take out the reply that is done now; return its group."""
+        """Remove the reply that is done now; return its group."""
         self.count, _, group, length, _ = heapq.heappop(self.running)
         self.tokens -= length + self.work.prompt_tokens
         return group
 
     def fill(self, version: int) -> None:
-        """Start what waits while there are slots, and look at the batch anew."""
+        """Start queued replies while slots are free, and recompute when the next reply ends."""
         while self.queue and len(self.running) < self.work.slots:
             number, group, length, begun = self.queue.popleft()
             heapq.heappush(self.running, (self.count + length - begun, number, group, length, begun))
@@ -131,13 +137,13 @@ class Server:
             self.stall_s += self.work.read_s * (self.work.prompt_tokens + begun)
         self.ends_at = float("inf")
         if self.running:
-            # A token's time grows evenly with the keys it reads: its mean until the next end is that of the middle.
+            # A token's time is linear in the keys it reads, so its mean until the next end is its time halfway there.
             count, left = len(self.running), self.running[0][0] - self.count
             self.token_s = self.slowness * self.work.token_s(count, self.tokens / count + left / 2)
             self.ends_at = self.now + self.stall_s + left * self.token_s
 
     def interrupt(self) -> None:
-        """New weights: all running replies are read again, also what was being read, unless the cache is kept."""
+        """Apply new weights: all running replies are prefilled again from the start, unless the KV cache is kept."""
         if self.cache_age < self.work.max_cache_age:  # as Fleet.pause decides it
             self.cache_age += 1
         else:
@@ -147,22 +153,22 @@ class Server:
 
 
 class Run:
-    """The state between two events; `step` goes on by a step of the trainer."""
+    """The state of a simulated run between two events. `step` advances it by one step of the trainer."""
 
     def __init__(self, work: Workload) -> None:
         self.work, self.now, self.version = work, 0.0, 0
         self.servers = [Server(work) for _ in range(work.servers)]
         self.gate = AdmissionGate(work.groups_at_once, work.max_staleness)
         self.with_servers: dict[Group, None] = {}
-        """In the order in which they were asked for."""
+        """Groups with the servers, in the order of their requests. A dict used as an ordered set."""
         self.again: deque[Group] = deque()
-        """Groups that were too old, which start before others."""
+        """Groups that were too stale. They are started again before new groups."""
         self.done: list[Group] = []
         """Complete groups that are not trained yet."""
         self.numbers = itertools.count()
 
     def admit(self) -> None:
-        """Ask for as many groups as staleness and concurrency allow."""
+        """Request as many groups as staleness and concurrency allow."""
         while self.gate.capacity(self.version) > 0:
             self.gate.start()
             group = self.again.popleft() if self.again else Group(lengths=next(self.work.groups))
@@ -171,7 +177,7 @@ class Run:
             self.place(group, [(length, 0) for length in group.lengths])
 
     def place(self, group: Group, replies: list[tuple[int, int]]) -> None:
-        """Send replies, each with its length and the tokens that there are of it, to the server with the fewest."""
+        """Send replies to the least loaded server. replies: (length, tokens generated so far) of each."""
         server = min(self.serving(), key=attrgetter("load"))
         server.advance(self.now)
         server.queue.extend((next(self.numbers), group, length, begun) for length, begun in replies)
@@ -181,7 +187,7 @@ class Run:
         return self.servers
 
     def go_on(self, until: float, *, to_a_group: bool = False) -> bool:
-        """Let the servers work until a time, or until a group is complete, which is True."""
+        """Let the servers work until a time. to_a_group: stop at the first complete group, and return True."""
         while (server := min(self.servers, key=attrgetter("ends_at"))).ends_at <= until:
             self.now = server.ends_at
             server.advance(self.now)
@@ -201,7 +207,7 @@ class Run:
         return False
 
     def step(self) -> tuple[float, int]:
-        """Return how long the trainer waited, and the step's tokens."""
+        """Simulate one step; return the seconds that the trainer waited, and the reply tokens of the step's groups."""
         work, began = self.work, self.now
         self.gate.begin_step(work.groups_per_step, self.version, waiting=len(self.done))
         while True:
@@ -211,7 +217,7 @@ class Run:
                 break
             self.go_on(float("inf"), to_a_group=True)
         waited = self.now - began
-        # As the executor takes them: what was sampled again first, then what is closest to being too old.
+        # The executor's order: resampled groups first, then those closest to being too stale.
         self.done.sort(key=lambda group: (-group.requeues, group.oldest))
         taken, self.done = self.done[: work.groups_per_step], self.done[work.groups_per_step :]
         self.train(taken)
@@ -225,7 +231,7 @@ class Run:
         self.now += self.publish_s()
         self.version += 1
         for server in self.servers:
-            server.now = self.now  # and not `advance`: it stood still, which is no work
+            server.now = self.now  # not `advance`: the server was paused and did no work
             server.interrupt()
 
     def publish_s(self) -> float:
@@ -241,13 +247,13 @@ class Run:
         self.again.extend(stale)
 
     def _is_due(self) -> bool:
-        """Is a group with servers that was too old before, and would be for any later step?"""
+        """Return whether a resampled group is still with the servers and would be too stale for any later step."""
         oldest = self.version + 1 - self.work.max_staleness
         return any(group.requeues and group.asked_at < oldest for group in self.with_servers)
 
 
 def simulate(work: Workload, *, steps: int, first: int = 0) -> Outcome:
-    """Return the means of `steps` steps after the `first` ones, in which the pipeline fills."""
+    """Return the means of `steps` steps. The `first` steps before them, which fill the pipeline, are not measured."""
     run = Run(work)
     for _ in range(first):
         run.step()

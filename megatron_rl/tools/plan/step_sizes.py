@@ -1,4 +1,4 @@
-"""Counts of one step: prompts, trajectories, tokens, microbatches and what may be in flight."""
+"""Derives the counts of one step from a config: prompts, trajectories, tokens, microbatches, requests in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.tools.plan.devices import MEAN_PROMPT
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least and the most that a count can be."""
+    """A count's lower and upper bound."""
 
     least: int
     most: int
@@ -22,7 +22,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTokens:
-    """Tokens of the prompts, and how many prompts there are, 0 where that is not known: `PromptTokens.of([9, 12])`."""
+    """Prompt lengths in tokens, and the number of prompts (0: unknown): `PromptTokens.of([9, 12])`."""
 
     shortest: int
     longest: int
@@ -35,7 +35,10 @@ class PromptTokens:
 
     @classmethod
     def within_limits(cls, config: TrainConfig, context: int) -> PromptTokens:
-        """Prompts of any length up to data.max_prompt_tokens, and to what the longest reply leaves of the context."""
+        """Assume any prompt length up to data.max_prompt_tokens and to the context minus the longest reply.
+
+        Raises ValueError if the longest reply leaves no room for a prompt.
+        """
         room = context - config.generation.max_new_tokens
         if room < 1:
             raise ValueError(
@@ -48,38 +51,38 @@ class PromptTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Counts are of one step over all ranks unless they say otherwise."""
+    """Counts of one step, summed over all ranks unless stated otherwise."""
 
     prompts: int
     trajectories: int
     requests: int
-    """Replies that servers are asked for: the trajectories, and each prompt's greedy reply with ReMax."""
+    """Replies requested from servers: one per new trajectory, and with ReMax one greedy reply per prompt."""
     prompt_tokens: int
-    """Tokens of the step's prompts as trajectories hold them: once for each reply."""
+    """Prompt tokens of all trajectories: each prompt counts once per reply."""
     most_reply_tokens: int
     computed_rows: int
-    """Rows that a model computes if all replies have full length; a shared prompt counts once."""
+    """Rows that a model computes if all replies have full length. A shared prompt counts once."""
     longest_sequence: int
     replicas: int
     trajectories_per_replica: Bounds
-    """Of one update, where trajectories cost alike."""
+    """Trajectories per replica in one update, if all trajectories cost the same."""
     microbatches: Bounds
-    """Of one update on the replica with most of them, where trajectories cost alike."""
+    """Microbatches of one update on the replica that has most, if all trajectories cost the same."""
     updates: int
     groups_in_flight: int
-    """Most prompts that are with servers, or wait to be trained, at one time."""
+    """Maximum prompts that are with servers or wait to be trained, at the same time."""
     episodes_running: int
-    """Most of these that are with servers."""
+    """Maximum of these that are with servers."""
     replies_running: int
     evaluations: int
     all_requests: int
-    """Of the whole run, without evaluations, a warm start's checks and retries."""
+    """Requests of the whole run, without evaluations, a warm start's checks, and retries."""
     epochs: float | None
-    """None where the number of prompts is not known."""
+    """None if the number of prompts is unknown."""
 
 
 def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> BatchPlan:
-    """Return the counts for that many data-parallel replicas. ValueError where a replica would have no prompt."""
+    """Return the counts for a number of data-parallel replicas. Raises ValueError if a replica would have no prompt."""
     batch, generation, steps = config.batch, config.generation, config.run.steps
     prompts, samples = batch.prompts_per_step, generation.n_samples
     if prompts < replicas:
@@ -88,10 +91,10 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
             f"needs one prompt at least; raise it, or plan with fewer GPUs."
         )
     fresh, requests = prompts * samples, prompts * (samples + (config.algo.advantage == "remax"))
-    groups_trained = prompts + config.reuse.groups_per_step  # as soon as the buffer has them
+    groups_trained = prompts + config.reuse.groups_per_step  # once the reuse buffer has enough groups
     trajectories = groups_trained * samples
     evaluations = evaluation_count(config) if config.data.evaluation or config.eval.sets else 0
-    # As the AdmissionGate counts: those of this step, and of as many steps ahead as their tokens may be versions old.
+    # As the AdmissionGate counts: the groups of this step and of max_staleness steps ahead.
     groups = (config.rollout.max_staleness + 1) * prompts + surplus_groups(config, replicas)
     running = min(replicas * config.rollout.max_concurrent_episodes, groups)
     copies = 1 if batch.share_prompts else samples
@@ -120,39 +123,43 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
 
 
 def longest_sequence(config: TrainConfig, tokens: PromptTokens) -> int:
-    """Return the most tokens of a trajectory: of a prompt and its reply, or of a dialogue of several turns."""
+    """Return the maximum tokens of a trajectory: a prompt with its reply, or a dialogue of several turns."""
     dialogue = config.rollout.workflow_args.get("max_tokens", 0)
     reply = tokens.longest + config.generation.max_new_tokens
     return max(reply, dialogue) if isinstance(dialogue, int) else reply
 
 
 def surplus_groups(config: TrainConfig, replicas: int) -> int:
-    """Groups that are started beyond those that a step takes (rollout.oversample), over the heads of all replicas."""
+    """Return the number of groups started in excess of a step's need (rollout.oversample).
+
+    Each replica rounds its own share up.
+    """
     prompts = config.batch.prompts_per_step
     shares = [(rank + 1) * prompts // replicas - rank * prompts // replicas for rank in range(replicas)]
     return sum(math.ceil(share * config.rollout.oversample) - share for share in shares)
 
 
 def evaluation_count(config: TrainConfig) -> int:
-    """Count the evaluations on held-out prompts: before the first step, after the last, and between."""
+    """Return the number of evaluations on held-out prompts: before the first step, after the last, and in between."""
     every, steps = config.run.evaluate_every_steps, config.run.steps
     between = (steps - 1) // every if every else 0
     return 2 + between
 
 
 def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds) -> Bounds:
-    """Bound what `least_microbatches` returns for a replica's share, whatever its lengths are.
+    """Return bounds of what `least_microbatches` returns for a replica's trajectories of any lengths.
 
-    Best fit opens a bin only where no other has room. So all bins but the last hold more than the budget less the
-    longest item, any two of them more than the budget, and all but the last `budget // longest` items or more. With
-    shared prompts an item is a part of a group, of at most the budget, and may hold one reply only; a group whose
-    replies are all alike needs hardly more rows than one of them.
+    Best fit opens a bin only if an item fits in no other. So every bin but the last holds more than the budget minus
+    the longest item, and at least `budget // longest` items; any two bins together hold more than the budget.
+
+    With shared prompts, an item is a part of a group. It has at most `budget` rows and may hold a single reply. A group
+    of identical replies needs hardly more rows than one reply, which gives the lower bound.
     """
     batch, samples = config.batch, config.generation.n_samples
     budget, shared = batch.tokens_per_microbatch, batch.share_prompts
-    # Upstream's interleaved schedule takes microbatches in rounds of one to each stage.
+    # Megatron's interleaved schedule needs a multiple of the number of stages.
     rounds = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
-    shortest = min(max(1, tokens.shortest - 1), budget)  # a loss of log-probabilities needs no last row
+    shortest = min(max(1, tokens.shortest - 1), budget)  # a log-probability loss does not compute the last row
     alike = -(-trajectories.least // samples) if shared else trajectories.least
     least = max(1, -(-alike * shortest // budget))
 
@@ -160,7 +167,7 @@ def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds
     count = trajectories.most
     item = min(budget, tokens.longest + samples * config.generation.max_new_tokens) if shared else longest
     rows = count * longest
-    # In order: an item to a bin; two bins hold more than the budget; a bin holds more than the budget less an item.
+    # In this order: a bin has an item; two bins exceed the budget; a bin exceeds the budget minus the longest item.
     most = min(count, 1 + 2 * rows // budget, 1 + rows // (budget - item + 1))
     if not shared:
         most = min(most, -(-count // (budget // longest)))

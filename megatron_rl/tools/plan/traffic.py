@@ -1,8 +1,8 @@
-"""Bytes that a trainer rank sends to others, by axis of the layout: in an update, and when weights are published.
+"""Computes the bytes that a trainer rank sends to other ranks, by parallel axis, in an update and in a publication.
 
-Every collective counts as a ring, in which each of n ranks sends (n - 1) / n of a tensor that is gathered or reduced in
-parts, and twice that of one that all of them get the sum of. Routed tokens are taken to spread evenly over the experts.
-Left out are single numbers, such as counts of routes and the gradient's norm.
+Every collective counts as a ring over n ranks. Each rank sends (n - 1) / n of a tensor in an all-gather or
+reduce-scatter, and twice that in an all-reduce. Routed tokens are assumed to spread evenly over the experts. Single
+numbers, such as route counts and the gradient norm, are not counted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_rl.weights.layout import Shares, layers_of_stages, parameters_of_s
 from megatron_rl.weights.mapping import layer_rules
 
 PARTIAL_BYTES = 16
-"""Of a label: what tensor ranks tell each other of their columns' logits (`logprob_partials`)."""
+"""Bytes per label that tensor ranks exchange about the logits of their vocabulary columns (`logprob_partials`)."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a rank sends along one axis of the layout."""
+    """Bytes that a rank sends along one parallel axis."""
 
     axis: str
     ranks: int
@@ -34,7 +34,7 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """On a link that nothing else uses."""
+        """Transfer time if nothing else uses the link."""
         return self.nbytes / LINKS[self.link]
 
     def as_dict(self) -> dict[str, Any]:
@@ -42,9 +42,9 @@ class Traffic:
 
 
 def ranks_along(axis: str, parallel: ParallelConfig, rank: int, world_size: int) -> list[int]:
-    """Return the ranks of a rank's group along an axis, itself included, in megatron.core's order of ranks.
+    """Return the ranks of a rank's group along an axis, itself included, in megatron.core's rank order.
 
-    `data` are all ranks that sum up gradients, context ranks among them.
+    The axis `data` has all ranks that reduce gradients together, including context ranks.
     """
     a_stage, tensor, context = world_size // parallel.pipeline, parallel.tensor, parallel.context
     experts = parallel.expert * parallel.expert_tensor
@@ -64,7 +64,7 @@ def ranks_along(axis: str, parallel: ParallelConfig, rank: int, world_size: int)
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """Of one rank of a trained model.
+    """The traffic of one rank for one trained model.
 
     rank = RankTraffic(model, rank=0, world_size=64, gpus_per_node=8)
     for sent in rank.of_update(rows=65536, labels=60000):  # of its replica, all microbatches together
@@ -81,17 +81,20 @@ class RankTraffic:
         return self.rank // (self.world_size // self.model.engine.parallel.pipeline)
 
     def of_update(self, rows: float, labels: float) -> list[Traffic]:
-        """What is sent from the first forward pass to the updated weights; labels: rows that the loss looks at."""
+        """Return the traffic from the first forward pass to the updated weights. labels: rows that the loss uses."""
         return self._by_link(self._passes(rows, labels, is_training=True) + self._states())
 
     def of_forward_pass(self, rows: float, labels: float) -> list[Traffic]:
-        """The bytes that are sent in a pass without gradients."""
+        """Return the traffic of a forward pass without gradients."""
         return self._by_link(self._passes(rows, labels, is_training=False))
 
     def of_publication(self) -> list[Traffic]:
-        """What the ranks that send to the servers receive to have what they send, each stage's first its stage, or the
-        very first rank all of the model; and, where an update leaves weights to be gathered later, what each rank sends
-        for that."""
+        """Return the traffic before weights can be sent to the servers.
+
+        A rank that sends to the servers receives the parameters that it sends. With group publication this is the first
+        rank of each stage, with its stage's parameters. Otherwise it is rank 0, with the whole model. If optimizer
+        overlap delays the gathering of updated weights until now, each rank also sends its part of them.
+        """
         arch, parallel, b = self.model.arch, self.model.engine.parallel, self.model.itemsize
         sent: Counter[str] = Counter()
         if self.model.engine.optimizer.distributed and self.model.engine.optimizer.overlap:
@@ -99,7 +102,7 @@ class RankTraffic:
         is_by_stage, ranks_of_stage = self.model.engine.publication == "group", self.world_size // parallel.pipeline
         if self.rank % ranks_of_stage == 0 if is_by_stage else self.rank == 0:
             own = self._published(self.stage, parallel)
-            sent["tensor"] = b * (parallel.tensor - 1) * own.dense  # also of what each of them has whole
+            sent["tensor"] = b * (parallel.tensor - 1) * own.dense  # including replicated parameters
             sent["expert tensor"] = b * (parallel.expert_tensor - 1) * own.expert
             sent["expert"] = b * (parallel.expert - 1) * parallel.expert_tensor * own.expert
             if not is_by_stage:
@@ -124,7 +127,7 @@ class RankTraffic:
 
     @property
     def _alone(self) -> ParallelConfig:
-        """The layout in which a rank has all of its stage."""
+        """The same layout with a single rank per stage, which holds all parameters of the stage."""
         return replace(self.model.engine.parallel, tensor=1, expert=1, expert_tensor=1, sequence=None)
 
     @property
@@ -140,7 +143,7 @@ class RankTraffic:
 
     def _passes(self, rows: float, labels: float, *, is_training: bool) -> Counter[str]:
         arch, parallel, megatron = self.model.arch, self.model.engine.parallel, self.model.megatron
-        rows, labels = rows / parallel.context, labels / parallel.context  # of this context rank
+        rows, labels = rows / parallel.context, labels / parallel.context  # this context rank's part
         is_full, count = megatron.get("recompute_granularity") == "full", megatron.get("recompute_num_layers") or 1
         kinds: Counter[tuple[tuple[bool, bool], bool]] = Counter()
         firsts: dict[tuple[bool, bool], int] = {}
@@ -158,7 +161,7 @@ class RankTraffic:
         return sent
 
     def _layer(self, rows: float, kind: tuple[bool, bool], is_whole: bool, is_training: bool) -> Counter[str]:
-        """kind: as Architecture.kind has it; is_whole: recomputed as a whole."""
+        """Return the bytes of one layer. kind: from Architecture.kind; is_whole: the whole layer is recomputed."""
         arch, megatron = self.model.arch, self.model.megatron
         has_delta_net, is_mixture = kind
         modules = megatron.get("recompute_modules") or ["core_attn"]
@@ -179,24 +182,28 @@ class RankTraffic:
         return sent
 
     def _attention(self, rows: float, forwards: int, core_forwards: int, backwards: int) -> Counter[str]:
-        """core_forwards: of what the core attention does, which may be recomputed alone."""
+        """Return the bytes of an attention block. core_forwards: passes of core attention, which may be recomputed
+        alone."""
         arch, parallel = self.model.arch, self.model.engine.parallel
         all_rows, latent = rows * parallel.context, arch.latent
         if latent is None:
-            is_shared = arch.kv_heads < parallel.tensor  # upstream gathers the whole before each rank takes its part
+            is_shared = arch.kv_heads < parallel.tensor  # Megatron gathers the whole QKV, then each rank takes its part
             once = (arch.heads + 2 * arch.kv_heads) * arch.head_dim if is_shared else 0
             sent = self._matrices(rows, arch.hidden, arch.hidden, forwards, backwards, once=once)
             width, passes = 2 * max(1, arch.kv_heads // parallel.tensor) * arch.head_dim, core_forwards + backwards
-        else:  # keys and values are made in the core attention, of the compressed rows of all context ranks
+        else:  # core attention expands keys and values from the compressed rows of all context ranks
             sent = self._matrices(rows, latent.query_rank or arch.hidden, arch.hidden, forwards, backwards)
             sent += self._matrices(all_rows, latent.kv_rank, 0, core_forwards, backwards, once=arch.head_dim)
             width, passes = (latent.kv_rank + arch.head_dim) / parallel.tensor, forwards + backwards
-        # Keys and values of all context ranks come together, and their gradients go back.
+        # Keys and values are gathered from all context ranks, and their gradients are scattered back.
         sent["context"] += self._share("context") * passes * all_rows * width * self.model.itemsize
         return sent
 
     def _adapters(self, rows: float, number: int, forwards: int, backwards: int) -> Counter[str]:
-        """Of the rows between an adapter's two matrices, in a layer that is recomputed as a whole or not at all."""
+        """Return the bytes of the rows between the two matrices of a layer's adapters.
+
+        forwards: 2 if the whole layer is recomputed, else 1.
+        """
         lora, is_split, widths = self.model.engine.lora, self.model.engine.parallel.sequence_parallel, 0
         for rule in layer_rules(self.model.arch, number) if lora.rank > 0 else ():
             width, (down, up) = (
@@ -211,13 +218,13 @@ class RankTraffic:
     def _matrices(
         self, rows: float, inputs: int, output: int, forwards: int, backwards: int, *, once: int = 0
     ) -> Counter[str]:
-        """Of matrices whose columns are on different tensor ranks, and of one behind them whose rows are.
+        """Return the bytes of column-parallel matrices followed by a row-parallel matrix.
 
-        inputs: width of what the first ones read; output: of what the last one gives. once: width of what is gathered
-        beside them, and its gradient summed up in parts.
+        inputs: input width of the column-parallel ones; output: output width of the row-parallel one. once: width of a
+        further tensor that is all-gathered, and whose gradient is reduce-scattered.
         """
         if self.model.engine.parallel.sequence_parallel:
-            # The backward pass gathers inputs again, for the weights' gradients, where these are trained.
+            # The backward pass gathers the inputs again to compute the gradients of trained weights.
             again = inputs if self.model.engine.lora.rank == 0 else 0
             widths = forwards * (inputs + output + once) + backwards * (again + inputs + output + once)
         else:
@@ -225,35 +232,38 @@ class RankTraffic:
         return Counter({"tensor": self._share("tensor") * rows * self.model.itemsize * widths})
 
     def _experts(self, rows: float, forwards: int, backwards: int) -> Counter[str]:
-        """Routed rows go to their experts and come back, with the router's float32 weights on the way there."""
+        """Return the bytes of a mixture: routed rows travel to their experts and back.
+
+        The router's float32 weights travel with the rows to the experts.
+        """
         arch, parallel, b = self.model.arch, self.model.engine.parallel, self.model.itemsize
         assert arch.mixture is not None
         own = 1 / parallel.tensor if parallel.sequence_parallel else 1.0
         routed, passes = rows * own * arch.mixture.per_token, forwards + backwards
         sent = Counter({"expert": self._share("expert") * passes * routed * (2 * b * arch.hidden + 4)})
-        # Each of an expert's tensor ranks computes the rows of all of them. What they add up is in float32.
+        # Each expert tensor rank computes the rows of all of them. Their results are summed in float32.
         joined = routed * parallel.expert_tensor * ((b + 4) * arch.hidden + 4)
         sent["expert tensor"] = self._share("expert tensor") * passes * joined
         return sent
 
     def _edges(self, rows: float, labels: float, *, is_training: bool) -> Counter[str]:
-        """Of the embedding, the head, and what goes from stage to stage."""
+        """Return the bytes of the embedding, the head, and the transfers between pipeline stages."""
         arch, parallel, b = self.model.arch, self.model.engine.parallel, self.model.itemsize
-        is_split = parallel.sequence_parallel  # the rows, over the tensor axis
+        is_split = parallel.sequence_parallel  # rows are divided over the tensor axis
         is_first, is_last = self.stage == 0, self.stage == parallel.pipeline - 1
         forwards, backwards, labelled = 0, 0, 0.0
-        if is_first:  # its rows are summed up in parts, whose gradients are gathered, or they are summed for all
+        if is_first:  # the embedding's rows are reduce-scattered and their gradients gathered, or they are all-reduced
             forwards, backwards = (1, int(self.model.engine.lora.rank == 0)) if is_split else (2, 0)
         if is_last:
             forwards += is_split
-        if is_last and arch.head == "policy":  # of a value head each tensor rank has the whole gradient
+        if is_last and arch.head == "policy":  # with a value head, each tensor rank already has the whole gradient
             backwards += 1 if is_split else 2
             labelled = labels * parallel.tensor * PARTIAL_BYTES
         widths = forwards + backwards * is_training
         sent: Counter[str] = Counter()
         sent["tensor"] = self._share("tensor") * (widths * rows * arch.hidden * b + labelled)
         if parallel.pipeline > 1:
-            # Forward from each chunk of the model but the last, and back from each but the first.
+            # Each model chunk but the last sends forward, each but the first sends gradients back.
             hops = parallel.virtual_pipeline - is_last + is_training * (parallel.virtual_pipeline - is_first)
             sent["pipeline"] = hops * rows / (parallel.tensor if is_split else 1) * arch.hidden * b
         return sent
@@ -266,12 +276,12 @@ class RankTraffic:
         return 4.0 if in_float32 else float(self.model.itemsize)
 
     def _states(self) -> Counter[str]:
-        """Of gradients, and of weights that the distributed optimizer has updated in parts."""
+        """Return the bytes of gradient reductions, and of gathering weights that the distributed optimizer updated."""
         arch, parallel = self.model.arch, self.model.engine.parallel
         gradient = self._gradient_bytes
         is_distributed = self.model.engine.optimizer.distributed
         sent = self._over_replicas(gradient + self.model.itemsize if is_distributed else 2 * gradient)
-        if parallel.sequence_parallel:  # each tensor rank has some rows' gradient of what all of them have whole
+        if parallel.sequence_parallel:  # a replicated parameter's gradient covers only the tensor rank's own rows
             own, whole = (self.model.trained_of_stage(self.stage, each).dense for each in (parallel, self._alone))
             copied = (parallel.tensor * own - whole) / (parallel.tensor - 1)
             sent["tensor"] = self._share("tensor") * 2 * gradient * copied

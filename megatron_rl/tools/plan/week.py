@@ -1,8 +1,9 @@
-"""A run over days: the loop of `simulation.py` with deaths, stragglers, long replies and publications of uneven length.
+"""Simulates a run over days: the loop of `simulation.py` with failures, stragglers and random durations.
 
-With a server dies what it generates. Under rollout.interruption=abort a reply goes on elsewhere from the tokens that it
-had at the last publication, as these came back to the client; otherwise it begins anew. With the trainer all servers
-end. It goes on from its newest checkpoint: finished groups are in the journal, and what was under way begins anew.
+When a server dies, its running replies are lost. With rollout.interruption=abort, a reply resumes on another server
+from the tokens it had at the last publication, because the client received those. Otherwise it starts again. When the
+trainer dies, all servers end, and the run resumes from its newest checkpoint. Finished groups are in the journal and
+survive; unfinished groups start again.
 """
 
 from __future__ import annotations
@@ -19,68 +20,68 @@ from megatron_rl.tools.plan.chances import Chances
 from megatron_rl.tools.plan.simulation import Group, Run, Server, Workload
 
 Replies = list[tuple[int, int]]
-"""Of one group: each one's length, and the tokens that the client has of it."""
+"""Replies of one group: (length, tokens that the client has received) of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the faults of a run depend on, beside its `Workload`.
+    """The settings, in addition to the `Workload`, that determine a run's faults and their cost.
 
     job = Job(server_gpus=4, trainer_gpus=32, interruption="abort", checkpoint_every=25, checkpoint_s=5.0)
     Days(work, job, Chances(seed=0)).run(7 * 86_400).groups_per_s
     """
 
     server_gpus: int
-    """Of each server."""
+    """GPUs of each server."""
     trainer_gpus: int
     interruption: str
     checkpoint_every: int
-    """Steps; 0 writes none."""
+    """Steps between two checkpoints; 0 writes none."""
     checkpoint_s: float
-    """The trainer stands still for it."""
+    """Seconds that the trainer pauses for a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What came of a time. Shares are of 1."""
+    """The results of a simulated period. Shares are between 0 and 1."""
 
     groups_per_s: float
-    """Trained, and not lost again."""
+    """Groups trained and not lost again, per second."""
     server_deaths: int
     trainer_deaths: int
     lost_tokens: float
-    """Of all that servers generated: those that died with a server, or with the trainer."""
+    """Share of generated tokens that were lost with a server or with the trainer."""
     stale_tokens: float
-    """Of all that servers generated: those of groups that became too old, and were sampled again."""
+    """Share of generated tokens in groups that became too stale and were sampled again."""
     lost_time: float
-    """In which the trainer was down, or did what it had lost, or was about to lose."""
+    """Share of time in which the trainer was down, repeated lost steps, or worked on a step that was then lost."""
     wait: float
-    """In which the trainer waited for replies."""
+    """Share of time the trainer waited for replies."""
 
 
 class TrainerDied(Exception):
-    """In the midst of a step; the argument is how long a restart takes."""
+    """Raised when the trainer dies during a step. The argument is the restart time in seconds."""
 
 
 class Days(Run):
-    """A run with faults."""
+    """A simulated run with faults."""
 
     def __init__(self, work: Workload, job: Job, chances: Chances) -> None:
         super().__init__(work)
         self.job = job
         self._of_updates, self._of_publications = chances.of("updates"), chances.of("publications")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        """(when, number, what), a heap: what happens whatever the loop does."""
+        """A heap of (time, number, action): faults and recoveries, which do not depend on the loop."""
         self._down: dict[Server, float] = {}
-        """Server -> when it will have started again."""
+        """{server that is down: time when it has restarted}."""
         self._published = dict.fromkeys(self.servers, 0.0)
-        """Server -> its count of tokens at the last publication."""
+        """{server: its token count at the last publication}."""
         self._homeless: dict[Group, Replies] = {}
-        """Replies that wait for a server."""
+        """Replies that wait because no server is up."""
         self._checkpoint, self._newest = 0, 0
-        """The version of the newest checkpoint, and the newest that there ever was."""
+        """Policy version of the newest checkpoint, and the highest version ever reached."""
         self._since: list[Group] = []
-        """Groups that were trained after the newest checkpoint."""
+        """Groups trained after the newest checkpoint."""
         self._deaths: Counter[str] = Counter()
         self._lost = self._stale = self._waited_s = self._lost_s = 0.0
         gpus = work.servers * job.server_gpus
@@ -98,7 +99,7 @@ class Days(Run):
                 self._save()
             except TrainerDied as death:
                 self._resume(death.args[0])
-            if self.version <= newest:  # which was reached before
+            if self.version <= newest:  # no progress: this version was reached before
                 self._lost_s += self.now - began
         generated = sum(server.generated for server in self.servers)
         return Record(
@@ -111,7 +112,7 @@ class Days(Run):
             wait=self._waited_s / self.now,
         )
 
-    # -- the loop, where it is not as planned
+    # -- the loop's methods that faults change
 
     def place(self, group: Group, replies: Replies) -> None:
         if self.serving():
@@ -124,7 +125,7 @@ class Days(Run):
 
     def go_on(self, until: float, *, to_a_group: bool = False) -> bool:
         while True:
-            due = max(self.now, min(until, self._events[0][0]))  # what fell due in a publication comes after it
+            due = max(self.now, min(until, self._events[0][0]))  # events due during a publication happen after it
             if super().go_on(due, to_a_group=to_a_group):
                 return True
             if self._events[0][0] > self.now:
@@ -165,13 +166,13 @@ class Days(Run):
     # -- faults
 
     def _again_and_again(self, per_s: float, chance: Random, what: Callable[[Random], None]) -> None:
-        """Let it happen for ever, at a rate."""
+        """Schedule an event repeatedly, without end, as a Poisson process of rate `per_s`."""
 
         def expect() -> None:
             self._at(self.now + chance.expovariate(per_s), happen)
 
         def happen() -> None:
-            expect()  # first, as what happens may raise
+            expect()  # first, because the event may raise
             what(chance)
 
         expect()
@@ -187,13 +188,13 @@ class Days(Run):
             self.place(group, replies)
 
         def alone() -> None:
-            if not self.serving():  # no reply can come: the trainer publishes once more in the midst of its step
+            if not self.serving():  # no server is left, so the trainer publishes once more during its step
                 self._serve_again(server)
 
         self._at(self._down[server] + self.work.publish_s, alone)
 
     def _lose(self, server: Server) -> dict[Group, Replies]:
-        """Take from a server all that it has, by group."""
+        """Remove all replies from a server; return them by group."""
         replies: dict[Group, Replies] = {}
         for end, _, group, length, begun in server.running:
             kept = begun
@@ -225,14 +226,14 @@ class Days(Run):
         raise TrainerDied(log_normal(chance, *drawn.TRAINER_RESTART_S))
 
     def _resume(self, restart_s: float) -> None:
-        """Go on from the newest checkpoint, with the groups that were finished since and nothing of the others."""
+        """Resume from the newest checkpoint. Groups finished since then are kept; the others start again."""
         missing = Counter(
             {group: sum(length - kept for length, kept in left) for group, left in self._homeless.items()}
         )
         for server in self.servers:
             missing.update({group: sum(n - kept for n, kept in left) for group, left in self._lose(server).items()})
         for group in self.with_servers:
-            self._lost += sum(group.lengths) - missing[group]  # what came of it, too
+            self._lost += sum(group.lengths) - missing[group]  # tokens that the client had received are lost, too
             self.gate.finish(accepted=False)
         self.again.extendleft(reversed(self.with_servers))
         self.with_servers.clear()

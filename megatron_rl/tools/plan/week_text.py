@@ -1,4 +1,4 @@
-"""`megatron-rl plan --week`: what a plan's run would do in a week of faults, and which settings would do better."""
+"""`megatron-rl plan --week`: simulates a planned run for a week with faults, and compares a few settings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_rl.tools.plan.week import Days, Job, Record
 
 DAY_S = 86_400.0
 REPLIES_OF_STEP, REPLIES_OF_DAY = 512, 350_000
-"""So many are simulated at most: each stands for as many as it takes."""
+"""Maximum replies simulated per step and per day. If the run has more, each simulated reply stands for several."""
 KEYS = 64
-"""Tokens: how fast a server is, is looked up by the mean length of its replies in steps of so many."""
+"""Tokens to which a server's mean reply length is rounded, so that its decoding times can be cached."""
 COMPARED_DAYS = 1.0
-"""Of each setting that is compared."""
+"""Simulated days of each setting in the comparison."""
 NOTE = "Simulated: no run on GPUs has checked these figures. The times of a token and of an update are the plan's."
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many replies of a group one simulated reply stands for, and how many groups one simulated group."""
+    """Scale of a simulation: real replies of a group per simulated reply, and real groups per simulated group."""
 
     replies: int
     groups: int
@@ -35,7 +35,7 @@ class Scale:
     def of(cls, plan: Plan) -> Scale:
         prompts, samples = plan.batch.prompts, plan.batch.requests // plan.batch.prompts
         most = min(REPLIES_OF_STEP, REPLIES_OF_DAY * plan.least_s / DAY_S)
-        # Replies of a group first, of which two are left where there are two: groups wait for their longest.
+        # First merge replies within a group, but keep at least two if there are two: a group waits for its longest.
         of_group = [n for n in range(1, samples + 1) if samples % n == 0 and (samples == n == 1 or samples // n > 1)]
         replies = next((n for n in of_group if plan.batch.requests / n <= most), of_group[-1])
         groups = next(n for n in range(1, prompts + 1) if plan.batch.requests / replies / n <= most or n == prompts)
@@ -43,8 +43,8 @@ class Scale:
 
 
 def simulate_days(plan: Plan, days: float, *, seed: int = 0) -> tuple[float, Record]:
-    """Return the samples trained in a second, and what became of the rest. The same seed gives the same faults and
-    lengths, whatever the settings."""
+    """Return the samples trained per second, and the full record. The same seed draws the same faults and lengths for
+    all settings."""
     chances, samples = Chances(seed), plan.batch.requests / plan.batch.prompts
     record = Days(workload(plan, chances), job(plan), chances).run(days * DAY_S)
     simulated = max(1, plan.batch.prompts // Scale.of(plan).groups)
@@ -52,11 +52,11 @@ def simulate_days(plan: Plan, days: float, *, seed: int = 0) -> tuple[float, Rec
 
 
 def workload(plan: Plan, chances: Chances) -> Workload:
-    """Return the work of a plan's run in fewer replies, each of which is as much work for a server as many."""
+    """Return a plan's workload with fewer replies, each of which costs a server as much as the replies it replaces."""
     scale, batch, rollout = Scale.of(plan), plan.batch, plan.config.rollout
     each = scale.replies * scale.groups
     slots = max(1, round(plan.slots / each))
-    rounding = slots * each / plan.slots  # by which a full server has more to do than its slots
+    rounding = slots * each / plan.slots  # replies that a full simulated server stands for, over the real slots
     known: dict[tuple[float, int], float] = {}
 
     def token_s(replies: float, tokens: float) -> float:
@@ -89,19 +89,19 @@ def job(plan: Plan) -> Job:
         trainer_gpus=plan.trainer_gpus,
         interruption=plan.config.rollout.interruption,
         checkpoint_every=plan.config.run.checkpoint_every_steps,
-        checkpoint_s=kept / devices.HOST_BANDWIDTH,  # a copy in host memory, which is written beside the next steps
+        checkpoint_s=kept / devices.HOST_BANDWIDTH,  # only the copy to host memory; the write overlaps the next steps
     )
 
 
 def settings(plan: Plan) -> dict[str, dict[str, Plan]]:
-    """Return by key the plan with each of up to three values of it, of which one is the plan's own."""
+    """Return {setting: {value: plan}} with up to three values of each setting, one of them the plan's own."""
     rollout = plan.config.rollout
 
     def changed(servers: int = plan.servers, **changes: object) -> Plan | None:
         try:
             config = replace(plan.config, rollout=replace(rollout, **changes))  # type: ignore[arg-type]
             plans = plans_of(config, plan.tokens, replace(plan.cluster, servers=servers))
-        except ValueError:  # no layout has so many servers, or the publication knows one way to interrupt
+        except ValueError:  # no layout has so many servers, or the publication allows only one interruption
             return None
         fitting = [p for p in plans if p.fits and (servers != plan.servers or p.trainer_gpus == plan.trainer_gpus)]
         return max(fitting, key=lambda p: p.trainer_gpus, default=None)
@@ -115,7 +115,7 @@ def settings(plan: Plan) -> dict[str, dict[str, Plan]]:
         found["interruption"] |= kept(mode, changed(interruption=mode, max_cache_age=age))
     if not plan.shares_gpus and not rollout.servers:
         fewer = ((count, changed(count)) for count in range(plan.servers - 1, 0, -1))
-        # Fewer servers are of use where more GPUs train.
+        # Fewer servers only help if more GPUs then train.
         less = next(((n, p) for n, p in fewer if p is not None and p.trainer_gpus > plan.trainer_gpus), None)
         most = plan.cluster.gpus // plan.server.gpus
         more = next(((n, p) for n in range(plan.servers + 1, most) if (p := changed(n)) is not None), None)
@@ -130,7 +130,7 @@ def kept(name: str, plan: Plan | None) -> dict[str, Plan]:
 
 
 def compared(plan: Plan, days: float) -> dict[str, dict[str, float]]:
-    """Return by key the samples a second with each value, the same faults and lengths for all."""
+    """Return {setting: {value: samples per second}}, with the same faults and lengths for all."""
     own = simulate_days(plan, days)[0]
     return {
         key: {value: own if other is plan else simulate_days(other, days)[0] for value, other in plans.items()}
@@ -143,7 +143,7 @@ def best_first(rates: dict[str, float]) -> str:
 
 
 def week_text(plan: Plan) -> str:
-    """Return what a simulated week gave, and what it rests on, as a person reads it."""
+    """Return the results of a simulated week and its assumptions as text."""
     rate, record = simulate_days(plan, 7)
     planned = plan.batch.requests / plan.split.step_s
     rows = {

@@ -1,1 +1,1 @@
-"""`megatron-rl rehearse`: any rank of a job of any size runs its CUDA path here, on tensors without memory."""
+"""`megatron-rl rehearse`: runs the CUDA code path of any rank of a job without GPUs, on tensors without memory."""

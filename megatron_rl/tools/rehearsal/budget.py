@@ -1,4 +1,4 @@
-"""What a step may cost beside its computing: the targets, and what a rehearsed rank's update takes of them."""
+"""Compares the overhead of a rehearsed rank's update with targets: host syncs, copies, kernels, extra memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TARGETS = {
     "kernels of a layer, of Transformer Engine's": 1.3,
     "GiB beside weights, gradients, optimizer and activations": 2.0,
 }
-"""At most so much."""
+"""Maximum value of each figure."""
 
 
 def budget(found: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return of an update: the figure of each target, None where it was not seen, and what stands in its way.
+    """Return the update's figure for each target (None if it was not observed), and what causes overhead.
 
-    `waits` has upstream's and our own lines with their number in a step, `exposed` the lines of collectives that
-    nothing overlaps.
+    `waits`: {sync and code line: count per step}, for lines of this package and of megatron.core. `exposed`: the
+    collectives that do not overlap with computation, by code line.
     """
     phase = found["phases"]["update"]
     microbatches = max(phase["microbatches"], 1)
@@ -50,7 +50,10 @@ def budget(found: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def budget_lines(found: dict[str, Any], world: World, *, shown: int) -> list[str]:
-    """Return the budget as a person reads it: the targets, upstream's waits and the largest exposed collectives."""
+    """Return the budget as lines of text: the targets, the most frequent waits and the longest exposed collectives.
+
+    shown: maximum number of waits, and of collectives.
+    """
     result = budget(found, world)
     lines = ["  budget of an update     found   at most"]
     for target in result["targets"]:

@@ -1,7 +1,7 @@
-"""The account of a rehearsed rank: memory, kernels, copies, syncs and FLOPs of its device, and its collectives.
+"""Records what a rehearsed rank does: its device's memory, kernels, copies, syncs and FLOPs, and its collectives.
 
-Each entry has the phase of the step and the line of code. A line is the innermost of this package or of megatron.core;
-in a backward pass of torch's own it is the one that called backward.
+Each entry has the step's phase and a code line: the innermost one of this package or of megatron.core. In torch's own
+backward pass, this is the line that called backward.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ NOT_SHOWN = (os.path.dirname(os.path.abspath(__file__)), os.path.join(PACKAGE, "
 
 @dataclass
 class Collective:
-    """One call of this rank: `sizes` are the elements of what goes in and comes out."""
+    """One call of torch.distributed on this rank. sizes: elements of each input and output tensor."""
 
     phase: str
     kind: str
     group: int
-    """The place of its group in Ledger.groups."""
+    """Index of its group in Ledger.groups."""
     dtype: str
     sizes: tuple[int, ...]
     peer: int
-    """The global rank of a broadcast's source, or of the other end of a send or receive; -1: it has none."""
+    """Global rank of a broadcast's source, or of the other end of a send or receive; -1 for other calls."""
     nbytes: int
-    """Bytes of the whole: of a gathered or reduced tensor, or of a message."""
+    """Bytes of the whole gathered or reduced tensor, or of the message."""
     on_device: bool
     is_async: bool
-    """True where the call does not hold up what is computed next."""
+    """True if the call does not block the following computation."""
     line: str
 
 
@@ -59,49 +59,49 @@ class Phase:
 
     kernels: int = 0
     flops: Counter[str] = field(default_factory=Counter)
-    """By operator."""
+    """{operator: FLOPs}."""
     syncs: Counter[str] = field(default_factory=Counter)
-    """By what and where."""
+    """{kind of sync and code line: count}."""
     in_microbatches: Counter[str] = field(default_factory=Counter)
-    """Those of them between a microbatch's packing and the end of the last one's backward."""
+    """The part of `syncs` between the packing of the first microbatch and the end of the last one's backward."""
     microbatches: int = 0
     copies: Counter[str] = field(default_factory=Counter)
     copied_bytes: Counter[str] = field(default_factory=Counter)
     copies_in_microbatches: Counter[str] = field(default_factory=Counter)
-    """By direction."""
+    """{direction of the copy: count}."""
 
 
 class Ledger:
-    """Told by FakeCuda of everything that a rank does on its device."""
+    """The record of everything that a rank does on its device. FakeCuda and the stand-ins fill it."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Phase] = defaultdict(Phase)
         self.phase = "start"
         self.collectives: list[Collective] = []
         self.groups: list[tuple[str, list[int]]] = []
-        """Of each group that was used or made: what it is for, and its ranks."""
+        """(description, ranks) of each group that was used."""
         self.buckets: list[int] = []
-        """Bytes of each bucket of the publication, which is one request to every server."""
+        """Bytes of each bucket of the publication. Each bucket is one request to every server."""
         self.page_locked: list[range] = []
-        """Addresses of host memory that the code has pinned by itself."""
+        """Address ranges of host memory that the code pinned with cudaHostRegister."""
         self.made_groups: Counter[str] = Counter()
+        """{backend: number of groups created}."""
         self.checkpoint_bytes = 0.0
-        """Of a checkpoint, which this rank writes."""
-        """By backend."""
+        """Bytes of a checkpoint that this rank writes."""
         self.peers: dict[str, set[int]] = defaultdict(set)
-        """By backend, the ranks that this one has a group with."""
+        """{backend: ranks of this rank's groups, itself included}."""
         self.reduces_by = dist.ReduceOp.SUM
-        """The operation of the all-reduce under way."""
+        """Operation of the current all-reduce."""
         self.layers = ""
-        """What the model's layers are built of: transformer_engine or local."""
+        """Implementation of the model's layers: transformer_engine or local."""
         self.assumed: Counter[str] = Counter()
         self.is_in_microbatch = False
         self.overlaps = False
-        """Do coalesced calls, which are DDP's and do not say it themselves, go on beside the computing?"""
+        """Whether coalesced calls overlap with computation. They are DDP's and have no argument that says so."""
         self._is_compiled = False
         self.memory = DeviceMemory()
         self.host_memory = DeviceMemory()
-        """Large tensors of the host."""
+        """Memory of large tensors on the host."""
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
         self._lines: dict[tuple[Any, int], str] = {}
@@ -109,13 +109,13 @@ class Ledger:
     # -- where --------------------------------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """Count from here on as `phase`; PhaseTimers call it, with '' between two phases."""
+        """Assign all following entries to `phase`. PhaseTimers call this, with '' between two phases."""
         self.phase = phase or "between phases"
         self.memory.enter(self.phase)
         self.host_memory.enter(self.phase)
 
     def line(self) -> str:
-        """Return the innermost line of this package or of megatron.core that is being run."""
+        """Return the innermost current code line of this package or of megatron.core."""
         frame = sys._getframe(1)
         while frame is not None:
             key = frame.f_code, frame.f_lineno
@@ -130,7 +130,7 @@ class Ledger:
     # -- the device ---------------------------------------------------------------------------------------------------
 
     def note_kernel(self, func, args, kwargs, made: Any) -> None:
-        """Count the launch and the FLOPs of an operation, and the memory of what it made."""
+        """Count an operation's kernel launches, FLOPs, and the memory of its results."""
         if self._is_compiled:
             return
         is_new = False
@@ -149,13 +149,13 @@ class Ledger:
         if "cu_seq_q" in op.arguments:
             phase.flops["attention"] += _attention_flops(func, args)
         elif count := flop_registry.get(func._overloadpacket):
-            # Of products the counter knows matrices alone, and not the options of newer overloads.
+            # For matrix products, torch's formulas take only the matrices, not the options of newer overloads.
             is_product = op.name.endswith("mm")
             given = [arg for arg in args if isinstance(arg, Tensor)] if is_product else args
             phase.flops[op.name] += count(*given, **({} if is_product else kwargs), out_val=made)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a function that a device would compile be one kernel, which allocates what it returns and no more."""
+        """Wrap a function that a real device compiles: it counts as one kernel that allocates only its results."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -176,14 +176,14 @@ class Ledger:
         return run
 
     def note_sync(self, what: str) -> None:
-        """Count a place where the host waits for the device."""
+        """Count a wait of the host for the device."""
         where = f"{what} at {self.line()}"
         self.phases[self.phase].syncs[where] += 1
         if self.is_in_microbatch:
             self.phases[self.phase].in_microbatches[where] += 1
 
     def note_copy(self, direction: str, host: Tensor, *, is_blocking: bool) -> None:
-        """Count a copy between host and device; `host` is the end that is there. A blocking one is a sync, too."""
+        """Count a copy between host and device. host: the tensor on the host. A blocking copy is also a sync."""
         if host.numel() == 0:
             return
         kind = f"{direction}, {'pinned' if self.is_pinned(host) else 'pageable'}, at {self.line()}"
@@ -196,29 +196,27 @@ class Ledger:
             self.note_sync(f"a blocking copy {direction}")
 
     def note_on_host(self, tensor: Tensor) -> None:
-        """Count a large tensor of the host, unless it is the rehearsal's own."""
+        """Count a large host tensor, unless the rehearsal itself created it."""
         if (line := self.line()) != ELSEWHERE:
             self.host_memory.note(tensor, lambda: line)
 
     def mark(self, part: str, tensors: Iterable[Any]) -> None:
-        """Say what these tensors serve, wherever they are."""
+        """Assign tensors, on device or host, to a part (see device_memory.PARTS)."""
         tensors = list(tensors)
         self.memory.mark(part, tensors)
         self.host_memory.mark(part, tensors)
 
     def note_pinned(self, tensor: Tensor) -> None:
-        """Keep in mind that a host tensor's memory is pinned."""
         self._pinned.add(tensor.untyped_storage())
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return True for a host tensor in pinned memory."""
         storage = tensor.untyped_storage()
         if isinstance(tensor, FakeTensor) or storage in self._pinned:
             return storage in self._pinned
         return any(storage.data_ptr() in span for span in self.page_locked)
 
     def note_assumed(self, what: str) -> None:
-        """Count a number that the rehearsal made up."""
+        """Count a value that the rehearsal had to assume."""
         self.assumed[what] += 1
 
     # -- other ranks --------------------------------------------------------------------------------------------------
@@ -232,13 +230,13 @@ class Ledger:
         return self._group_numbers[name]
 
     def note_group(self, group: dist.ProcessGroup, backend: str) -> None:
-        """Count a group that the code makes; this rank may not be in it."""
+        """Count a process group that the code creates. This rank need not be a member."""
         self.made_groups[backend] += 1
         if isinstance(group, dist.ProcessGroup):
             self.peers[backend] |= set(dist.get_process_group_ranks(group))
 
     def collective(self, func, args, kwargs) -> Any:
-        """Note a call of torch.distributed and answer it as if every peer had what this rank has."""
+        """Record a call of torch.distributed, and return results as if every peer had this rank's data."""
         given = dict(zip(operation(func).arguments, args, strict=False)) | kwargs
         kind = func._schema.name.removeprefix("c10d::").strip("_")
         group = dist.ProcessGroup.unbox(given["process_group"])
@@ -306,7 +304,7 @@ def _fill(out: Tensor, value: Tensor, times: int) -> None:
 
 
 def _attention_flops(func, args) -> int:
-    """Count the products of attention over packed rows, of which masks spare nothing: the counter's rule."""
+    """Return the FLOPs of attention over packed rows. Like torch's counter, ignores savings by masks."""
     given = dict(zip(operation(func).arguments, args, strict=False))
     queries, keys = known(given["cu_seq_q"]), known(given["cu_seq_k"])
     if queries is None or keys is None:
@@ -318,7 +316,7 @@ def _attention_flops(func, args) -> int:
 
 
 def shown(filename: str, line: int) -> str:
-    """Return a line as reports name it, '' where it is neither this package's nor megatron.core's."""
+    """Return a code line's name for reports, or '' if it is not in this package or in megatron.core."""
     if filename.startswith(NOT_SHOWN):
         return ""
     if filename.startswith(OURS):

@@ -1,7 +1,7 @@
-"""The memory of a rehearsed device: what was allocated and freed, by line and by part, and where the peak was.
+"""Records allocations and frees on a rehearsed device by code line and part, and finds the peak.
 
-A part is what a storage serves in the end, from its allocation on: what autograd keeps is an activation from the moment
-of its forward. So parts, the peak and the picture over time are worked out when the rank is done.
+A storage's part is its final use, and applies from its allocation on. For example, a tensor that autograd keeps is an
+activation from the forward pass on. So parts, peak and timeline are computed when the rank is done.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "head", "exchange", "other")
-"""What the engines keep; what autograd keeps for the backward, checkpoints of recomputation included; logits and what
-is computed of them; buffers of collectives and of a publication; and the rest, which passes."""
+"""What a storage is used for. weights, gradients, optimizer: permanent. activations: what autograd keeps for the
+backward pass, including recomputation checkpoints. head: logits and tensors computed from them. exchange: buffers of
+collectives and of a publication. other: temporary tensors."""
 KEPT_PARTS = PARTS[:4]
 HEAD = (
     "megatron_rl/ops/head.py",
@@ -31,35 +32,37 @@ HEAD = (
 HEAD += ("megatron_rl/engine/output_head.py",)
 EXCHANGE = ("megatron_rl/weights/",)
 BLOCK_BYTES = 512
-"""torch's caching allocator rounds every allocation up to a multiple of it."""
+"""torch's caching allocator rounds every allocation up to a multiple of this size."""
 MOST_POINTS = 2_000
-"""Points of the picture over time."""
+"""Maximum points of the timeline."""
 
 
 class DeviceMemory:
-    """Every storage of the device, and when it came and went. Time is counted in kernels."""
+    """A record of the device's storages, and when each was allocated and freed. Time is counted in kernels."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
         self.kernels = 0
-        """Launched so far."""
+        """Kernels launched so far."""
         self._numbers: dict[int, tuple[weakref.ref, int]] = {}
-        """By address, the number of each storage that lives."""
+        """{address: (reference, number)} of each live storage."""
         self._lines: list[str] = []
-        """Of each storage the line that made it, and below its part and its bytes."""
+        """By storage number: the code line that allocated it."""
         self._parts: list[str] = []
+        """By storage number: its part, one of PARTS."""
         self._sizes: list[int] = []
+        """By storage number: its current bytes."""
         self._events = array("q")
-        """A storage's number, the bytes that it got or gave back, the kernels before that, and its phase's number."""
+        """Four entries per event: storage number, bytes allocated (negative: freed), kernels so far, phase number."""
         self._phases: dict[str, int] = {"start": 0}
         self._phase = 0
 
     def enter(self, phase: str) -> None:
-        """Count what comes from here on as of this phase."""
+        """Assign all following events to this phase."""
         self._phase = self._phases.setdefault(phase, len(self._phases))
 
     def note(self, tensor: Tensor, find_line: Callable[[], str]) -> bool:
-        """Count a tensor's storage, if it is new, as of the line that is found; return whether it is new."""
+        """Record a tensor's storage if it is new; return whether it is new. find_line: returns the allocating line."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._numbers:
@@ -73,15 +76,16 @@ class DeviceMemory:
         return True
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Count a storage of the device that has got another size."""
+        """Record a new size of a storage, if it is one of the device's."""
         if found := self._numbers.get(storage._cdata):
             self._set(found[1], nbytes)
 
     def mark(self, part: str, tensors: Iterable[Any]) -> None:
-        """Say what the storages of these tensors serve; those that are not counted here are passed over."""
+        """Assign the storages of these tensors to a part. Storages that are not recorded here are ignored."""
         for tensor in tensors:
             found = self._numbers.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
-            # What engines keep stays theirs, and of what passes the head's is the head's, also where autograd keeps it.
+            # Weights, gradients and optimizer always win. Other parts only replace `other` and `exchange`, so the
+            # head's storages stay the head's even if autograd keeps them.
             if found and (part in KEPT_PARTS[:3] or self._parts[found[1]] in ("other", "exchange")):
                 self._parts[found[1]] = part
 
@@ -97,10 +101,10 @@ class DeviceMemory:
         _, number = self._numbers.pop(key)
         self._set(number, 0)
 
-    # -- what came out ------------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """Return the peak with its phase, its line, its lines and its parts, each phase's peak, and the timeline."""
+        """Return the peak (its phase, code line, and bytes by line and part), each phase's peak, and the timeline."""
         names, changes = list(self._phases), self._events[1::4]
         totals = list(itertools.accumulate(changes))
         phase_peaks: Counter[str] = Counter()
@@ -125,7 +129,7 @@ class DeviceMemory:
         }
 
     def _points(self, totals: list[int], names: list[str]) -> list[list[Any]]:
-        """Return [kernels launched, phase, bytes of each of PARTS] over time: of every span, its highest and lowest."""
+        """Return points [kernels launched, phase, bytes of each of PARTS]: the highest and lowest of each time span."""
         span = max(1, -(-2 * len(totals) // MOST_POINTS))
         chosen = set()
         for start in range(0, len(totals), span):
@@ -141,7 +145,7 @@ class DeviceMemory:
 
 
 class NotedBackwards:
-    """Takes the place of torch's autograd engine: what the graph keeps when a backward begins are activations."""
+    """A replacement of torch's autograd engine that marks activations: what the graph holds when backward begins."""
 
     def __init__(self, engine: Any, memory: DeviceMemory) -> None:
         self.engine, self.memory = engine, memory
@@ -158,7 +162,7 @@ _saved_names: dict[type, list[str]] = {}
 
 
 def kept_by(tensors: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield what the nodes of the graph behind these tensors keep for their backward."""
+    """Yield the tensors that the autograd graph of these tensors keeps for the backward pass."""
     waiting = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
     seen = {None}
     while waiting:
@@ -171,6 +175,6 @@ def kept_by(tensors: Iterable[Any]) -> Iterator[Tensor]:
         if names is None:
             names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
             _saved_names[type(node)] = names
-        with contextlib.suppress(RuntimeError):  # of a tensor that was written over: the backward says so itself
+        with contextlib.suppress(RuntimeError):  # a saved tensor was overwritten: backward will raise that itself
             for name in names:
                 yield from (leaf for leaf in tree_leaves(getattr(node, name)) if isinstance(leaf, Tensor))

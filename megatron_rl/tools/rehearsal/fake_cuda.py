@@ -1,14 +1,14 @@
-"""A CUDA device without memory: tensors on it have shapes, dtypes and autograd, and a Ledger hears of each call.
+"""Simulates a CUDA device without memory. Its tensors have shapes, dtypes and autograd; a Ledger records each call.
 
-The shim (csrc/rehearsal) makes torch believe in the device; torch's FakeTensorMode works out shapes and refuses tensors
-of two devices in one operation. Tensors on the host stay real, but for large ones that the device gives and whatever is
-made like them: the parts of an optimizer on the CPU. They have no memory either, and no known numbers.
+The shim (csrc/rehearsal) makes torch believe that the device exists. torch's FakeTensorMode computes shapes and rejects
+operations on tensors of two devices. Host tensors are real, except for large ones copied from the device and tensors
+derived from them, which are parts of a CPU optimizer. These have no memory and no known values.
 
-Numbers are not computed on the device, with one exception. What was copied from the host, and whatever follows from it
-alone, is *known*: token counts, masks, positions, routes. Such a tensor carries its values on the host, and operations
-on known tensors are carried out there too. So a mask's number of rows is the real one, and only numbers that depend on
-weights are unknown. Where the code asks for an unknown number, the answer is 1 (0 in a copy to the host) and is
-counted; where a shape depends on one, that is an error.
+Values are not computed on the device, with one exception. Tensors that were copied from the host, and tensors that
+depend only on such, are *known*: token counts, masks, positions, routes. Their values are kept on the host, and
+operations on them are also executed there. So a mask selects the real number of rows, and only values that depend on
+weights are unknown. If the code reads an unknown value, it gets 1 (0 in a copy to the host), and the ledger counts it.
+If a shape depends on an unknown value, UnknownShape is raised.
 
     mode = FakeCuda(ledger)
     with mode:
@@ -51,11 +51,11 @@ Answer = Callable[..., Any]
 
 
 class UnknownShape(RuntimeError):
-    """A shape depends on numbers that a rehearsal does not have."""
+    """Raised if a shape depends on values that a rehearsal does not know."""
 
 
 class FakeCuda(TorchDispatchMode):
-    """Runs what touches the device without computing it. One for a process."""
+    """A dispatch mode that runs operations on the device without computing values. Use only one per process."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ class FakeCuda(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled, and asking costs as much as an operation
+        return False  # nothing is compiled, and the default check costs as much as an operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # asked far more often than all operations together
+        if func is torch.ops.prim.device.default:  # called far more often than all other operations together
             return args[0].fake_device
         kwargs = kwargs or {}
         if func.namespace == "c10d":
@@ -101,7 +101,7 @@ class FakeCuda(TorchDispatchMode):
     # -- running without computing ------------------------------------------------------------------------------------
 
     def run(self, func, args, kwargs) -> Any:
-        """Return what the operation gives, on the device and without values, and tell the ledger of it."""
+        """Return an operation's result on the device, with its values if they are known, and record the call."""
         if operation(func).is_view and isinstance(args[0], FakeTensor):  # neither a kernel nor memory
             made = self.results.view(func, args, kwargs)
             values = None if known(args[0]) is None else self._known_result(func, args, kwargs)
@@ -134,12 +134,12 @@ class FakeCuda(TorchDispatchMode):
     # -- known values -------------------------------------------------------------------------------------------------
 
     def _known_result(self, func, args, kwargs) -> Any:
-        """Carry the operation out on the values of its arguments; None where one of them is unknown."""
-        if func.namespace == NAMESPACE:  # no shape depends on them
+        """Execute an operation on the known values of its arguments; return None if one of them is unknown."""
+        if func.namespace == NAMESPACE:  # no shape depends on these kernels' values
             return None
         if func in NEVER_KNOWN:
             return self._round_robin(func, args) if func is aten.topk.default else None
-        if func in LIKE:  # of whose first argument the shape is asked alone
+        if func in LIKE:  # only the first argument's shape matters
             if is_large(args[0]) or (isinstance(args[0], FakeTensor) and not on_device(args[0])):
                 return None
             args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
@@ -158,8 +158,10 @@ class FakeCuda(TorchDispatchMode):
         return None if any(is_large(value) for value in tensors_in(values)) else values
 
     def _round_robin(self, func, args) -> Any:
-        """The routes of a mixture, which its weights decide: as even as they can be, so that token t of k routes goes
-        to the experts t x k to t x k + k - 1, around."""
+        """Return topk's result for a mixture's router, whose real routes depend on weights.
+
+        Routes are spread evenly over the experts: token t goes to experts t * k to t * k + k - 1, modulo their number.
+        """
         scores, k = args[0], args[1]
         if scores.dim() != 2 or scores.shape[0] * k > MOST_KNOWN:
             return None
@@ -169,7 +171,7 @@ class FakeCuda(TorchDispatchMode):
         self.ledger.note_assumed("routes of experts: even")
         return values, places
 
-    # -- what needs an answer of its own ------------------------------------------------------------------------------
+    # -- operations with special handling -----------------------------------------------------------------------------
 
     def _read_number(self, func, tensor: Tensor) -> Any:
         if on_device(tensor):
@@ -190,7 +192,7 @@ class FakeCuda(TorchDispatchMode):
             else:
                 target = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, pin_memory=False)
             if not is_blocking:
-                self.ledger.note_pinned(target)  # torch allocates it so, or the copy would wait
+                self.ledger.note_pinned(target)  # torch allocates it pinned, because otherwise the copy would block
             self._to_host(source, target, is_blocking=is_blocking)
             return target
         made = self.run(func, (source,), kwargs)
@@ -205,7 +207,7 @@ class FakeCuda(TorchDispatchMode):
         if on_device(target) and not on_device(source):
             self.ledger.note_copy("to device", source, is_blocking=not non_blocking)
         made = self.run(func, (target, source, non_blocking), {})
-        # Weights are not known, though the host gave them: a model's would fill the host's memory.
+        # Weights are not tracked, although they come from the host: a model's would fill the host's memory.
         value = None if isinstance(target, torch.nn.Parameter) else known(source)
         if value is not None and known(target) is None and _is_whole(target) and not is_large(value):
             target.known = value.to(target.dtype).expand(target.shape).clone()
@@ -219,13 +221,13 @@ class FakeCuda(TorchDispatchMode):
             return
         if value is None:
             self.ledger.note_assumed(f"numbers copied to the host are 0, at {self.ledger.line()}")
-            if not is_large(target):  # what nobody has touched takes no memory
+            if not is_large(target):  # untouched pages take no memory
                 target.zero_()
         else:
             target.copy_(value)
 
     def _index(self, func, source: Tensor, indices: list, *rest, **kwargs) -> Any:
-        """Index by a mask as CUDA does: its true places are looked up first, and the host waits for their number."""
+        """Index by a mask as CUDA does: first find the True positions. The host waits for their number."""
         places: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -255,7 +257,7 @@ NEVER_KNOWN |= {aten.new_empty.default, aten.new_empty_strided.default}
 
 
 def _with_values(made: Any, values: Any) -> Any:
-    """Return the result of an operation, its tensors known by their values unless those are None."""
+    """Attach known values to an operation's result and return it. values: None if unknown."""
     if values is not None:
         for tensor, value in zip(tensors_in(made), tensors_in(values), strict=False):
             if isinstance(tensor, FakeTensor):
@@ -264,5 +266,5 @@ def _with_values(made: Any, values: Any) -> Any:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """True of a tensor that is all of its storage."""
+    """Return True if a tensor covers its whole storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -1,7 +1,7 @@
-"""The numbers of tensors on a device without memory that are known all the same, because the host gave them.
+"""Tracks known values of tensors on a device without memory: values that came from the host.
 
-They are an attribute of the tensor, with the values on the host. What is written over by something unknown is known no
-more, and neither are its views: they share a storage, which is marked.
+They are stored on the host, in the tensor's attribute `known`. A tensor that is overwritten with unknown values becomes
+unknown, together with its views: they share a storage, which is marked.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 MOST_KNOWN = 1 << 23
-"""Elements of the largest tensor that is known."""
+"""Elements of the largest tensor whose values are tracked."""
 MOST_ROWS = 1 << 18
-"""Elements of the largest vector of fractions that is known. No microbatch has as many rows: longer ones are shards of
-gradients and moments, which would fill the host's memory with zeros."""
+"""Elements of the largest floating-point vector whose values are tracked. No microbatch has so many rows: longer
+vectors are shards of gradients and moments, which would fill the host's memory with zeros."""
 
 
 MOST_ON_HOST = 1 << 20
-"""Elements of the largest fractions that the host has memory for, where the device gives them and they are unknown."""
+"""Elements of the largest floating-point tensor of unknown values that gets host memory when copied to the host."""
 
 
 def on_device(tensor: Any) -> bool:
-    """Return True for a tensor on the device; others without memory are parts of an optimizer on the host."""
+    """Return True for a tensor on the device. Other tensors without memory belong to an optimizer on the host."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's values, on the host, or None where they are unknown."""
+    """Return a tensor's values as a host tensor, or None if they are unknown."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     value = getattr(tensor, "known", None)
@@ -36,7 +36,7 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def forget(tensor: Tensor) -> None:
-    """Note that a tensor was overwritten by what is unknown, and so were all views of it."""
+    """Mark a tensor and all its views as unknown."""
     value = getattr(tensor, "known", None)
     if value is not None:
         value.untyped_storage().is_forgotten = True
@@ -44,9 +44,9 @@ def forget(tensor: Tensor) -> None:
 
 
 def values_in(given: Any) -> Any:
-    """Return an operation's arguments with the values of their tensors, all of which are known.
+    """Return an operation's arguments with each tensor replaced by its known values. All must be known.
 
-    Faster than tree_map, and asked with every operation on what is known.
+    Used instead of tree_map, which is slower, because it runs for every operation on known tensors.
     """
     if isinstance(given, Tensor):
         return known(given)
@@ -58,6 +58,6 @@ def values_in(given: Any) -> Any:
 
 
 def is_large(tensor: Tensor) -> bool:
-    """Return True for a tensor that is not worth to be known."""
+    """Return True for a tensor that is too large for its values to be tracked."""
     is_shard = tensor.dim() == 1 and tensor.numel() > MOST_ROWS and tensor.is_floating_point()
     return is_shard or tensor.numel() > MOST_KNOWN

@@ -1,10 +1,12 @@
-"""Kernels of one layer, forward and backward without recomputation: the engine's, and of Transformer Engine's modules.
+"""Counts the kernels of one layer, forward and backward without recomputation: the engine's, and a reference layer's.
 
-The second is a layer like Transformer Engine's own: LayerNormLinear, norms of queries and keys where the model has
-them, rotation, attention, Linear, then LayerNormLinear, SwiGLU and Linear, each half with its residual. In a mixture
-the second half is RMSNorm, one product and one kernel of routing each way, permutation, sorting by expert,
-GroupedLinear, weighted SwiGLU, GroupedLinear and the way back. Products add to the gradients' buffers, SwiGLU is one
-kernel each way, and attention is torch's in both. Collectives and the counts of tokens that they need are left out.
+The reference consists of Transformer Engine's modules: LayerNormLinear, norms of queries and keys if the model has
+them, rotation, attention, Linear; then LayerNormLinear, SwiGLU, Linear; each half with a residual. In a mixture, the
+second half is RMSNorm, the router (a matrix product and one kernel, in each direction), permutation, sorting by expert,
+GroupedLinear, weighted SwiGLU, GroupedLinear, and the way back.
+
+Matrix products accumulate into the gradient buffers, SwiGLU is one kernel in each direction, and both layers use
+torch's attention. The reference has no collectives, nor the token counts that they need.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from megatron_rl.tools.rehearsal.te_modules import GroupedLinear, LayerNormLinea
 
 
 def kernels_of_layers(engine: MegatronEngine, packed: PackedRows, ledger: Ledger) -> dict[str, int]:
-    """Return the kernels of the engine's last layer and of Transformer Engine's on these rows.
+    """Return the kernel counts of the engine's last layer and of the reference layer on these rows.
 
-    {} where the engine's layers are of another kind.
+    Returns {} if the engine's layers are not Transformer Engine's, or have latent attention.
     """
     layer, config = engine.chunks[-1].decoder.layers[-1], engine.tf_config
     if config.transformer_impl != "transformer_engine" or config.multi_latent_attention:
@@ -52,7 +54,7 @@ def kernels_of_layers(engine: MegatronEngine, packed: PackedRows, ledger: Ledger
 
 
 class ModulesAlone(nn.Module):
-    """Modules of Transformer Engine with the shapes of the engine's layers."""
+    """The reference layer: Transformer Engine's modules in the shapes of the engine's layers."""
 
     def __init__(self, engine: MegatronEngine, *, is_mixture: bool) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class ModulesAlone(nn.Module):
 
 
 class _Routing(torch.autograd.Function):
-    """Probabilities and places of the experts with the highest scores: one kernel each way."""
+    """The router's probabilities and expert mask, as one kernel in each direction."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

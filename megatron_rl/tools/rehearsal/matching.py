@@ -1,4 +1,4 @@
-"""Do the calls of ranks that talk to each other fit together? Where they do not, NCCL waits for ever."""
+"""Checks that the collectives and messages of rehearsed ranks match. If they do not, NCCL waits for ever."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import combinations, zip_longest
 from typing import Any
 
 ANY_SIZE = ("alltoall_base", "alltoall", "gather", "scatter")
-"""Calls in which ranks may bring different amounts."""
+"""Collectives in which ranks may have tensors of different sizes."""
 NAMED = 3
-"""Faults of a pair of ranks that are told."""
+"""Maximum mismatches reported for a pair of ranks."""
 
 Call = dict[str, Any]
 
 
 def differences(by_rank: dict[int, dict[str, Any]]) -> list[str]:
-    """Return what does not fit, as sentences; by_rank: what Ledger found on each rehearsed rank."""
+    """Return the mismatches as sentences. by_rank: the ledger's content of each rehearsed rank."""
     found = []
     for first, second in combinations(sorted(by_rank), 2):
         found += _of_groups(first, by_rank[first], second, by_rank[second])
@@ -36,7 +36,7 @@ def _of_groups(first: int, one: dict[str, Any], second: int, other: dict[str, An
                     f"call {number + 1} of group {group[0]} (ranks {_short(group[1])}) is {_said(a)} on rank {first} "
                     f"and {_said(b)} on rank {second}."
                 )
-                break  # all later ones of this group are shifted
+                break  # all later calls of this group are shifted
     return found[:NAMED]
 
 

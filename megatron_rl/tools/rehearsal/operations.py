@@ -1,4 +1,4 @@
-"""Facts about an operator of torch, read off its schema once: they are asked for with every call of it."""
+"""Caches facts about torch operators, read from their schemas, because they are needed for every call."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift", "aten::_has_", "ate
 
 @dataclass(frozen=True)
 class Operation:
-    """One overload."""
+    """Facts about one overload of an operator."""
 
     name: str
-    """With its namespace, without its overload."""
+    """Name with namespace, without overload."""
     arguments: tuple[str, ...]
     written: tuple[tuple[int, str], ...]
-    """Place and name of each argument that it writes to."""
+    """(position, name) of each argument that it writes to."""
     returns_argument: bool
-    """What it returns, or the first of it, is an argument or a view of one."""
+    """True if its first result is an argument or a view of one."""
     is_view: bool
-    """It makes nothing and writes nothing: its results have the storage of its first argument."""
+    """True if it only returns views of its first argument: it allocates and writes nothing."""
     changes_form: bool
-    """It may give its arguments other shapes or storages."""
+    """True if it may change its arguments' shapes or storages."""
     launches: bool
-    """It is a kernel if it makes or writes anything."""
+    """True if a call that allocates or writes a tensor launches a kernel."""
 
     def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the tensors that a call writes to."""
@@ -53,14 +53,14 @@ def operation(func: OpOverload) -> Operation:
         written=written,
         returns_argument=returns_argument,
         is_view=(returns_argument and not written and not schema.name.startswith("aten::lift"))
-        or schema.name == "aten::_unsafe_view",  # whose schema does not say so
+        or schema.name == "aten::_unsafe_view",  # its schema does not declare the alias
         changes_form=torch.Tag.inplace_view in func.tags or schema.name.startswith(("aten::set_", "aten::resize_")),
         launches=not schema.name.startswith(NO_LAUNCH),
     )
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors of arguments or results; faster than tree_leaves, and asked several times an operation."""
+    """Return all tensors in arguments or results. Faster than tree_leaves; called several times per operation."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

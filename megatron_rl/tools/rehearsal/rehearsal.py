@@ -1,7 +1,7 @@
-"""`megatron-rl rehearse`: some ranks of a job, each in a process of its own, and what they found, compared.
+"""`megatron-rl rehearse`: rehearses some ranks of a job, each in a separate process, and compares their results.
 
-A rank runs one optimizer update on the code of a real run (step.py). Ranks of later pipeline stages go first: an
-earlier stage hears from them what stages tell one another.
+A rank runs one optimizer update with the code of a real run (step.py). Ranks of later pipeline stages run first,
+because earlier stages need the Python objects that they send.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ KINDS = ("first", "last", "stage-boundaries", "all-distinct")
 
 
 class RehearsalError(ValueError):
-    """A fault that the job would meet on its cluster."""
+    """A failure that the job would have on its cluster."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The trainer's ranks: those of `nodes` x `gpus_per_node` that no server has."""
+    """The trainer's ranks: the GPUs of `nodes` x `gpus_per_node` that no server uses."""
 
     nodes: int
     gpus_per_node: int
@@ -46,9 +46,9 @@ class World:
         return self.ranks // self.stages
 
     def chosen(self, wanted: str) -> list[int]:
-        """Return the ranks that `wanted` names: kinds or numbers, with commas. Later stages first.
+        """Return the ranks that `wanted` names, later stages first. wanted: kinds (`KINDS`) or ranks, comma-separated.
 
-        The world's last is always among them: it tells the others what the loss was.
+        The world's last rank is always included, because the others need the loss that it sends.
         """
         size, last = self.ranks_of_stage, self.stages - 1
         found = {self.ranks - 1}
@@ -73,7 +73,7 @@ class World:
 
 @dataclass
 class Rehearsal:
-    """The findings of a rehearsal: by rank, as Ledger has them."""
+    """The results of a rehearsal. by_rank: what each rank's found.json has."""
 
     config: TrainConfig
     world: World
@@ -86,12 +86,15 @@ class Rehearsal:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a GPU that tensors can have."""
+        """Bytes of a GPU that are available to tensors."""
         return (self.device.memory - RESERVED_BYTES) / (1 + FRAGMENTATION)
 
 
 def world_of(config: TrainConfig, *, nodes: int, gpus_per_node: int, trainer_gpus: int = 0) -> World:
-    """Return the trainer's world: `trainer_gpus`, or what servers leave. ValueError where its layout does not fit."""
+    """Return the trainer's world: `trainer_gpus`, or (0) all GPUs that servers leave.
+
+    Raises ValueError if servers leave none, or the layout does not suit the number of ranks.
+    """
     own_servers = 0 if config.rollout.servers or config.rollout.colocated else config.rollout.server_count
     gpus = nodes * gpus_per_node
     ranks = trainer_gpus or gpus - own_servers * config.rollout.gpus_per_server
@@ -117,11 +120,13 @@ def rehearse(
     lengths: Path | None = None,
     trainer_gpus: int = 0,
 ) -> Rehearsal:
-    """Rehearse ranks of a job. `folder` is emptied, and keeps what each rank left; models: as of with_models, lengths:
-    as of read_lengths, trainer_gpus: as of world_of.
+    """Rehearse ranks of a job and return the results.
 
-    ValueError for a job that cannot be rehearsed; RehearsalError where ranks would fail, wait for each other for ever,
-    or run out of memory.
+    ranks: as in World.chosen. folder: is emptied, and receives each rank's output. models: as in with_models. lengths:
+    as in read_lengths. trainer_gpus: as in world_of.
+
+    Raises ValueError for a job that cannot be rehearsed, and RehearsalError if ranks would fail, deadlock or run out of
+    memory.
     """
     if not SHIM.exists():
         raise ValueError(f"{SHIM} does not exist: run `python csrc/build.py`, as `make` does.")
@@ -162,7 +167,7 @@ def rehearse(
 
 
 def check(result: Rehearsal) -> None:
-    """RehearsalError where ranks would wait for each other for ever, or run out of memory."""
+    """Raise RehearsalError if ranks would deadlock or run out of memory."""
     if faults := differences(result.by_rank):
         raise RehearsalError("ranks would wait for each other for ever: " + " ".join(faults))
     if result.peak_bytes > result.usable_bytes:
@@ -176,7 +181,7 @@ def check(result: Rehearsal) -> None:
 
 
 def _found(place: Path, rank: int) -> dict[str, Any]:
-    """Return what a rank found; RehearsalError with the fault that ended it."""
+    """Return a rank's results. If the rank failed, raise RehearsalError with its error."""
     if (place / "found.json").exists():
         return json.loads((place / "found.json").read_text())
     fault = place / "fault.txt"

@@ -1,4 +1,4 @@
-"""rehearsal.html: what a rehearsal found in pictures, one page that needs no network."""
+"""Renders rehearsal.html: charts of a rehearsal's results on one self-contained page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_rl.tools.report.charts import bars, stacked_areas
 from megatron_rl.tools.report.report import card, figure, html_page, render_legend, table
 
 SHOWN = 12
-"""Bars of each picture."""
+"""Maximum bars of each chart."""
 WIDTH = 960
 LINKS = {"in a node": "c0", "between nodes": "c1"}
 
 
 def page_of(found: dict[str, Any], *, title: str) -> str:
-    """Return the page of a rehearsal; found: what rehearsal.json has."""
+    """Return the HTML page of a rehearsal. found: the content of rehearsal.json."""
     ranks = found["ranks"]
     fullest = max(ranks, key=lambda rank: ranks[rank]["peak_bytes"])
     most = f"{ranks[fullest]['peak_bytes'] / GIB:.1f} GiB"
@@ -83,7 +83,7 @@ def _memory(found: dict[str, Any]) -> str:
 
 
 def _long_phases(launched: list[int], phases: list[str]) -> list[tuple[float, str]]:
-    """Return where each phase begins that is wide enough for its name."""
+    """Return (start, name) of each phase that is wide enough in the chart to be labelled."""
     spans: list[tuple[float, str]] = []
     start = 0
     for name, group in groupby(phases):

@@ -1,4 +1,4 @@
-"""`megatron-rl rehearse`: a rehearsal as a person reads it, and as a machine does."""
+"""Formats a rehearsal's results as text, JSON and an HTML page (`megatron-rl rehearse`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYERS = {
     "local": "layers of torch's operators, optimizer of Transformer Engine 2.9.",
 }
 SHOWN = 6
-"""Lines of each list."""
+"""Maximum lines of each list."""
 
 
 def rehearsal_text(path: Path, overrides: list[str], *, folder: Path, **options: Any) -> str:
-    """Return what a rehearsal found, and write it to `folder`. Options and errors as of `rehearse`."""
+    """Rehearse a job, write the results to `folder` and return them as text. Options and errors are `rehearse`'s."""
     result = rehearse(path, overrides, folder=folder, **options)
     return f"{as_text(result)}\n{write(result, path, folder)}"
 
@@ -33,9 +33,9 @@ def rehearsal_text(path: Path, overrides: list[str], *, folder: Path, **options:
 def plan_and_rehearsal_text(
     path: Path, overrides: list[str], *, folder: Path, as_json: bool = False, **options: Any
 ) -> str:
-    """Return the plan of a run, and the rehearsal of the first and last rank of what it chose, as a text or as JSON.
+    """Plan a run, rehearse the first and last rank of the chosen plan, and return both as text or JSON.
 
-    Options as of make_plan; errors as of that and of `rehearse`.
+    Takes make_plan's options; raises errors of make_plan and `rehearse`.
     """
     plan = make_plan(path, overrides, **options)
     chosen = [word for word in overrides if not word.startswith("rollout.server_count=")]
@@ -49,7 +49,7 @@ def plan_and_rehearsal_text(
 
 
 def write(result: Rehearsal, config: Path, folder: Path) -> Path:
-    """Write all that was found to `folder`/rehearsal.json, and as pictures to rehearsal.html; return its path."""
+    """Write the results to rehearsal.json, and charts to rehearsal.html, in `folder`. Return the path of the latter."""
     found, page = as_dict(result), folder / "rehearsal.html"
     (folder / "rehearsal.json").write_text(json.dumps(found) + "\n")
     page.write_text(page_of(found, title=f"{config.stem}, rehearsed"), encoding="utf-8")
@@ -57,7 +57,7 @@ def write(result: Rehearsal, config: Path, folder: Path) -> Path:
 
 
 def as_dict(result: Rehearsal) -> dict[str, Any]:
-    """Return all that was found, under the names that Ledger has for it, without each single collective."""
+    """Return all results under Ledger's names. Collectives are summed up instead of listed."""
     by_rank, world = {}, result.world
     for rank, found in result.by_rank.items():
         rest = {name: value for name, value in found.items() if name not in ("collectives", "groups")}
@@ -73,7 +73,7 @@ def as_dict(result: Rehearsal) -> dict[str, Any]:
 
 
 def as_text(result: Rehearsal) -> str:
-    """Return one screen for each rank."""
+    """Return the results as text, one screen per rank."""
     world = result.world
     lines = [
         f"{world.ranks} trainer ranks on {world.nodes} x {world.gpus_per_node} {result.device.name}; rehearsed: "

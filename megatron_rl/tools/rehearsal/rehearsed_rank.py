@@ -1,4 +1,4 @@
-"""One rank's part of one step, by the code of a real run on a device without memory."""
+"""Runs one rank's part of one step with the code of a real run, on a device without memory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from megatron_rl.tools.rehearsal.te_package import install
 
 
 def main(folder: str) -> None:
-    """Rehearse the ranks that `folder/orders.json` lists, in an interpreter that has loaded the shim and not torch."""
+    """Rehearse the ranks listed in `folder/orders.json`. The interpreter must have loaded the shim, but not torch."""
     orders = json.loads((Path(folder) / "orders.json").read_text())
     rehearse_orders(Path(folder), prepare(orders[0][0]["memory_bytes"]))
 
 
 def rehearse_orders(folder: Path, ledger: Ledger) -> None:
-    """Rehearse the ranks that `folder/orders.json` lists, each in a process forked from this one.
+    """Rehearse the ranks listed in `folder/orders.json`, each in a fork of this process.
 
-    Those of one list run side by side, as many as there are cores; the next list begins when they are done.
+    The file has a list of lists. Ranks of one inner list run in parallel, at most one per core. The next list starts
+    when they are done.
     """
     for together in json.loads((folder / "orders.json").read_text()):
         under_way: set[int] = set()
@@ -46,27 +47,27 @@ def rehearse_orders(folder: Path, ledger: Ledger) -> None:
 
 
 def leave(work: Callable[[], None]) -> NoReturn:
-    """Do a forked process' work, and end it without what its parent has to do at its end."""
+    """Run `work` in a forked process and end the process, without running the parent's exit handlers."""
     code = 1
     try:
         work()
         code = 0
     finally:
         if code:
-            traceback.print_exc()  # of the error under way, which ends here
+            traceback.print_exc()  # the current error does not propagate further
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 def prepare(memory_bytes: int) -> Ledger:
-    """Give this process its device and import what a rank needs, once for all; return the empty ledger of each."""
+    """Set up the fake device and import what a rank needs, before forking. Return the empty ledger for each fork."""
     ledger = Ledger()
     stand_in_for_device(ledger, memory_bytes=memory_bytes)
     install()
-    # In front of megatron.core's first import: its modules take the name over.
+    # Before megatron.core's first import, because its modules import the name `jit_fuser`.
     upstream.FIXES["megatron.core.jit"] = upstream.Fix(lambda module: setattr(module, "jit_fuser", ledger.compiled))
-    platform.prepare()  # which asks whether CUDA is there
+    platform.prepare()  # checks whether CUDA is available
     import megatron_rl.tools.rehearsal.layer_kernels
     import megatron_rl.tools.rehearsal.step  # noqa: F401
 
@@ -74,9 +75,10 @@ def prepare(memory_bytes: int) -> Ledger:
 
 
 def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
-    """Rehearse one rank in this process, which is used for nothing else; what came out is left in `place`.
+    """Rehearse one rank in this process, which must not be used for anything else. Write the results to `place`.
 
-    found.json: as Ledger has it; said.pickle: what the rank told others; fault.txt: the error that ended it.
+    found.json: the ledger's content. said.pickle: Python objects that the rank sent to others. fault.txt: the error
+    that ended it. output.txt: its stdout and stderr.
     """
     from megatron_rl.tools.rehearsal.layer_kernels import kernels_of_layers
     from megatron_rl.tools.rehearsal.step import rehearse_step
@@ -98,9 +100,9 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
         with FakeCuda(ledger):
             config = config_of(order, ledger)
             with rehearse_step(config, ledger, order.get("lengths", ())) as run:
-                found = as_dict(ledger)  # before the layers by themselves, which are no part of a step
+                found = as_dict(ledger)  # before single layers are run, which are not a part of the step
                 found["kernels_of_layers"] = kernels_of_layers(run.engine, run.packed, ledger)
-    except Exception as error:  # whatever it is: it would end the rank on its cluster too
+    except Exception as error:  # any error would end the rank on its cluster, too
         text = " ".join(str(error).split())[:600]
         (place / "fault.txt").write_text(f"{type(error).__name__} at {innermost(error)}: {text}")
         raise
@@ -109,7 +111,7 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
 
 
 def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
-    """Return an order's config without kernels that cannot be rehearsed, of which the ledger has a line."""
+    """Return an order's config, with kernels that cannot be rehearsed replaced. The ledger notes the replacement."""
     config = load_config(order["config"], order["overrides"])
     if config.model.delta_kernel == "torch":
         return config
@@ -118,7 +120,7 @@ def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
 
 
 def innermost(error: Exception) -> str:
-    """Return the innermost line of this package or of megatron.core that the error came through."""
+    """Return the innermost line of this package or of megatron.core in the error's traceback."""
     places = [shown(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return next((place for place in reversed(places) if place), "elsewhere")
 

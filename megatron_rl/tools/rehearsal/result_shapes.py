@@ -1,8 +1,8 @@
-"""What operations give on a device without memory: worked out by torch's FakeTensorMode once for arguments alike.
+"""Computes the results of operations on a device without memory, with a cache over torch's FakeTensorMode.
 
-FakeTensorMode takes a tenth of a millisecond or more for an operation, and layers and microbatches repeat theirs. So
-sizes, strides, dtypes and devices of what is made are kept by the operation and by those of its arguments. Views are
-made by the meta device's own kernels.
+FakeTensorMode takes 0.1 ms or more per operation, and layers and microbatches repeat the same operations. So shapes,
+strides, dtypes and devices of results are cached, by operation and by those of its arguments. Views are made by the
+meta device's kernels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map
 from megatron_rl.tools.rehearsal.operations import Operation, operation, tensors_in
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Arguments by whose values results are remembered; an operation on anything else is worked out anew."""
+"""Types of arguments that can be part of a cache key. Operations with other arguments are not cached."""
 
 
 class Form(NamedTuple):
-    """All of a new tensor but its values."""
+    """All properties of a new tensor except its values."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 
 class ResultShapes:
-    """Runs operations on tensors without memory. Those of the host among their arguments are taken for such."""
+    """Runs operations on tensors without memory. Host tensors among the arguments are treated as such, too."""
 
     def __init__(self) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -44,9 +44,9 @@ class ResultShapes:
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, func, args, kwargs) -> Any:
-        """Return what the operation gives, and the caller's own tensor where that is what it writes to.
+        """Return an operation's results. For an in-place operation, return the caller's own tensor.
 
-        The errors are FakeTensorMode's: devices that do not meet, and shapes that depend on values.
+        Raises FakeTensorMode's errors for arguments on different devices, and for shapes that depend on values.
         """
         op = operation(func)
         try:
@@ -81,7 +81,7 @@ class ResultShapes:
         return made
 
     def view(self, func, args, kwargs) -> Any:
-        """Return what an operation gives that only views its first argument, a tensor without memory."""
+        """Return the result of an operation that only views its first argument, a tensor without memory."""
         device = args[0].fake_device
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             self.fake.in_kernel_invocation = True
@@ -99,7 +99,7 @@ class ResultShapes:
         return self._wrapped(made, form.device)
 
     def _wrapped(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """FakeTensor(self.fake, meta, device), in an eighth of the time."""
+        """Return FakeTensor(self.fake, meta, device) in an eighth of the time."""
         attributes = self._attributes.get(device)
         if attributes is None:
             made = FakeTensor(self.fake, meta, device)
@@ -111,14 +111,14 @@ class ResultShapes:
         return made
 
     def entered(self, value: Any) -> Any:
-        """A tensor of the host as FakeTensorMode takes it."""
+        """Convert a host tensor to a FakeTensor; return other values unchanged."""
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             return self.fake.from_tensor(value, static_shapes=True)
         return value
 
 
 def _are_new(tensors: Iterable[Any], given: list[Tensor]) -> bool:
-    """Return True where each is all of a storage of its own."""
+    """Return True if each tensor covers a storage that no other result and no argument (`given`) uses."""
     seen = {tensor.untyped_storage()._cdata for tensor in given}
     for tensor in tensors:
         if not isinstance(tensor, FakeTensor) or tensor.storage_offset():
@@ -132,7 +132,7 @@ def _are_new(tensors: Iterable[Any], given: list[Tensor]) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """Return what the forms of an operation's results depend on; TypeError where that is not known."""
+    """Return an argument's cache key. Raises TypeError for types outside of PLAIN."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -141,4 +141,4 @@ def _key(value: Any) -> Any:
         return tuple([(name, _key(part)) for name, part in value.items()])
     if not isinstance(value, PLAIN):
         raise TypeError(f"{type(value)}: not remembered")
-    return type(value), value  # 1, 1.0 and True are equal, and give different dtypes
+    return type(value), value  # 1, 1.0 and True are equal, but result in different dtypes

@@ -1,4 +1,4 @@
-"""Bytes that a rehearsed rank sends to others, and the time that the stated speeds of links give for them."""
+"""Computes the bytes that a rehearsed rank sends to others, and their transfer times at nominal link speeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.tools.rehearsal.rehearsal import World
 
 
 def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
-    """Return the calls by phase, kind and group: their number, bytes on the wire and the time that the link gives."""
+    """Return the collectives grouped by phase, kind and group: number of calls, bytes on the wire, transfer time."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for call, name, ranks, link, nbytes in _calls(found, world):
         key = (call["phase"], call["kind"], call["group"])
@@ -26,10 +26,10 @@ def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
 
 
 def exposed(found: dict[str, Any], world: World) -> dict[str, dict[str, Any]]:
-    """Return by kind, group and line the collectives of an update that nothing overlaps.
+    """Return the collectives of an update that do not overlap with computation, by kind, group and code line.
 
-    They are those that are called synchronously: their stream computes nothing meanwhile. Of each line: calls, bytes on
-    the wire, and the seconds that the link gives.
+    These are the synchronous calls, because their stream computes nothing meanwhile. Each entry has the number of
+    calls, bytes on the wire, and transfer seconds.
     """
     rows: dict[str, dict[str, Any]] = {}
     for call, name, _, link, nbytes in _calls(found, world):
@@ -44,9 +44,9 @@ def exposed(found: dict[str, Any], world: World) -> dict[str, dict[str, Any]]:
 
 
 def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring of them, or that the first one gathers or receives.
+    """Return the bytes that each rank sends in a ring collective, or that the root of a gather receives.
 
-    nbytes: of the whole tensor.
+    nbytes: size of the whole tensor. Messages and broadcasts count in full.
     """
     share = (ranks - 1) / ranks
     if kind.startswith("allreduce"):
@@ -57,7 +57,7 @@ def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
 
 
 def _calls(found: dict[str, Any], world: World) -> Iterator[tuple[dict[str, Any], str, int, str, float]]:
-    """Each call on the device with others: (the call, its group's name, ranks and link, bytes on the wire)."""
+    """Yield each call on the device in a group of several ranks: (call, group name, ranks, link, bytes on the wire)."""
     for call in found["collectives"]:
         name, ranks = found["groups"][call["group"]]
         if len(ranks) > 1 and call["on_device"]:

@@ -1,6 +1,6 @@
-"""Stand-ins for torch.cuda, the process groups and a model's files during a rehearsal.
+"""Stand-ins for torch.cuda, process groups and a model's files during a rehearsal.
 
-Installed once in a process, which is used for nothing else.
+They are installed once in a process, which must not be used for anything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.tools.rehearsal.device_memory import NotedBackwards
 
 
 class _Stream:
-    """A stream or event: nothing is ever under way."""
+    """A stream or event on which all work is always finished."""
 
     device = torch.device("cuda")
     cuda_stream = 0
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class _Runtime:
-    """CUDA's runtime, of which memory is pinned."""
+    """The part of the CUDA runtime that pins host memory."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -67,7 +67,10 @@ class _Runtime:
 
 
 def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
-    """Replace what of torch.cuda asks a driver. The device is that of LOCAL_RANK, which may be told later."""
+    """Replace the functions of torch.cuda that need a driver.
+
+    The current device is LOCAL_RANK, which may be set later. memory_bytes: memory of the device.
+    """
     cuda = torch.cuda
 
     class Properties:
@@ -77,7 +80,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     def waits(what: str) -> Callable[..., None]:
         return lambda *_, **__: ledger.note_sync(what)
 
-    def ignore() -> Callable[..., None]:  # one object each: torch.compile refuses the same one under two names
+    def ignore() -> Callable[..., None]:  # a new object each time: torch.compile rejects the same one under two names
         return lambda *_, **__: None
 
     _Stream.synchronize = waits("a stream waited for")  # type: ignore[attr-defined]
@@ -117,17 +120,17 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     make = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Read numbers of the device one by one, as torch.tensor does, which fake tensors do not see."""
+        """Read device values one by one, as torch.tensor does. FakeTensors would not notice its reads."""
         if isinstance(data, list | tuple):
             data = tree_map(lambda item: item.item() if isinstance(item, FakeTensor) else item, data)
         return make(data, *args, **kwargs)
 
     torch.tensor = tensor  # type: ignore[assignment]
-    # One copy to the host, and not a number at a time.
+    # One copy to the host instead of one read per element.
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and copied
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") creates on the host, then copies
     torch.autograd.Variable._execution_engine = NotedBackwards(torch.autograd.Variable._execution_engine, ledger.memory)
-    torch.autograd.set_multithreading_enabled(False)  # the backward runs in this thread, whose lines are known
+    torch.autograd.set_multithreading_enabled(False)  # run backward in this thread, whose code lines are known
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     resize = torch.UntypedStorage.resize_
 
@@ -139,7 +142,10 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
 
 
 def _apply(self: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """Module.to and its like. torch's own swaps the insides of a parameter, which a tensor without memory refuses."""
+    """Replace nn.Module._apply, which Module.to and others use.
+
+    torch's version swaps a parameter's data in place, which tensors without memory do not support.
+    """
     for child in self.children() if recurse else ():
         child._apply(change)
     with torch.no_grad():
@@ -155,7 +161,7 @@ def _apply(self: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: b
 
 
 def stand_in_for_world(ledger: Ledger, *, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
-    """Make this process rank `rank` of a world without others; groups are noted as the code asks for them."""
+    """Make this process rank `rank` of a world without other processes. The ledger records the groups it creates."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -164,7 +170,7 @@ def stand_in_for_world(ledger: Ledger, *, rank: int, world_size: int, local_rank
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
-    torch._C._accelerator_setDeviceIndex(local_rank)  # what "cuda" without a number is
+    torch._C._accelerator_setDeviceIndex(local_rank)  # the device that "cuda" without an index means
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     new_group, all_reduce = dist.new_group, dist.all_reduce
 
@@ -182,12 +188,16 @@ def stand_in_for_world(ledger: Ledger, *, rank: int, world_size: int, local_rank
 
 
 class Objects:
-    """Python objects that ranks tell each other. A rank hears what those said that were rehearsed before it."""
+    """The exchange of Python objects between ranks. Installs itself in torch.distributed.
+
+    A rank receives what previously rehearsed ranks sent (`heard`). Any other rank is assumed to send the same as this
+    one.
+    """
 
     def __init__(self, ledger: Ledger, heard: list[dict[Any, Any]]) -> None:
         self.ledger, self.heard = ledger, heard
         self.said: dict[Any, Any] = {}
-        """By (ranks of the group, number of the call in it, this rank)."""
+        """Objects that this rank sent: {((ranks of the group, number of the call in it), this rank): object}."""
         self._calls: collections.Counter[tuple[int, ...]] = collections.Counter()
         dist.all_gather_object = self._all_gather
         dist.broadcast_object_list = self._broadcast
@@ -218,18 +228,18 @@ class Objects:
         if device is not None and torch.device(device).type == "cuda":
             self.ledger.note_sync("objects sent by way of the device")
         if source == dist.get_rank():
-            self.said[call, source] = copy.deepcopy(objects)  # which the caller may change
+            self.said[call, source] = copy.deepcopy(objects)  # the caller may modify them later
         else:
             objects[:] = self._hear(call, source, objects)
 
 
 class NoWeights:
-    """Takes the place of HFFolder and RandomWeights: tensors of the right shapes without memory, all zeros."""
+    """A replacement for HFFolder and RandomWeights: all weights are zeros, expanded without memory."""
 
     def __init__(self, *args: Any, **_: object) -> None:
         (self.shapes,) = (argument for argument in args if isinstance(argument, dict))
         self.file_of: dict[str, str] = {}
-        """Empty: the folder holds no tensor that the model does not ask for."""
+        """Empty: there are no tensors in addition to those that the model needs."""
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = list(self.shapes[name])

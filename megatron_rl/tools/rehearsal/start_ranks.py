@@ -1,4 +1,4 @@
-"""The program of a rehearsal's ranks: it loads the shim, which must come before torch, and then everything else."""
+"""The program that runs a rehearsal's ranks. It loads the shim before torch, and then everything else."""
 
 import ctypes
 import sys

@@ -1,4 +1,4 @@
-"""A step of RL without servers, prompts and weights: the parts of RLRun, in the order of its loop."""
+"""Rehearses one RL step without servers, prompts and weights: calls the parts of RLRun in the order of its loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_rl.weights.update_group import TensorSpec
 
 
 class RehearsedRun(RLRun):
-    """An RL run of engines alone."""
+    """An RL run with engines only, without servers and rollouts."""
 
     packed: PackedRows
     """The rows of the policy's last microbatch."""
@@ -42,30 +42,30 @@ class RehearsedRun(RLRun):
         self.devices = DeviceSharing(self.config, self.groups, self.timers, None, None)
         self._build_models([], None)
         for engine in self.trained.values():
-            start_adam(engine.optimizer)  # the step is one of many: the first would meet an optimizer without moments
+            start_adam(engine.optimizer)  # rehearse a later step: before the first one, an optimizer has no moments
 
     @property
     def engines(self) -> list[MegatronEngine]:
         """All models of this rank."""
-        # A reference below adapters is the policy's own model.
+        # With adapters, the reference is the policy's own model.
         others = [engine for engine in (self.reference, self.reward_model) if isinstance(engine, MegatronEngine)]
         others += self.teachers.own_engines.values()
         return [*self.trained.values(), *others]
 
     def say(self, text: str) -> None:
-        """Keep it: nobody reads what one of a thousand ranks says."""
+        """Discard the text. Nobody reads the output of one rank among a thousand."""
 
 
 @contextlib.contextmanager
 def rehearse_step(
     config: TrainConfig, ledger: Ledger, lengths: Sequence[tuple[int, int]] = ()
 ) -> Iterator[RehearsedRun]:
-    """Run one step of this rank and tell the ledger of it; within the context its engines are still there.
+    """Run one step of this rank and record it in the ledger. The engines exist until the context ends.
 
-    lengths: of trajectories, as of made_batch.
+    lengths: as in made_batch.
     """
     mapping.HFFolder = mapping.RandomWeights = NoWeights
-    # A storage without memory says that it is on torch's device for such.
+    # A storage without memory reports the device `meta`.
     offload._bytes_of = lambda storage: torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
     config = replace(config, batch=replace(config.batch, updates_per_step=1))
     count_for_all_replicas()
@@ -117,9 +117,9 @@ def rehearse_step(
 
 
 def bytes_to_write(state: dict[str, Any], groups: ParallelGroups, is_distributed: bool) -> float:
-    """Return the bytes of a checkpoint that this rank writes, of which it makes a copy on the host.
+    """Return the bytes of a checkpoint that this rank copies to the host and writes.
 
-    Replicas share the writing, and those of a distributed optimizer have parts of their own.
+    Replicas share the writing. With a distributed optimizer, each replica writes its own shard of the optimizer state.
     """
     total = 0.0
     for part in nested_values(state):
@@ -131,13 +131,16 @@ def bytes_to_write(state: dict[str, Any], groups: ParallelGroups, is_distributed
 
 
 def host_gradients(engine: MegatronEngine) -> Iterator[Tensor]:
-    """Yield what an optimizer on the CPU copies the gradients of its parameters to."""
+    """Yield the host tensors to which a CPU optimizer copies gradients."""
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         yield from getattr(part.optimizer, "cpu_copy_map_grad", {}).values()
 
 
 def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
-    """Let the ledger know which part of a step repeats with every microbatch, and the run keep the update's last."""
+    """Make the ledger know which part of a step repeats with every microbatch.
+
+    Also stores the rows of the update's last microbatch in run.packed.
+    """
     pack, finalize, run_all = schedule.own_rows, schedule.finalize_model_grads, schedule.run
 
     def noted_pack(*args: Any, **options: Any) -> Any:
@@ -163,7 +166,8 @@ def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
 
 @dataclass(kw_only=True)
 class RehearsedBatch(StepBatch):
-    """A step's trajectories on a rank that hears nobody: it has all tokens, and knows by them what others would say."""
+    """A step's trajectories on a rank without peers. It has the tokens of all ranks and derives from them what the
+    others would send."""
 
     whole: TrajectoryBatch
 
@@ -195,7 +199,8 @@ class RehearsedBatch(StepBatch):
     def _noted(
         self, own: list[TrajectoryBatch], parts_of: Callable[[StepBatch], list[TrajectoryBatch]]
     ) -> list[TrajectoryBatch]:
-        """Note what the other ranks have at the times at which this one has its own parts."""
+        """Record for each of this rank's parts, in SHARES_OF_ALL, the parts of all ranks that are computed at the same
+        time. Return this rank's parts."""
         groups = self.plan.groups
         for rank in range(groups.data.size):
             of_rank = replace(groups, data=replace(groups.data, rank=rank))
@@ -206,20 +211,21 @@ class RehearsedBatch(StepBatch):
 
 
 def rehearsed_batch(whole: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool) -> RehearsedBatch:
-    """Share a step of one update out to the ranks of a layout."""
+    """Distribute a step with one update over the ranks of a layout."""
     begin = packing.beginnings(whole) if share_prompts else None
     options: dict[str, Any] = {"updates": 1, "seed": 0, "begin": begin}
     return RehearsedBatch.shared_out(whole, exchange.plan_step(whole.sequences, whole.lengths, groups, **options))
 
 
 SHARES_OF_ALL: dict[int, list[TrajectoryBatch]] = {}
-"""By the identity of a share's columns: that share, and those of all ranks that are computed at the same time."""
+"""{id of a share's `sequences`: [that share, then every rank's share that is computed at the same time]}."""
 
 
 def count_for_all_replicas() -> None:
-    """Make ranks agree on the number of microbatches: each works out what every data-parallel rank's share takes.
+    """Make a rank compute the number of microbatches that it would agree on with all other ranks.
 
-    On a cluster they tell each other, and a rehearsed rank hears nobody's numbers.
+    On a cluster, ranks exchange their numbers. A rehearsed rank instead computes the number of every data-parallel
+    rank's share, and takes the maximum.
     """
     least = exchange.least_alone
 
@@ -233,7 +239,7 @@ def count_for_all_replicas() -> None:
 
 
 class NoServers:
-    """Rollout servers of which nobody asks anything."""
+    """Rollout servers that receive no requests."""
 
     server_ranks: ClassVar[dict[str, int]] = {}
 
@@ -242,7 +248,10 @@ class NoServers:
 
 
 class BucketsAlone(WeightPublisher):
-    """Gathers and fills buckets as for servers over a process group, and keeps the two that would be under way."""
+    """A publisher that gathers weights and fills buckets, but sends nothing.
+
+    It keeps two buckets alive, as many as would be in flight.
+    """
 
     def __init__(self, receiver: Any, ledger: Ledger, bucket_bytes: int, specs: Sequence[TensorSpec]) -> None:
         super().__init__(receiver)
@@ -258,9 +267,12 @@ class BucketsAlone(WeightPublisher):
 def made_batch(
     config: TrainConfig, replicas: int, vocab: int, lengths: Sequence[tuple[int, int]] = ()
 ) -> TrajectoryBatch:
-    """Draw a step's trajectories: enough for two microbatches of each replica, and for as many as are under way at one
-    time in a pipeline. A group's prompt and its replies are those of lines of `lengths`, as read_lengths gives them;
-    without any they are as long as the config lets them be."""
+    """Draw a step's trajectories, enough for each replica's microbatches: two, or one per pipeline stage if more.
+
+    lengths: as returned by read_lengths. A group's prompt and reply lengths are drawn from them. Without them, prompts
+    have data.max_prompt_tokens (512 if that is 0), and replies a random length from a quarter of
+    generation.max_new_tokens up to all of it.
+    """
     samples = config.generation.n_samples
     generator = torch.Generator().manual_seed(1)
     wanted = config.batch.tokens_per_microbatch * max(2, config.parallel.pipeline) * replicas
@@ -269,7 +281,7 @@ def made_batch(
     rows = 0
     while rows < wanted * 0.9:
         prompt, of_group = drawn_group(config, lengths, generator)
-        rows += sum(of_group) + prompt * (1 if config.batch.share_prompts else samples)  # shared ones are computed once
+        rows += sum(of_group) + prompt * (1 if config.batch.share_prompts else samples)  # a shared prompt counts once
         prompts += [prompt] * samples
         replies += of_group
     sizes = torch.tensor(prompts) + torch.tensor(replies)
@@ -279,7 +291,7 @@ def made_batch(
     is_reply = position >= torch.repeat_interleave(torch.tensor(prompts), sizes)
     group = torch.arange(len(sizes)) // samples
     sample = torch.arange(len(sizes)) % samples
-    # A group's prompt is one, and its replies differ from their first token on.
+    # All prompts of a group are equal, and its replies differ from their first token on.
     of_sequence = torch.where(is_reply, *(torch.repeat_interleave(number, sizes) for number in (sample, group)))
     ids = (position + of_sequence) % vocab
     tokens: dict[str, Tensor] = {
@@ -299,7 +311,7 @@ def made_batch(
 def drawn_group(
     config: TrainConfig, lengths: Sequence[tuple[int, int]], generator: torch.Generator
 ) -> tuple[int, list[int]]:
-    """Return the tokens of one prompt, and of each of its replies."""
+    """Return the number of tokens of one prompt, and of each of its replies."""
     samples, most = config.generation.n_samples, config.generation.max_new_tokens
     drawn = torch.randint(most // 4, most + 1, (samples,), generator=generator).tolist()
     if not lengths:

@@ -1,7 +1,8 @@
-"""Transformer Engine's FusedAdam: what it keeps, and where.
+"""A stand-in for Transformer Engine's FusedAdam that keeps the same state in the same places.
 
-The number of updates is in the parameter group, from the first update on, and an option of its own is there too. Beside
-a parameter are moments, and a main weight with `master_weights`. Loading another name is a KeyError.
+The step count is in the parameter group from the first update on; so is the additional option `bias_correction`. A
+parameter's state has two moments and, with `master_weights`, a main weight. Loading a state with another name raises
+KeyError.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_rl.tools.rehearsal.te_kernels import adam_
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW over lists of tensors, its state in float32, bfloat16 or float16 with a scale for each tensor."""
+    """AdamW over lists of tensors. States are float32, bfloat16, or float16 with one scale per tensor."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class FusedAdam(torch.optim.Optimizer):
         return made
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """Return a state in float32: itself where it is that, else a copy."""
+        """Return a state in float32: the state itself if it is float32, otherwise a copy."""
         state = self.state[param][state_name]
         assert state.dtype is self.dtypes[state_name]
         unscaled = state.float()
@@ -87,7 +88,7 @@ class FusedAdam(torch.optim.Optimizer):
         state.copy_(unscaled.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in float32, whatever it is kept in."""
+        """Return the state dict with all states in float32."""
         found = super().state_dict()
         for number, parameter in self._numbered(found):
             state = found["state"].get(number, {})

@@ -1,6 +1,7 @@
-"""Functions of Transformer Engine for autograd: each keeps for its backward what Transformer Engine's keeps.
+"""Stand-ins for Transformer Engine's autograd functions that match its memory use.
 
-Memory is the point: what is saved, what is gathered again in backward, what is freed early. Kernels are te_kernels'.
+Each saves for backward what the original saves, gathers the same tensors again in backward, and frees the same ones
+early. The kernels are in te_kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _unused: dict[Any, Tensor] = {}
 
 
 def unused_gradient(weight: Tensor) -> Tensor:
-    """Return what autograd gets where a gradient has been added to `main_grad`: one tensor for all of a shape."""
+    """Return the dummy gradient for autograd when the real one was added to `main_grad`.
+
+    All weights of a shape, dtype and device share it.
+    """
     key = weight.shape, weight.dtype, weight.device
     if key not in _unused:
         _unused[key] = torch.empty_like(weight, requires_grad=False)
@@ -43,16 +47,16 @@ def unused_gradient(weight: Tensor) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """A product of `[..., H]` rows and a matrix, with a norm before it where there is a weight of one.
+    """A product of `[..., H]` rows and a matrix, preceded by an RMSNorm if `norm_weight` is given.
 
-    It keeps this rank's rows, before and behind the norm, and the norm's factors. Under sequence parallelism backward
+    It keeps this rank's rows before and after the norm, and the norm's factors. Under sequence parallelism, backward
     gathers the normed rows again.
     """
 
     @staticmethod
     def forward(ctx, x, norm_weight, weight, bias, module) -> Tensor:
         ctx.module, ctx.shape, ctx.has_norm = module, x.shape, norm_weight is not None
-        ctx.weight = weight  # itself: a saved one may come back as another object, without main_grad
+        ctx.weight = weight  # not by save_for_backward, which may return another object, without main_grad
         rows = normed = x.reshape(-1, x.shape[-1]).to(weight.dtype)
         kept: tuple[Tensor, ...] = ()
         if ctx.has_norm:
@@ -93,14 +97,14 @@ class LinearFunction(torch.autograd.Function):
         of_bias = gradient.sum(0) if ctx.needs_input_grad[3] else None
         of_norm = None
         if ctx.has_norm:
-            normed.untyped_storage().resize_(0)  # nobody else has them
+            normed.untyped_storage().resize_(0)  # nothing else uses the normed rows
             rows, factor, norm_weight = kept
             of_x, of_norm = kernels.rms_norm_backward(of_x, rows, factor, norm_weight, module.zero_centered_gamma)
         return of_x.view(ctx.shape), of_norm, of_weight, of_bias, None
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """A product of each part of `[rows, H]` with its own matrix. It keeps the rows."""
+    """A product of each split of `[rows, H]` with a separate matrix. It keeps the rows."""
 
     @staticmethod
     def forward(ctx, x, splits, module, *weights) -> Tensor:
@@ -127,7 +131,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """A norm over the last dimension. It keeps the rows and the factor of each."""
+    """RMSNorm over the last dimension. It keeps the rows and one factor per row."""
 
     @staticmethod
     def forward(ctx, x, weight, eps, zero_centered) -> Tensor:
@@ -146,7 +150,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class RotaryFunction(torch.autograd.Function):
-    """A rotation by angles, which it keeps."""
+    """A rotary embedding by the given angles. It keeps the angles."""
 
     @staticmethod
     def forward(ctx, x, angles) -> Tensor:
@@ -176,12 +180,12 @@ def apply_rotary_pos_emb(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Attention over packed rows. It keeps queries, keys, values, its result and the statistics of the softmax."""
+    """Attention over packed rows. It keeps queries, keys, values, its result and the softmax statistics."""
 
     @staticmethod
     def forward(ctx, query, key, value, query_cu, key_cu) -> Tensor:
         is_one = key.untyped_storage()._cdata == value.untyped_storage()._cdata and key.stride() == value.stride()
-        if not is_one:  # keys and values side by side are read where they are
+        if not is_one:  # keys and values interleaved in one tensor are read in place
             query, key, value = (x.contiguous() for x in (query, key, value))
         out, *kept = kernels.attention(query, key, value, query_cu, key_cu)
         ctx.save_for_backward(query, key, value, out, *kept, query_cu, key_cu)
@@ -196,7 +200,7 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class PermuteFunction(torch.autograd.Function):
-    """Tokens put in their experts' order. It keeps the map, and its last result is that."""
+    """Permutation of tokens into the order of their experts. It keeps the map and returns it as last result."""
 
     @staticmethod
     def forward(ctx, x, probs, routes, rows):
@@ -215,7 +219,7 @@ class PermuteFunction(torch.autograd.Function):
 
 
 class UnpermuteFunction(torch.autograd.Function):
-    """Tokens put back from their experts' order. It keeps the map."""
+    """Permutation of tokens from the order of their experts back to the original order. It keeps the map."""
 
     @staticmethod
     def forward(ctx, x, places, tokens):
@@ -229,7 +233,7 @@ class UnpermuteFunction(torch.autograd.Function):
 
 
 class SortFunction(torch.autograd.Function):
-    """Parts of the rows in another order. It keeps the rows' former places."""
+    """Reordering of chunks of rows. It keeps the rows' former positions."""
 
     @staticmethod
     def forward(ctx, x, probs, sizes, order):
@@ -273,7 +277,7 @@ def moe_sort_chunks_by_index_with_probs(inp, probs, split_sizes, sorted_index):
     return SortFunction.apply(inp, probs, split_sizes, sorted_index)
 
 
-# -- lists of tensors, and a product by itself -------------------------------------------------------------------------
+# -- lists of tensors, and a single product ----------------------------------------------------------------------------
 
 
 def multi_tensor_applier(op, noop_flag: Tensor, tensor_lists: list[list[Tensor]], *args: Any):
@@ -289,6 +293,6 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists, scale: 
 
 
 def general_gemm(A, B, workspace, out_dtype=None, *, accumulate=False, layout="TN", out=None, bias=None, **options):
-    """cuBLAS reads rows as columns: TN is B A^T, NN is B A and NT is B^T A."""
+    """Multiply matrices in cuBLAS's column-major layouts: TN is B A^T, NN is B A, and NT is B^T A."""
     assert out is None and not accumulate
     return kernels.product(B, A, layout[1] == "T", layout[0] == "T", out_dtype, bias), None, None, None

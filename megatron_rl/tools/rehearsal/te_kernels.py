@@ -1,7 +1,7 @@
-"""Kernels of Transformer Engine as operators of torch, `torch.ops.te_stand_in`.
+"""Stand-ins for Transformer Engine's kernels as torch operators, `torch.ops.te_stand_in`.
 
-On the host they compute in plain torch. On a device without memory each is one launch, or as many as LAUNCHES says,
-and allocates what the kernel returns.
+On the host they compute with plain torch. On a device without memory, each call counts as one launch, or as many as
+LAUNCHES says, and allocates the kernel's results.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "te_stand_in"
 LAUNCHES: dict[Any, Callable[..., int]] = {}
-"""Of an operator that is not one launch: their number by its arguments."""
+"""{operator that is not a single launch: function of its arguments that returns the number of launches}."""
 CHUNK, BLOCKS, TENSORS = 2048 * 32, 320, (110, 64, 48, 36, 30)
-"""Of a launch over lists of tensors: elements of a block, most blocks, and most tensors by the number of lists."""
+"""Limits of one launch over lists of tensors: elements per block, blocks, and tensors, the latter for 1 to 5 lists."""
 
 _ROWS = torch.contiguous_format
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _kernel(schema: str, *, without_memory: Callable, launches: Callable | None = None, flops: Callable | None = None):
-    """Make a function an operator; `without_memory` returns tensors like its results, `flops` takes shapes."""
+    """Decorate a host implementation as a torch operator.
+
+    without_memory: returns tensors like the results, given the arguments. launches: returns the number of launches.
+    flops: returns the FLOPs, given shapes instead of tensors.
+    """
 
     def define(compute: Callable | None) -> Any:
         name = schema.partition("(")[0]
@@ -62,7 +66,6 @@ def _product_flops(a, b, turns_a, turns_b, *_, **__) -> int:
     flops=_product_flops,
 )
 def product(a, b, turns_a, turns_b, dtype=None, bias=None):
-    """Multiply two matrices, of which either may be transposed."""
     a, b = (x.to(dtype or x.dtype) for x in (a, b))
     out = (a.t() if turns_a else a) @ (b.t() if turns_b else b)
     return out if bias is None else out + bias.to(out.dtype)
@@ -74,7 +77,7 @@ def product(a, b, turns_a, turns_b, dtype=None, bias=None):
     flops=lambda target, gradient, x, **_: 2 * gradient[0] * gradient[1] * x[1],
 )
 def add_product_(target, gradient, x):
-    """Add a matrix' gradient to what earlier microbatches gave."""
+    """Accumulate a matrix's gradient into `target`."""
     target.add_((gradient.t() @ x).to(target.dtype))
 
 
@@ -89,11 +92,11 @@ def _filled(x, matrices, splits, *_) -> int:
 @_kernel(
     "grouped_product(Tensor x, Tensor[] matrices, int[] splits, bool turns) -> Tensor",
     without_memory=lambda x, matrices, splits, turns: x.new_empty(x.shape[0], matrices[0].shape[0 if turns else 1]),
-    launches=_filled,  # cuBLAS takes one matrix at a time, on several streams
+    launches=_filled,  # one cuBLAS call per matrix, on several streams
     flops=_grouped_flops,
 )
 def grouped_product(x, matrices, splits, turns):
-    """Multiply each part of the rows by its own matrix."""
+    """Multiply each split of the rows by its matrix."""
     parts = zip(x.split(splits), matrices, strict=True)
     return torch.cat([rows @ (matrix.t() if turns else matrix) for rows, matrix in parts])
 
@@ -120,7 +123,7 @@ def grouped_gradients(gradient, x, splits):
     flops=lambda targets, gradient, x, splits, **_: 2 * x[0] * x[1] * gradient[1],
 )
 def add_grouped_gradients_(targets, gradient, x, splits):
-    """Add the gradient of each matrix to what earlier microbatches gave."""
+    """Accumulate the gradient of each matrix of a grouped product into `targets`."""
     for target, found in zip(targets, _gradients(gradient, x, splits), strict=True):
         target.add_(found.to(target.dtype))
 
@@ -133,7 +136,7 @@ def add_grouped_gradients_(targets, gradient, x, splits):
     without_memory=lambda x, weight, *_: (torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)),
 )
 def rms_norm(x, weight, eps, zero_centered):
-    """Return the normed rows, computed in float32 and rounded once, and what each was multiplied by."""
+    """Return the normed rows, computed in float32 and rounded once, and the float32 factor of each row."""
     normed = F.rms_norm(x.float(), weight.shape, weight.float() + zero_centered, eps)
     return normed.to(x.dtype), (x.float().square().mean(-1) + eps).rsqrt()
 
@@ -142,7 +145,7 @@ def rms_norm(x, weight, eps, zero_centered):
     "rms_norm_backward(Tensor gradient, Tensor x, Tensor factor, Tensor weight, bool zero_centered)"
     " -> (Tensor, Tensor)",
     without_memory=lambda gradient, x, factor, weight, _: (torch.empty_like(x), torch.empty_like(weight)),
-    launches=lambda *_: 2,  # the weight's gradient is summed up by a second one
+    launches=lambda *_: 2,  # a second kernel sums the weight's gradient
 )
 def rms_norm_backward(gradient, x, factor, weight, zero_centered):
     """Return the gradients of the rows and of the weight."""
@@ -157,7 +160,7 @@ def rms_norm_backward(gradient, x, factor, weight, zero_centered):
     without_memory=lambda x, angles, back: x.new_empty(x.shape),
 )
 def rotate(x, angles, back):
-    """Rotate `[s, b, heads, D]` by the angles `[s, 1, 1, <= D]` of its rows, or against them, in float32."""
+    """Rotate `[s, b, heads, D]` in float32 by the angles `[s, 1, 1, <= D]` of its rows. back: by their negatives."""
     rotated, rest = x[..., : angles.shape[-1]].float(), x[..., angles.shape[-1] :]
     low, high = rotated.chunk(2, dim=-1)
     sines = -angles.sin() if back else angles.sin()
@@ -165,15 +168,18 @@ def rotate(x, angles, back):
     return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
-# -- attention by cuDNN; on the host DotProductAttention computes by itself --------------------------------------------
+# -- attention by cuDNN; on the host DotProductAttention does not call these -------------------------------------------
 
 
 def _rows_of_statistics(tokens: int) -> int:
-    """Return the rows that cuDNN's plans are made for: a power of 2 from 1,024 on, from 32,768 on multiples of it."""
+    """Return the number of rows of cuDNN's execution plan for `tokens` rows.
+
+    It is the next power of 2, at least 1,024, and above 32,768 the next multiple of 32,768.
+    """
     return max(1024, 1 << (tokens - 1).bit_length()) if tokens <= 1 << 15 else -(-tokens >> 15) << 15
 
 
-# Zeros first, where rows may be padding; then lengths and offsets of the segments, and forward a random state.
+# Launches: zeros, because rows may be padding; then lengths and offsets of the segments; in forward a random state.
 attention = _kernel(
     "attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k) -> (Tensor, Tensor, Tensor)",
     without_memory=lambda query, key, value, *_: (
@@ -201,13 +207,13 @@ attention_backward = _kernel(
         (x if probs is None else probs).new_empty(0 if probs is None else rows),
         x.new_empty(routes.shape[0], 2 * routes.shape[1] + 1, dtype=torch.int32),
     ),
-    launches=lambda *_: 4,  # the map takes three
+    launches=lambda *_: 4,  # three of them make the map
 )
 def permute(x, probs, routes, rows):
-    """Put each token beside those of the same expert.
+    """Group tokens by expert.
 
-    Returns the tokens, their probabilities, and for each token a row of the map that the others take: here its place
-    at each expert, or -1.
+    Returns the tokens, their probabilities, and the map for the other kernels. The map has one row per token, which on
+    the host contains the token's position at each expert, or -1.
     """
     chosen = routes.bool().t()  # [experts, tokens]
     places = chosen.nonzero()[:, 1]
@@ -225,7 +231,7 @@ def permute(x, probs, routes, rows):
     ),
 )
 def unpermute(x, probs, places, tokens):
-    """Add the rows of each token up, and put their probabilities back."""
+    """Sum the rows of each token, and restore the original order of the probabilities."""
     places = places[:, : places.shape[1] // 2]
     token, expert = (places >= 0).nonzero().unbind(1)
     rows = places[token, expert]
@@ -240,7 +246,7 @@ def unpermute(x, probs, places, tokens):
     without_memory=lambda x, places, rows: x.new_empty(rows, x.shape[1]),
 )
 def permute_again(x, places, rows):
-    """Put tokens where `permute` did: the gradient of `unpermute`."""
+    """Put tokens into the order of `permute`. This is the backward of `unpermute`."""
     places = places[:, : places.shape[1] // 2]
     token, expert = (places >= 0).nonzero().unbind(1)
     return x.new_zeros(rows, x.shape[1]).index_copy(0, places[token, expert].long(), x.index_select(0, token))
@@ -253,10 +259,10 @@ def permute_again(x, places, rows):
         x.new_empty(0) if probs is None else probs.new_empty(probs.shape),
         x.new_empty(x.shape[0], dtype=torch.int32),
     ),
-    launches=lambda *_: 2,  # one makes the map
+    launches=lambda *_: 2,  # one of them makes the map
 )
 def sort_chunks(x, probs, sizes, order):
-    """Put parts of the rows into another order; returns also the rows' former places."""
+    """Reorder chunks of the rows; also return the rows' former positions."""
     chunks = torch.arange(x.shape[0], dtype=torch.int32).split(sizes.tolist())
     places = torch.cat([chunks[number] for number in order.tolist()])
     return x.index_select(0, places), x.new_empty(0) if probs is None else probs.index_select(0, places), places
@@ -270,7 +276,7 @@ def sort_chunks(x, probs, sizes, order):
     ),
 )
 def sort_chunks_back(x, probs, places):
-    """Put rows where they were before `sort_chunks`."""
+    """Undo `sort_chunks`."""
     places = places.long()
     back = torch.empty_like(places).index_copy(0, places, torch.arange(len(places)))
     return x.index_select(0, back), x.new_empty(0) if probs is None else probs.index_select(0, back)
@@ -280,7 +286,10 @@ def sort_chunks_back(x, probs, places):
 
 
 def launches_over(lists: int, tensors: list[Tensor]) -> int:
-    """Return the launches over so many lists of tensors like these: each takes some tensors and some blocks of them."""
+    """Return the number of launches of a multi-tensor kernel over `lists` lists of tensors with these sizes.
+
+    A launch takes a limited number of tensors and blocks (see CHUNK, BLOCKS, TENSORS).
+    """
     done = blocks = taken = 0
     for tensor in tensors:
         taken += 1
@@ -300,10 +309,10 @@ def launches_over(lists: int, tensors: list[Tensor]) -> int:
         tensors[0].new_empty(1, dtype=torch.float32),
         tensors[0].new_empty(len(tensors) if each else 0, dtype=torch.float32),
     ),
-    launches=lambda tensors, each: launches_over(1, tensors) + 2,  # a sum of blocks, which was set to zero before
+    launches=lambda tensors, each: launches_over(1, tensors) + 2,  # also zero the sums of blocks, and reduce them
 )
 def l2_norm(tensors, each):
-    """Return the norm of all, and that of each where it is wanted."""
+    """Return the norm of all tensors together, and with `each` also the norm of each tensor."""
     norms = torch.stack([tensor.float().norm() for tensor in tensors])
     return norms.norm()[None], norms if each else norms.new_empty(0)
 
@@ -314,7 +323,7 @@ def l2_norm(tensors, each):
     launches=lambda sources, *_: launches_over(2, sources),
 )
 def scale(sources, targets, factor):
-    """Write multiples of tensors into others, which may be the same."""
+    """Write `factor` times each source to its target, which may be the source itself."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source * factor)
 
@@ -326,7 +335,7 @@ def scale(sources, targets, factor):
     launches=lambda parameters, gradients, averages, squares, mains, *_: launches_over(4 + bool(mains), parameters),
 )
 def adam_(parameters, gradients, averages, squares, mains, lr, beta1, beta2, eps, step, weight_decay):
-    """Update parameters, or their main weights and they after these, by AdamW."""
+    """Update parameters by AdamW. If there are main weights, update those and copy them to the parameters."""
     updated = mains or parameters
     adamw(
         updated,

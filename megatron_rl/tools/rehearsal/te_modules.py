@@ -1,6 +1,7 @@
-"""Modules of Transformer Engine: parameters (names, shapes, dtypes, order), marks on them, extra states and arguments.
+"""Stand-ins for the modules of Transformer Engine 2.9, with the same parameters, extra states and arguments.
 
-They are those of Transformer Engine 2.9, compared with its own classes where its compiled parts are stubs.
+Parameters agree in names, shapes, dtypes, order and attributes. They were compared with Transformer Engine's own
+classes, with stubs for its compiled parts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _mark_split(parameter: Tensor, dim: int) -> None:
 
 
 class TransformerEngineBaseModule(nn.Module):
-    """Parameters with an initialisation of their own, and the state of a recipe: empty, as nothing is quantised."""
+    """Base class with an initialiser per parameter. The state of a quantisation recipe is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,10 @@ class TransformerEngineBaseModule(nn.Module):
         self._initialisers[name] = initialise or (lambda weight: nn.init.normal_(weight, std=0.023))
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Fill the parameters; those on the meta device wait for a call of this one, and have no marks until then."""
+        """Initialise the parameters and set their attributes.
+
+        Parameters on the meta device are deferred until this is called again, and have no attributes until then.
+        """
         if defer_init:
             return
         for name, parameter in list(self.named_parameters(recurse=False)):
@@ -47,7 +51,7 @@ class TransformerEngineBaseModule(nn.Module):
                 parameter = torch.empty_like(parameter, device=torch.cuda.current_device())
             with torch.no_grad():
                 self._initialisers[name](parameter)
-            setattr(self, name, nn.Parameter(parameter.detach()))  # a new one, without attributes of the old
+            setattr(self, name, nn.Parameter(parameter.detach()))  # a new parameter, without the old one's attributes
         self._mark()
 
     def _mark(self) -> None: ...
@@ -65,7 +69,7 @@ class TransformerEngineBaseModule(nn.Module):
 
 
 class Linear(TransformerEngineBaseModule):
-    """y = x A^T + b, cut over the tensor axis along the outputs (column), the inputs (row), or not."""
+    """y = x A^T + b, sharded over the tensor axis along the outputs (column), the inputs (row), or not at all."""
 
     def __init__(
         self,
@@ -122,11 +126,11 @@ class Linear(TransformerEngineBaseModule):
     def _add_bias(self, options: dict[str, Any]) -> None:
         if self.use_bias:
             self._add("bias", (self.out_features,), options, nn.init.zeros_)
-        else:  # an attribute, and no parameter
+        else:  # an attribute, not a parameter
             self.bias = torch.empty(0, dtype=options["params_dtype"], device=options["device"])
 
     def _mark(self) -> None:
-        _mark_split(self.weight, 1 if self.parallel_mode == "row" else 0)  # also where nothing is cut
+        _mark_split(self.weight, 1 if self.parallel_mode == "row" else 0)  # even if it is not sharded
         if self.use_bias and self.parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel
         elif self.use_bias and self.parallel_mode == "column":
@@ -141,7 +145,7 @@ class Linear(TransformerEngineBaseModule):
 
 
 class LayerNormLinear(Linear):
-    """A Linear with the norm before it: `layer_norm_weight`, and `layer_norm_bias` of a LayerNorm."""
+    """An RMSNorm followed by a Linear. `layer_norm_weight` is the norm's weight; `layer_norm_bias` is None."""
 
     def __init__(
         self,
@@ -194,12 +198,12 @@ class LayerNormLinear(Linear):
         nn.init.constant_(weight, float(not self.zero_centered_gamma))
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, fp8_output=False, fp8_grad=False):
-        # This rank's rows, as they come: the product gathers them behind the norm.
+        # x has this rank's rows only. The product gathers them after the norm.
         return self._linear(x, self.layer_norm_weight)
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Matrices `weight0`, `weight1`, ... on rows that lie one matrix's after the other's; no collectives."""
+    """Matrices `weight0`, `weight1`, ..., each applied to its split of the rows. There are no collectives."""
 
     def __init__(
         self,
@@ -247,7 +251,10 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 
 class RMSNorm(nn.Module):
-    """One of the fusible operations, with Megatron's mark. `hidden_size` and `params_dtype` are the old names."""
+    """Transformer Engine's RMSNorm operation, with Megatron's `sequence_parallel` attribute on its weight.
+
+    `hidden_size` and `params_dtype` are the old names of `normalized_shape` and `dtype`.
+    """
 
     def __init__(
         self,
@@ -290,9 +297,9 @@ class LayerNorm(nn.Module):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Attention over packed rows, by cuDNN on a device; the queries are the last of their segment's keys.
+    """Attention over packed rows, by cuDNN on a device and segment by segment on the host.
 
-    On the host one segment follows the other.
+    A segment's queries are the last ones of its keys.
     """
 
     def __init__(
@@ -340,7 +347,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         n, m, each = len(query), len(key), self.heads // self.groups
         key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
         scores = torch.einsum("nhd,mhd->hnm", query, key) * self.scale
-        behind = torch.arange(m - n, m)[:, None] - torch.arange(m)  # how far a key is before the query's own place
+        behind = torch.arange(m - n, m)[:, None] - torch.arange(m)  # distance from the key to the query's own position
         is_seen = (behind >= 0) & ((behind <= before) | (before < 0))
         return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), value)
 

@@ -1,29 +1,30 @@
-"""A stand-in for Transformer Engine 2.9, so that megatron.core builds and runs the layers of a cluster without it.
+"""A stand-in for Transformer Engine 2.9, so that megatron.core builds and runs a cluster's layers without it.
 
-What it stands in for, read off Transformer Engine's published sources at v2.9, in bfloat16 without quantisation:
+It models bfloat16 without quantisation, according to Transformer Engine's published sources at v2.9:
 
-- Linear and LayerNormLinear keep this rank's input, and behind a norm its output and the factor of each row. Under
-  sequence parallelism the product's input is gathered, not kept, and gathered again in backward. A bias is added by
-  the product.
-- GroupedLinear keeps its input, and is one product per expert with rows, on streams of their own.
-- RMSNorm is one kernel, and two in backward. It keeps its input and the factor of each row.
-- Attention is cuDNN's, as on GPUs from Hopper on. It keeps queries, keys, values, its result and four bytes for each
-  row and head. Keys and values that do not lie side by side are copied where they are not dense. It is one kernel, and
-  two in backward; zeros, lengths, offsets and a random state are four launches more, and five.
-- Rotation is one kernel and keeps the angles. Tokens are permuted by four kernels (three make the map, which is kept:
-  int32, twice the experts and one for each token), put back by one, and chunks of them sorted by two.
-- Adam, the gradients' norm and their scaling are a launch for every 320 blocks of 65,536 elements or 30 to 110 tensors.
-  Moments of 16 bits are unpacked to float32 for the whole step.
-- With `fuse_wgrad_accumulation` products add to `main_grad`.
-- `multi_tensor_scale_tensor` came with 2.14. megatron.core imports it together with the fused norm from 0.17 on, and
-  without it reads the norm of each tensor by itself. Nobody calls it here: the engine reads the norm before it clips.
+- Linear and LayerNormLinear keep this rank's input. LayerNormLinear also keeps the norm's output and one factor per
+  row. Under sequence parallelism, the gathered input of the matrix product is not kept, but gathered again in backward.
+  The product adds the bias.
+- GroupedLinear keeps its input. It is one product per expert that has rows, on separate streams.
+- RMSNorm is one kernel, two in backward. It keeps its input and one factor per row.
+- Attention is cuDNN's, as on GPUs from Hopper on. It keeps queries, keys, values, its result and four bytes per row and
+  head. Non-contiguous keys and values are copied unless they are interleaved in one tensor. It is one kernel, two in
+  backward. Zeros, lengths, offsets and a random state take four more launches, five in backward.
+- Rotation is one kernel and keeps the angles. Permuting tokens takes four kernels, three of them for the map, which is
+  kept: per token, int32 entries of twice the experts plus one. Unpermuting takes one, sorting chunks of tokens two.
+- Adam, the gradient norm and gradient scaling take a launch per 320 blocks of 65,536 elements or per 30 to 110 tensors.
+  16-bit moments are unpacked to float32 for the whole step.
+- With `fuse_wgrad_accumulation`, products accumulate into `main_grad`.
+- `multi_tensor_scale_tensor` exists from 2.14 on. megatron.core imports it together with the fused norm from 0.17 on;
+  without it, it reads the norm of each tensor separately. It is never called here, because the engine reads the norm
+  before it clips.
 
-Left out: the 32 MiB that cuBLAS works in, for each of up to 5 streams, what cuDNN works in, and a bias' gradient
-as a part of the product. What is not stood in for raises ImportError, NotImplementedError or AssertionError:
-quantisation, LayerNorm, cross entropy, overlapped communication, biases of experts. On the host all of it computes with
-plain torch.
+Not modelled: cuBLAS's workspaces (32 MiB for each of up to 5 streams), cuDNN's workspace, and the fusion of a bias
+gradient into the product. Not supported, so that ImportError, NotImplementedError or AssertionError is raised:
+quantisation, LayerNorm, cross entropy, overlapped communication, biases of experts. On the host, everything is computed
+with plain torch.
 
-Call `install()` before anything imports megatron.core, in a process of its own.
+Call `install()` before megatron.core is imported, in a separate process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ VERSION = "2.9.0"
 
 
 class _SilentState:
-    """FP8GlobalStateManager: no quantisation at any time."""
+    """FP8GlobalStateManager with quantisation always off."""
 
     is_fp8_enabled = staticmethod(lambda: False)
 
@@ -160,12 +161,12 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Make `import transformer_engine` and its submodules find this one. RuntimeError where megatron.core is loaded."""
+    """Make `import transformer_engine` find this package. Raises RuntimeError if megatron.core is already imported."""
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError("megatron.core is imported already, without Transformer Engine; call install() before it.")
     for name, contents in _MODULES.items():
         module = sys.modules[name] = ModuleType(name)
-        # Found by importlib.util.find_spec as well; without a loader nothing beside these can be imported.
+        # The spec lets importlib.util.find_spec find it. Without a loader, no other submodule can be imported.
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         vars(module).update(contents)
