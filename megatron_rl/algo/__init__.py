@@ -1,1 +1,1 @@
-"""Advantages, losses and the actor that strings them together. Tensor maths only: no process groups, no Megatron."""
+"""Advantages, losses, and the actor that combines them. Pure tensor maths: no process groups, no Megatron."""

@@ -1,4 +1,4 @@
-"""The RL step over any TrainEngine: PolicyActor trains the policy, and PPO's Critic estimates values."""
+"""The RL step on top of any TrainEngine: PolicyActor trains the policy, Critic estimates values for PPO."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class Reference(Protocol):
-    """A frozen model that gives log-probabilities, as MegatronEngine does."""
+    """Frozen model that computes log-probabilities, such as a MegatronEngine."""
 
     def forward(self, data: TrajectoryBatch, *, temperature: float = 1.0) -> Tensor: ...
 
 
 class PolicyActor:
-    """The policy's side of a step: turns a batch of trajectories into updates of `engine`.
+    """The policy's part of a step: turns a batch of trajectories into updates of `engine`.
 
-    `reference` is a frozen engine, needed for a KL term only.
+    `reference` is a frozen engine, needed only for a KL term.
 
         actor = PolicyActor(engine, config.algo, temperature=config.generation.temperature)
         actor.compute_advantages(batch)
@@ -56,8 +56,11 @@ class PolicyActor:
         advantage_args: dict[str, Any] | None = None,
         teacher_coefficient: float = 0.0,
     ) -> None:
-        """shaper: without it rewards are compared as they are. advantage_args: in place of the options' own.
-        teacher_coefficient: weight of a teacher's part of the advantages; 0 without one."""
+        """Find the estimator and the loss. ValueError for a KL term without a reference.
+
+        shaper: None leaves the rewards unshaped. advantage_args: replaces algo.advantage_args. teacher_coefficient:
+        weight of the teacher's term in the advantages; 0 without a teacher.
+        """
         if options.kl_coefficient > 0 and reference is None:
             raise ValueError(
                 f"algo.kl_coefficient = {options.kl_coefficient}: the KL term needs a reference engine; pass one or "
@@ -69,18 +72,20 @@ class PolicyActor:
         self.teacher_coefficient = teacher_coefficient
         self.estimator = find_estimator(options.advantage, self.advantage_args)
         self.loss = find_loss(options.loss, options.loss_args)
-        # The default shaping looks at no length, so that any longest reply will do.
+        # The default shaping ignores lengths, so any longest_reply works.
         self.shaper = shaper or RewardShaper(RewardShapingConfig(), options, longest_reply=1)
         self.entropy = EntropyController(options)
         self._is_warned = False
         self.metrics: dict[str, float] = {}
-        """The findings of the last step's shaping and selection."""
+        """Metrics of the last step's reward shaping and token selection."""
 
     @property
     def columns_needed(self) -> list[str]:
-        """The columns that `compute_advantages` needs of the tokens here, `[N]`: `ref_logprobs` of the
-        reference, `teacher_logprobs`, and of the policy before the step's updates `proximal_logprobs`, `cold_logprobs`
-        at half the temperature, and `entropies`."""
+        """Token columns `[N]` that `compute_advantages` needs.
+
+        `ref_logprobs` come from the reference, `teacher_logprobs` from the teacher. The others come from the policy
+        before the step's updates: `proximal_logprobs`, `cold_logprobs` (at half the temperature) and `entropies`.
+        """
         penalizes = self.options.penalizes_reward
         needed = ["ref_logprobs"] if penalizes else []
         needed += ["teacher_logprobs"] if self.teacher_coefficient > 0 else []
@@ -89,9 +94,9 @@ class PolicyActor:
         return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
-        """Shape the rewards and set `advantages`. All ranks call it.
+        """Shape the rewards and set `advantages`. Collective: every rank calls it.
 
-        The batch has the numbers of all trajectories, in whole groups, and the tokens that this replica trains.
+        The batch has the `[B]` columns of all trajectories, in whole groups, and the tokens that this replica trains.
         """
         self.shaper(batch)
         self.metrics = dict(self.shaper.last)
@@ -99,13 +104,14 @@ class PolicyActor:
         given = batch, options, self.advantage_args
         advantage.compute(self.estimator, *given, teacher_coefficient=self.teacher_coefficient)
         if self.teacher_coefficient > 0:
-            total = batch.sums_of_tokens(advantage.of_teacher(batch)).sum()  # by trajectory: alike on all ranks
+            # summed per trajectory, so that all ranks get the same bits
+            total = batch.sums_of_tokens(advantage.of_teacher(batch)).sum()
             count = batch.total(batch["loss_mask"].sum())
             self.metrics["teacher/reverse_kl"] = -float(total) / max(int(count), 1)
         if options.positive_weight > 0:
             rewards = batch.sums_of_tokens(token_rewards(batch)) if "rewards" in batch.tokens else batch["rewards"]
             self.metrics["policy/positive_share"] = set_positive_weights(batch, rewards, options)
-        # A token that is left out has advantage 0: KL and entropy terms still hold for it.
+        # An unselected token gets advantage 0. KL and entropy terms still apply to it.
         if options.high_entropy_share < 1:
             kept = high_entropy(batch, share=options.high_entropy_share, level=options.high_entropy_level)
             self.metrics["policy/high_entropy_share"] = keep(batch, kept)
@@ -118,26 +124,29 @@ class PolicyActor:
             self.metrics["policy/marked_share"] = share_of(batch, batch["marked"])
 
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
-        """Set what the loss needs to know of other policies, before the first update.
+        """Set the other policies' log-probs that the loss needs, before the first update.
 
-        The proximal policy is that of the first update, whose training pass computes its log-probs: it needs no more.
+        The first update needs no proximal log-probs. Its proximal policy is the policy being trained, whose forward
+        pass computes them.
         """
         for number, share in enumerate(shares):
             is_known = "proximal_logprobs" in share
             if number > 0 and self.correction.proximal == "recompute" and not is_known:
                 share.tokens["proximal_logprobs"] = self.engine.forward(share, temperature=self.temperature)
             if number > 0 and self.correction.proximal == "loglinear":
-                # In updates: a version is a step's, and the steps before are taken to have had as many as this one.
+                # Age in updates. Versions count steps, and earlier steps are assumed to have had as many updates as
+                # this one.
                 age = (self.engine.get_version() - share["versions"]) * len(shares)
                 share.tokens["proximal_share"] = proximal_share(age, updates_done=number)
             if self.reference is not None and self.options.kl_in == "loss":
                 share.tokens["ref_logprobs"] = self.reference.forward(share, temperature=self.temperature)
 
     def update(self, shares: list[TrajectoryBatch], targets: Sequence[LogitsTerm] | None = None) -> list[StepStats]:
-        """Apply one optimizer step per share; all ranks call it with as many shares. targets: of a teacher, for each.
+        """Apply one optimizer step per share. Collective: every rank calls it with equally many shares.
 
-        However many there are, the policy that comes of them is one version, which is published once; where all were
-        skipped it is the one that was. So a token's age is the number of publications since it was sampled.
+        targets: a teacher's logits term for each share. The policy version rises by one if any update was applied,
+        however many there are, because the policy is published once per step. So a token's age counts publications
+        since it was sampled.
         """
         options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
         loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
@@ -155,14 +164,14 @@ class PolicyActor:
         self.engine.set_version(version + any(s.applied for s in stats))
         if options.entropy_target > 0 and stats:
             self.metrics["policy/entropy_coefficient"] = self.entropy.coefficient
-            applied = [s for s in stats if s.applied]  # the sums of one that was skipped may be NaN
+            applied = [s for s in stats if s.applied]  # the sums of a skipped update may be NaN
             if applied:
                 tokens = sum(s.sums["tokens"] for s in applied)
                 self.entropy.update(sum(s.sums["entropy"] for s in applied) / max(tokens, 1.0))
         return stats
 
     def _warn_without_gradient(self, loss: PolicyLoss, shares: list[TrajectoryBatch], stats: list[StepStats]) -> None:
-        """Warn once of a loss that trains nothing though there are advantages."""
+        """Warn once if the loss has no gradient although there are advantages."""
         if self._is_warned or not stats:
             return
         why = ""
@@ -176,7 +185,7 @@ class PolicyActor:
             logger.warning("%s: trains nothing, as %s. Look at what it does with logprobs.", name, why)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that adapts from step to step, as JSON."""
+        """Return the adaptive state of reward shaping and entropy control, as JSON."""
         return {"shaper": self.shaper.state_dict(), "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -185,7 +194,7 @@ class PolicyActor:
 
 
 class Critic:
-    """Estimates values, and turns returns into updates of `engine`, which has a value head.
+    """Value estimator of PPO: computes values, and trains `engine`, which has a value head, on returns.
 
     For example:
 
@@ -198,28 +207,29 @@ class Critic:
         self.engine, self.options = engine, options
 
     def values(self, share: TrajectoryBatch) -> Tensor:
-        """Return `[N]` float32: the value of the state in which each trained token was chosen. All ranks call it."""
+        """Return `[N]` float32: the value of the state in which each trained token was chosen. Collective."""
         return self.engine.forward(share)
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
-        """Apply one optimizer step per share; all ranks call it with as many shares."""
+        """Apply one optimizer step per share. Collective: every rank calls it with equally many shares."""
         loss = ValueLoss(ValueClipLoss(self.options.value_clip))
         return update_each(self.engine, shares, [loss] * len(shares))
 
 
 def has_advantages(share: TrajectoryBatch) -> bool:
-    """Return whether a trained token of the share has an advantage."""
+    """Return whether any trained token of the share has a nonzero advantage."""
     return bool((share["advantages"][share["loss_mask"].bool()] != 0).any())
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
-    """Return the proximal policy's place between the behaviour policy (0) and the trained one (1), `[N]` float32.
+    """Return the proximal policy's position between the behaviour policy (0) and the trained policy (1), `[N]` float32.
 
-    age: `[N]` updates between the behaviour policy and the step's beginning, where the proximal one is; updates_done:
-    those of this step before this one, at least 1. The log-probability is taken to move evenly with the updates (A-3PO,
-    arXiv 2512.06547, equation of alpha).
+    age: `[N]` updates from the behaviour policy to the beginning of the step, where the proximal policy is.
+    updates_done: updates of this step before this one, at least 1. The log-probability is assumed to move linearly with
+    the updates (A-3PO, arXiv 2512.06547, equation of alpha).
     """
-    before = age.clamp_min(0).float()  # the behaviour policy is at -before, the proximal one at 0, this at updates_done
+    # positions in updates: behaviour policy -before, proximal policy 0, trained policy updates_done
+    before = age.clamp_min(0).float()
     return before / (before + updates_done)
 
 
@@ -229,9 +239,9 @@ def update_each(
     losses: Sequence[LogprobLoss | ValueLoss],
     weigh: Callable[[TensorDict], Tensor] | None = None,
 ) -> list[StepStats]:
-    """Apply one optimizer step per share, each that is not skipped followed by one of the learning rate's schedule.
+    """Apply one optimizer step per share, and advance the learning rate schedule after each that was not skipped.
 
-    weigh: the loss's weight where it is not the number of trained tokens.
+    weigh: computes the weight of the loss; the default is the number of trained tokens.
     """
     engine.train()
     stats = []

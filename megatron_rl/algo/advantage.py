@@ -1,10 +1,10 @@
-"""Advantage estimators, from the shaped rewards of whole groups of trajectories.
+"""Advantage estimators, computed from the shaped rewards of whole groups of trajectories.
 
-`scores` are `[B]`, one per trajectory, `token_rewards` `[N]`; `reward.RewardShaper` sets both. What an estimator
-returns is then normalised as its entry or `algo.advantage_mean` and `algo.advantage_std` say.
+`reward_shaping.RewardShaper` sets `scores` `[B]`, one per trajectory, and `token_rewards` `[N]`. An estimator's result
+is then normalised according to its entry, or to `algo.advantage_mean` and `algo.advantage_std`.
 
-A group is compared by samples: one that led several dialogues counts once in each mean and deviation, however many
-trajectories it has. A trajectory's own score is what is compared, so agents of one sample keep their own credit.
+Groups are compared by sample. A sample with several dialogues counts once in each mean and deviation, however many
+trajectories it has. Each trajectory is compared by its own score, so agents of one sample keep their own credit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_rl.types import PART, TrajectoryBatch
 def group_norm(batch: TrajectoryBatch) -> Tensor:
     """(r - mean of the group) / std of the group.
 
-    GRPO. A group of one, or without variance, gives 0.
+    GRPO. A group of one, or without variance, has advantage 0.
     Source: arXiv 2402.03300
     """
     return batch["scores"]
@@ -49,7 +49,8 @@ def group_norm(batch: TrajectoryBatch) -> Tensor:
 def dr_grpo(batch: TrajectoryBatch) -> Tensor:
     """r - mean of the group.
 
-    Without the division that favours easy and hard prompts; with algo.aggregation = constant the paper's whole change.
+    Omits GRPO's division by the std, which favours easy and hard prompts. With algo.aggregation = constant this is the
+    complete Dr. GRPO.
     Source: arXiv 2503.20783
     """
     return batch["scores"]
@@ -59,16 +60,16 @@ def dr_grpo(batch: TrajectoryBatch) -> Tensor:
 def rloo(batch: TrajectoryBatch, *, over_std: bool = False) -> Tensor:
     """r - mean of the others of the group.
 
-    A group of one compares with nobody and gives 0. over_std divides by the others' deviation, as NeMo-RL has it: 0
-    where they do not differ, or are fewer than two.
+    A group of one has advantage 0. over_std divides by the others' standard deviation, as in NeMo-RL. The result is
+    then 0 if the others have equal rewards or are fewer than two.
     Source: arXiv 2402.14740
     """
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
     count = count_of(group, shares)
-    # What the sample's other trajectories earned is no part of the baseline either.
+    # The baseline also excludes the rewards of the sample's other trajectories.
     own = scores - mean_of(scores, batch.samples)
     between = mean_of(scores, batch.samples) - mean_of(scores, group, shares)
-    # Of n samples with mean m, s less the mean of the others is s - (n m - s) / (n - 1) = (s - m) n / (n - 1).
+    # For n samples with mean m, s minus the mean of the others is s - (n m - s) / (n - 1) = (s - m) n / (n - 1).
     result = own.masked_fill(count == 1, 0.0) + between * count / (count - 1).clamp_min(1.0)
     return _over_std_of_others(result, batch) if over_std else result
 
@@ -76,7 +77,7 @@ def rloo(batch: TrajectoryBatch, *, over_std: bool = False) -> Tensor:
 def _over_std_of_others(result: Tensor, batch: TrajectoryBatch) -> Tensor:
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
     count, samples = count_of(group, shares), mean_of(scores, batch.samples)
-    # Squares about a mean add up: of n with the sum of squares q, those of the others are q - (s - m)^2 n / (n - 1).
+    # With q the sum of squares about the mean of n, the others' sum about theirs is q - (s - m)^2 n / (n - 1).
     centered = samples - mean_of(scores, group, shares)
     others = mean_of(centered.square(), group, shares) * count - centered.square() * count / (count - 1).clamp_min(1.0)
     deviation = (others.clamp_min(0.0) / (count - 2).clamp_min(1.0)).sqrt().masked_fill(count < 3, 0.0)
@@ -86,7 +87,7 @@ def _over_std_of_others(result: Tensor, batch: TrajectoryBatch) -> Tensor:
 
 
 FIXED_POINT = 2.0**32
-"""Weights are added up in whole numbers of 1 / FIXED_POINT, of which int64 holds far more than a group has."""
+"""Weights are summed as integers in units of 1 / FIXED_POINT. The sums of a group are far below the limit of int64."""
 DISCOUNT = {
     "discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing"),
     "level": (lambda value: value in ("token", "turn"), "must be token or turn"),
@@ -107,7 +108,8 @@ PASS_AT_K = {
 def reinforce(batch: TrajectoryBatch, *, discount: float = 1.0, level: str = "token") -> Tensor:
     """sum over t' >= t of discount^(t' - t) r_t'.
 
-    The discount counts trained tokens. By turn, t counts turns, and r_t is what a turn's tokens have earned.
+    The discount counts trained tokens. With level = turn, t counts turns and r_t is the sum of the turn's token
+    rewards.
     Source: Williams 1992
     """
     return returns(batch, discount, level)
@@ -117,7 +119,7 @@ def reinforce(batch: TrajectoryBatch, *, discount: float = 1.0, level: str = "to
 def reinforce_plus_plus(batch: TrajectoryBatch, *, discount: float = 1.0, level: str = "token") -> Tensor:
     """(G_t - mean over the batch's tokens) / their std, G_t the discounted return.
 
-    Meant for a KL penalty in the reward: algo.kl_in = reward. By turn, G_t is as in reinforce.
+    Meant for a KL penalty in the reward: algo.kl_in = reward. With level = turn, G_t is as in reinforce.
     Source: arXiv 2501.03262
     """
     return returns(batch, discount, level)
@@ -137,7 +139,7 @@ def reinforce_plus_plus_baseline(batch: TrajectoryBatch) -> Tensor:
 def remax(batch: TrajectoryBatch) -> Tensor:
     """r - r(greedy reply).
 
-    Both are shaped; a KL penalty is in the sampled reply's alone.
+    Both rewards are shaped. Only the sampled reply's includes a KL penalty.
     Source: arXiv 2310.10505
     """
     if "greedy_reward" not in batch:
@@ -152,11 +154,11 @@ def remax(batch: TrajectoryBatch) -> Tensor:
 def opo(batch: TrajectoryBatch) -> Tensor:
     """r - sum(l r) / sum(l) over the group, l the trained tokens.
 
-    The baseline of least variance where the gradient's square grows with the length.
+    The baseline of least variance, if the squared gradient grows in proportion to the length.
     Source: arXiv 2505.23585
     """
     scores, group, tokens = batch["scores"].double(), members(batch), batch.sums_of_tokens(batch["loss_mask"].double())
-    # A group without a trained token has no lengths to weigh by: the plain mean over samples.
+    # A group without a trained token has no lengths to weigh by. It uses the plain mean over samples.
     weights = torch.where(mean_of(tokens, group) > 0, tokens, sample_shares(batch))
     return scores - mean_of(scores, group, weights)
 
@@ -165,26 +167,26 @@ def opo(batch: TrajectoryBatch) -> Tensor:
 def otb(batch: TrajectoryBatch) -> Tensor:
     """G_t - sum(W_t G_t) / sum(W_t) over the group's t-th trained tokens, W_t = sum to t of 1 - 2 p + sum over v p_v^2.
 
-    The optimal token baseline: 1 - 2 p + sum p_v^2 is the squared gradient of log p by the logits. At a place that one
-    trajectory alone reaches, the advantage is 0. The sum over the vocabulary is exp(2 log p - log q), q the token's
-    probability at half the temperature. p and q are the policy's before the updates.
+    The optimal token baseline: 1 - 2 p + sum p_v^2 is the squared gradient of log p with respect to the logits. At a
+    position that only one trajectory reaches, the advantage is 0. The sum over the vocabulary is exp(2 log p - log q),
+    where q is the token's probability at half the temperature. p and q are the policy's before the updates.
     Source: arXiv 2602.07078
     """
-    trained = batch["loss_mask"].nonzero()[:, 0]  # [M], of the tokens here
+    trained = batch["loss_mask"].nonzero()[:, 0]  # [M], trained tokens on this rank
     logprobs, cold = batch["proximal_logprobs"][trained].double(), batch["cold_logprobs"][trained].double()
     norms = (1.0 - 2.0 * logprobs.exp() + (2.0 * logprobs - cold).exp()).clamp_min(0.0)
     sequence = batch.sequence_ids[trained]
-    first = torch.searchsorted(sequence, sequence)  # [M]: where the token's trajectory begins among them
+    first = torch.searchsorted(sequence, sequence)  # [M]: index of the first trained token of the token's trajectory
     parts = torch.split(norms, torch.bincount(sequence, minlength=len(batch)).tolist())
-    # By trajectory: a sum that runs over all of them would round by what is before it on this rank.
+    # One cumulative sum per trajectory. A single one over all would round differently with the tokens on this rank.
     weights = torch.cat([part.cumsum(0) for part in parts]) * sample_shares(batch)[sequence]
     group, scores = members(batch), batch["scores"].double()
     earned = returns(batch, 1.0)[trained].double() - mean_of(scores, group, sample_shares(batch))[sequence]
-    # A cell for each place of each group, on all ranks alike: a group's trajectories may be on several of them.
+    # One cell per position of each group, the same on all ranks, since a group's trajectories may be on several ranks.
     counts = batch.sums_of_tokens(batch["loss_mask"].long())
     longest = torch.zeros(int(group.max()) + 1, dtype=torch.int64).scatter_reduce_(0, group, counts, "amax")
     cell = (longest.cumsum(0) - longest)[group][sequence] + torch.arange(len(trained)) - first
-    # Whole numbers, whose sum is the same in any order: on any layout the advantages are the same to the last bit.
+    # Integer sums are the same in any order, so the advantages are bitwise equal in every layout.
     scale = max(float(scores.abs().max()), 1e-30)
     columns = [weights * earned / scale * FIXED_POINT, weights * FIXED_POINT, torch.ones_like(weights)]
     sums = torch.zeros(int(longest.sum()), 3, dtype=torch.int64)
@@ -199,15 +201,15 @@ def otb(batch: TrajectoryBatch) -> Tensor:
 def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> Tensor:
     """w (r - mean of the group), w by `weight`.
 
-    equal: 1. std: 1 / std of the group. clip_filter: groups / groups with variance, at most `most`: the informative
-    prompts count for the others, as where those are resampled.
+    equal: 1. std: 1 / std of the group. clip_filter: number of groups / number of groups with variance, at most `most`.
+    Informative prompts then make up for uninformative ones, as if those were resampled.
     Source: arXiv 2505.12504
     """
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
     if weight != "clip_filter":
         return normalize(scores, group, mean="group", std="group" if weight == "std" else "none", shares=shares)
     differs = deviation_of(scores, group, correction=1, shares=shares) > 0
-    informative = torch.bincount(group, differs.double()).count_nonzero()  # groups with a reward that differs
+    informative = torch.bincount(group, differs.double()).count_nonzero()  # groups whose rewards differ
     centered = scores - mean_of(scores, group, shares)
     return centered * min((int(group.max()) + 1) / max(int(informative), 1), most)
 
@@ -216,8 +218,8 @@ def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> T
 def maxrl(batch: TrajectoryBatch) -> Tensor:
     """(r - m) / m, m the group's mean reward.
 
-    The gradient of log p(success) to the order that the group's size allows. For rewards that are not negative; a group
-    without any gives 0.
+    Approximates the gradient of log p(success) to the order that the group size allows. Rewards must not be negative. A
+    group whose rewards are all 0 has advantage 0.
     Source: arXiv 2602.02710
     """
     scores = batch["scores"].double()
@@ -229,13 +231,13 @@ def maxrl(batch: TrajectoryBatch) -> Tensor:
 def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
     """(E[best of k with i in] - E[best of k]) / std[best of k], over the group's subsets of k.
 
-    The paper's closed form for rewards of 0 and 1, continued to any. A group smaller than k is one subset. Of a sample
-    with several trajectories the mean counts, for all of them.
+    The paper's closed form for rewards of 0 and 1, generalised to any rewards. A group smaller than k is one subset. A
+    sample with several trajectories is compared by its mean reward, and all of them get its advantage.
     Source: arXiv 2508.10751
     """
     samples, scores = batch.samples, batch.means_of_samples(batch["scores"]).double()
     group = torch.zeros(len(scores), dtype=torch.int64)
-    group[samples] = members(batch)  # of each sample; its trajectories all say the same
+    group[samples] = members(batch)  # a sample's trajectories all write the same group
     result = torch.zeros_like(scores)
     for number in range(int(group.max()) + 1):
         place = (group == number).nonzero()[:, 0]
@@ -244,20 +246,20 @@ def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
 
 
 def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
-    """`pass_at_k` of one group: the j-th lowest is the best of C(j - 1, k - 1) subsets."""
+    """Compute `pass_at_k` of one group. The j-th lowest reward is the best of C(j - 1, k - 1) subsets."""
     n, order = len(rewards), rewards.argsort()
     ascending = rewards[order].tolist()
-    chance = [comb(j, k - 1) / comb(n, k) for j in range(n)]  # j counts from 0: as many are lower
+    chance = [comb(j, k - 1) / comb(n, k) for j in range(n)]  # j counts from 0, so j rewards are lower
     mean = sum(r * p for r, p in zip(ascending, chance, strict=True))
     deviation = sqrt(max(sum(p * (r - mean) ** 2 for r, p in zip(ascending, chance, strict=True)), 0.0))
     result = torch.zeros(n, dtype=torch.float64)
     if deviation <= EPS * max(map(abs, ascending)):
         return result
-    better = 0.0  # sum over higher ranks j of r_j and the subsets with both in which j is the best
+    better = 0.0  # sum over higher ranks j of r_j times the number of subsets with both rewards in which j is the best
     for rank in reversed(range(n)):
-        own = ascending[rank] * comb(rank, k - 1) + better  # over all C(n - 1, k - 1) subsets with this one
+        own = ascending[rank] * comb(rank, k - 1) + better  # sum over all C(n - 1, k - 1) subsets with this reward
         result[order[rank]] = (own / comb(n - 1, k - 1) - mean) / (deviation + EPS)
-        # With a lower one in it, the other k - 2 are of the rank - 1 that are lower too.
+        # A subset with a given lower reward takes its other k - 2 members from the remaining rank - 1 lower ones.
         better += ascending[rank] * (comb(rank - 1, k - 2) if k > 1 and rank > 0 else 0)
     return result
 
@@ -266,8 +268,9 @@ def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
 def gdpo(batch: TrajectoryBatch, *, weights: Mapping[str, float] | None = None) -> Tensor:
     """(B - mean of the batch) / std of the batch, B = sum of weight (part - mean of the group) / std of the group.
 
-    Over the reward's parts, those of rollout.recipe or of a function that returns several; the weights are those of
-    their sum. A part's own differences count however small they are beside another's.
+    The sum is over the parts of the reward, from rollout.recipe or from a reward function that returns several.
+    `weights` must be those by which the parts add up to the reward. Each part is normalised on its own, so small
+    differences in one part count fully beside larger ones in another.
     Source: arXiv 2601.05242
     """
     parts = {name.removeprefix(PART): column for name, column in batch.sequences.items() if name.startswith(PART)}
@@ -296,7 +299,7 @@ def gdpo(batch: TrajectoryBatch, *, weights: Mapping[str, float] | None = None) 
 
 
 def _weight_of(part: str, weights: Mapping[str, float]) -> float:
-    """The part's own weight, or that of the function that gave it; by default 1."""
+    """Return the part's own weight, or the weight of the function that returned it; 1 by default."""
     return weights.get(part, weights.get(part.partition("/")[0], 1.0))
 
 
@@ -312,16 +315,17 @@ def gae(
 ) -> Tensor:
     """A_t = d_t + discount trace_decay A_t', d_t = r_t + discount V_t' - V_t, t' the next trained token or turn.
 
-    Needs a critic's `values`, and sets `returns` = A + V for it. By turn, a turn has one reward, the value in front of
-    its first token, and one advantage; discounts count turns. decoupled: `returns` are of a trace_decay of 1.
-    length_factor above 0: a sequence's trace_decay is 1 - 1 / (length_factor l) instead, at least 0, l its trained
-    tokens or turns (both of arXiv 2504.05118). The options are keys of the section `critic`.
+    Needs a critic's `values`, and sets the critic's targets `returns` = A + V. With level = turn, a turn has one
+    reward, one advantage, and the value before its first token; discounts count turns. decoupled: `returns` use a
+    trace_decay of 1. length_factor above 0: a sequence's trace_decay is 1 - 1 / (length_factor l), at least 0, where l
+    counts its trained tokens or turns. Both options are from arXiv 2504.05118. All options are keys of the section
+    `critic`.
     Source: arXiv 1506.02438
     """
     mask, bounds = batch["loss_mask"], batch.cu_seqlens
     rewards, values, turn = batch["token_rewards"], batch["values"], None
     if level == "turn":
-        # From here on a turn is what a token was, and `bounds` what cu_seqlens was.
+        # From here on a turn replaces a token, and `bounds` replaces cu_seqlens.
         turn, bounds, earned = turn_rewards(batch)
         values, mask = values[first_of_turn(turn)], torch.ones(len(earned), dtype=torch.bool)
         rewards = earned.to(values.dtype)
@@ -339,7 +343,7 @@ def gae(
 def _gae_by_length(
     rewards: Tensor, values: Tensor, mask: Tensor, bounds: Tensor, *, discount: float, length_factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns `[N]`, each sequence's with a trace_decay by its length."""
+    """Return advantages and returns `[N]`. Each sequence's trace_decay depends on its length."""
     parts = [(values[:0], values[:0])]
     for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         own, count = slice(start, stop), int(mask[start:stop].sum())
@@ -354,24 +358,24 @@ def _gae_by_length(
 def none(batch: TrajectoryBatch) -> Tensor:
     """0.
 
-    Rewards are measured, and a teacher's log-probabilities are all that is learned from.
+    Rewards are only measured. The training signal is a teacher's log-probabilities alone.
     Source: arXiv 2306.13649
     """
     return torch.zeros_like(batch["scores"])
 
 
 def members(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` int64: each trajectory's group, numbered from 0 without gaps."""
+    """Return each trajectory's group, numbered from 0 without gaps, `[B]` int64."""
     return group_numbers(batch["group"])
 
 
 def sample_shares(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` float64: each trajectory's share of its sample, as weights of a mean over samples."""
+    """Return 1 / the number of trajectories of the same sample, `[B]` float64: the weights of a mean over samples."""
     return shares_of(batch.samples)
 
 
 def returns(batch: TrajectoryBatch, discount: float, level: str = "token") -> Tensor:
-    """`[N]` float64: each trained token's, or its turn's, reward and the discounted ones behind it."""
+    """Return the discounted return from each trained token, or from its turn, onward: `[N]` float64."""
     if level == "turn":
         turn, bounds, earned = turn_rewards(batch)
         everything = torch.ones(len(earned), dtype=torch.bool)
@@ -382,7 +386,10 @@ def returns(batch: TrajectoryBatch, discount: float, level: str = "token") -> Te
 
 
 def turn_rewards(batch: TrajectoryBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's turn and the turns' bounds, as turns_of, and what each turn has earned, `[turns]` float64."""
+    """Return each token's turn and the bounds of turns, as in turns_of, and each turn's reward.
+
+    A turn's reward is the sum over its tokens, `[turns]` float64.
+    """
     mask = batch["loss_mask"]
     turn, bounds = turns_of(mask, batch.cu_seqlens)
     earned = torch.zeros(int(bounds[-1]), dtype=torch.float64)
@@ -390,10 +397,10 @@ def turn_rewards(batch: TrajectoryBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def of_teacher(batch: TrajectoryBatch) -> Tensor:
-    """Return log p(teacher) - log p of each trained token, `[N]` float64, 0 for the others.
+    """Return log p(teacher) - log p of each trained token, `[N]` float64; 0 for other tokens.
 
-    Of a token that the policy samples, less it is on average their reverse KL at that place. log p is that of the
-    policy before the step's updates where it is known, else of the one that sampled.
+    Its negative estimates the reverse KL at a token that the policy sampled. log p is the policy's before the step's
+    updates if known, else the behaviour policy's.
     """
     own = batch["proximal_logprobs" if "proximal_logprobs" in batch else "logprobs"]
     return (batch["teacher_logprobs"].double() - own.double()).masked_fill(~batch["loss_mask"], 0.0)
@@ -407,16 +414,17 @@ def compute(
     *,
     teacher_coefficient: float = 0.0,
 ) -> None:
-    """Set `advantages` `[N]` float32, 0 where a token is not trained. The batch is the whole step's.
+    """Set `advantages` `[N]` float32, 0 for untrained tokens. Collective: every rank calls it.
 
-    A result for each trajectory is normalised over samples, one for each token over trained tokens. All ranks call it.
-    A teacher's part, that coefficient times `of_teacher`, is added as it is.
+    The batch is the whole step's. A result of shape `[B]` is normalised over samples, one of shape `[N]` over trained
+    tokens. The teacher's term, teacher_coefficient times `of_teacher`, is added without normalisation. ValueError if
+    scores or advantages are NaN or infinite, or if the result's shape fits neither.
     """
     wrong = int((~batch["scores"].isfinite()).sum())
     _check_finite(batch["scores"], wrong, len(batch), "the shaped reward: scores")
     mask, contract = batch["loss_mask"].bool(), f"the batch has {', '.join([*batch.sequences, *batch.tokens])}"
     found = call(entry.function, [batch], args, key=f"algo.advantage = {options.advantage!r}", contract=contract)
-    mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' leaves it to the entry
+    mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' uses the entry's default
     if not isinstance(found, Tensor):
         raise ValueError(
             f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {type(found).__name__}; "
@@ -425,7 +433,7 @@ def compute(
     if is_by_trajectory(found, batch):
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
     elif found.shape == mask.shape:
-        found = normalize_tokens(found, batch, mean=mean, std=std)  # untrained tokens may hold anything
+        found = normalize_tokens(found, batch, mean=mean, std=std)  # untrained tokens may hold any value
     else:
         raise ValueError(
             f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {list(found.shape)}; must "
@@ -442,14 +450,18 @@ def compute(
 
 
 def is_by_trajectory(found: Tensor, batch: TrajectoryBatch) -> bool:
-    """Return whether a result is `[B]` on all ranks, one of which may have as many tokens. All ranks call it."""
+    """Return whether a result is `[B]` on all ranks. Collective: every rank calls it.
+
+    One rank may happen to hold as many tokens as there are trajectories, so its own shape does not decide.
+    """
     return int(batch.total(torch.tensor([int(found.shape != (len(batch),))]))) == 0
 
 
 def _check_finite(values: Tensor, wrong: int, count: int, what: str) -> None:
-    """ValueError instead of advantages that are 0 or no number for all that a wrong one is compared with.
+    """Raise ValueError for NaN or infinite values.
 
-    wrong and count: of all replicas' values, so that the ranks of all of them end alike.
+    Otherwise one of them would turn the advantages of everything it is compared with into 0 or NaN. `wrong` and `count`
+    cover the values of all replicas, so that all ranks raise together.
     """
     if wrong:
         here = (~values.isfinite()).nonzero()[:, 0].tolist()

@@ -1,7 +1,7 @@
-"""From the rows' losses to one number: a weight for each row, and the divisor of the sum.
+"""Aggregation of the rows' losses into one number: a weight for each row, and the divisor of the sum.
 
-The weights are made of whole trajectories before they are packed, and the divisor is counted over all microbatches and
-ranks; so the result depends on neither. A trajectory counts where it has a trained token.
+The weights are computed from whole trajectories before packing. The divisor is counted over all microbatches and ranks.
+So the result depends on neither. A trajectory counts if it has a trained token.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.types import TrajectoryBatch
 
 DEMONSTRATED = "demonstrated"
-"""The column of tokens that are imitated, with their weights: algo/demonstrations.py."""
+"""Token column with the weights of imitated tokens; see algo/demonstrations.py."""
 
 
 def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
     """Set `row_weights` `[N]` float32 for a mean over trajectories.
 
-    sequence_mean: of each one's mean (GRPO). sequence_sum: of each one's sum. constant: of that over
-    algo.aggregation_length (Dr. GRPO, arXiv 2503.20783). token_mean, the mean over all tokens (DAPO, arXiv 2503.14476),
-    needs no weights.
+    sequence_mean averages each trajectory's mean loss (GRPO), sequence_sum averages each trajectory's summed loss.
+    constant averages each trajectory's summed loss divided by algo.aggregation_length (Dr. GRPO, arXiv 2503.20783).
+    token_mean, the mean over all tokens (DAPO, arXiv 2503.14476), needs no weights.
     """
     mask = predicted(batch)
     weights = torch.ones(len(mask))
@@ -34,7 +34,7 @@ def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
 
 
 def predicted(batch: TrajectoryBatch) -> Tensor:
-    """`[N]` int64: 1 for the tokens that the policy's loss is of, 0 for others and for those to be imitated."""
+    """Return `[N]` int64: 1 for tokens with a policy loss, 0 for imitated and all other tokens."""
     mask = batch["loss_mask"].long()
     if DEMONSTRATED in batch:
         mask = mask * (batch[DEMONSTRATED] == 0)
@@ -43,13 +43,13 @@ def predicted(batch: TrajectoryBatch) -> Tensor:
 
 
 def weight_of(batch: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
-    """Return what the engine divides the policy's loss by, counted over these trajectories, 0-dim int64."""
+    """Return the divisor of the policy's loss for these trajectories, 0-dim int64."""
     mask = predicted(batch)
     return mask.sum() if options.aggregation == "token_mean" else (batch.sums_of_tokens(mask) > 0).sum()
 
 
 def is_trained(rows: TensorDict) -> Tensor:
-    """`[T]` bool: the rows of a microbatch that the policy's loss is of."""
+    """Return which rows of a microbatch have a policy loss, `[T]` bool."""
     trained: Tensor = rows["labels"] >= 0
     if DEMONSTRATED in rows.keys():  # noqa: SIM118
         trained = trained & (rows[DEMONSTRATED] == 0)
@@ -57,16 +57,18 @@ def is_trained(rows: TensorDict) -> Tensor:
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
-    """The loss weight of a mean over tokens: how many of a microbatch's the policy's loss is of, 0-dim int64."""
+    """Return the loss weight for a mean over tokens: the microbatch's rows with a policy loss, 0-dim int64."""
     return is_trained(rows).sum()
 
 
 def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: AlgorithmConfig) -> float:
-    """Set `positive_weights` `[N]` float32: the weight of each token's -log p in the term of positive trajectories.
+    """Set `positive_weights`, the weight of each token's -log p in the loss term of positive trajectories: `[N]`
+    float32.
 
-    With them the sum over the step, divided as the policy's loss is, is algo.positive_weight times the mean over the
-    trajectories with rewards `[B]` of algo.positive_reward or more. Return their share, of tokens or trajectories as
-    the aggregation counts. The batch is the whole step's; all ranks call it.
+    A trajectory is positive if its entry of rewards `[B]` is at least algo.positive_reward. The weighted sum over the
+    step, divided like the policy's loss, is algo.positive_weight times the mean over positive trajectories. Return
+    their share, counted in tokens or in trajectories as the aggregation does. The batch is the whole step's.
+    Collective: every rank calls it.
     """
     mask = predicted(batch)
     counts = batch.sums_of_tokens(mask)  # [B]
@@ -79,14 +81,14 @@ def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: Algor
 
 
 def trained_sequences(rows: TensorDict) -> Tensor:
-    """The loss weight of means over trajectories: how many of a microbatch's have a trained row, 0-dim int64."""
+    """Return the loss weight for means over trajectories: the number of sequences with a trained row, 0-dim int64."""
     return (sums_by_sequence(is_trained(rows).long(), rows) > 0).sum()
 
 
 def sums_by_sequence(values: Tensor, rows: TensorDict) -> Tensor:
-    """Add up a microbatch's rows, `[T]` -> `[B]`, one sum for each sequence."""
+    """Sum a microbatch's rows by sequence, `[T]` -> `[B]`."""
     bounds = rows["cu_seqlens"].long()
-    # Row t belongs to the first sequence that ends above t.
+    # Row t belongs to the first sequence whose end is above t.
     sequence = torch.bucketize(torch.arange(len(values), device=values.device), bounds[1:], right=True)  # [T]
     sums = torch.zeros(len(bounds) - 1, dtype=values.dtype, device=values.device)
     return sums.index_add(0, sequence, values)

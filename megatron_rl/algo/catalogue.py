@@ -1,4 +1,4 @@
-"""The catalogue: advantage estimators, policy losses and losses of pairs by name, and a user's own by import path."""
+"""Lookup of advantage estimators, policy losses and pair losses, by catalogue name or by a user's import path."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_rl.config.users_code import call
 
 
 def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Estimator:
-    """Return the entry called `name`, or what an import path `package.module:name` leads to.
+    """Return the estimator called `name`, or the one that an import path `package.module:name` points to.
 
-    `import_from` is the config's run.import_from; None, after a check with it, allows all.
+    import_from: the config's run.import_from. None allows every path, for use after a check against it.
 
-    ValueError where there is none, or where its function does not take `args` or one of their values.
+    ValueError if there is none, or if its function does not accept `args` or one of their values.
     """
     entry = _find(name, ESTIMATORS, import_from, key="algo.advantage", kind="estimator")
-    entry = entry if isinstance(entry, Estimator) else Estimator(entry)  # a plain function at the end of a path
+    entry = entry if isinstance(entry, Estimator) else Estimator(entry)  # the path points to a plain function
     _check_arguments(entry.function, 1, args, key="algo.advantage", rules=entry.rules)
     return entry
 
@@ -32,7 +32,7 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
 def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> FusedLoss | TorchLoss:
     """Return the policy loss of that name or path, as `find_estimator` does.
 
-    A plain function at the end of a path is a torch loss that looks at rows one by one.
+    A plain function becomes a torch loss that treats each row by itself.
     """
     entry = _find(name, LOSSES, import_from, key="algo.loss", kind="loss")
     entry = entry if isinstance(entry, FusedLoss | TorchLoss) else TorchLoss(entry)
@@ -41,11 +41,11 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
 
 
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
-    """Return the loss of pairs of that name or path with its arguments, which are tried on one pair."""
+    """Return the pair loss of that name or path, bound to its arguments. A trial call on one pair checks them."""
     entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
     entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
     _check_arguments(entry.function, 1, args, key="preference.loss")
-    # Pair losses check their arguments as they are called, so that a wrong one shows before any process group.
+    # Pair losses check their arguments when called. The trial shows a wrong one before any process group exists.
     ones = torch.ones(1, 2)
     pairs, contract = Pairs(values=-ones, log_ratios=-ones, tokens=ones), "so it was for one pair, as a trial"
     result = call(entry.function, [pairs], args, key=f"preference.loss = {name!r}", contract=contract)
@@ -78,7 +78,7 @@ def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | Non
 
 
 def _values_given(loss: FusedLoss | TorchLoss) -> int:
-    """Return how many values a loss's function is called with before the user's own arguments."""
+    """Return how many arguments the trainer passes to a loss's function before the user's own."""
     return 1 if isinstance(loss, FusedLoss) else 2
 
 
@@ -86,7 +86,7 @@ def _check_arguments(
     function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str, rules: Rules | None = None
 ) -> None:
     try:
-        inspect.signature(function).bind(*[None] * given, **args)  # as it will be called, without calling it
+        inspect.signature(function).bind(*[None] * given, **args)  # binds the arguments without calling the function
     except TypeError as error:
         raise ValueError(
             f"{key}_args = {args}: {error}; the arguments of {key} are "
@@ -100,12 +100,12 @@ def _check_arguments(
 def _holds(rule: Callable[[Any], bool], value: Any) -> bool:
     try:
         return rule(value)
-    except TypeError:  # of a string where a number is meant
+    except TypeError:  # a string was given instead of a number
         return False
 
 
 def options_of(function: Callable[..., Any], given: int) -> list[str]:
-    """Return the function's own options, as `name=default`."""
+    """Return the function's own options as `name=default`."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
 
@@ -115,17 +115,17 @@ class Row:
     """One line of the catalogue."""
 
     key: str
-    """The config key that names it: algo.advantage, algo.loss or preference.loss."""
+    """Config key it is used for: algo.advantage, algo.loss or preference.loss."""
     name: str
     formula: str
     source: str
     options: tuple[str, ...]
     runs: str
-    """Its normalisation by default, the place where it runs, or the model that it trains."""
+    """An estimator's default normalisation, a policy loss's implementation, or the model that a pair loss trains."""
 
 
 def rows() -> list[Row]:
-    """Return the whole catalogue: estimators, losses, losses of pairs."""
+    """Return the whole catalogue: estimators, policy losses, pair losses."""
     table = []
     for name, entry in ESTIMATORS.items():
         how = f"mean: {entry.mean}, std: {entry.std}"

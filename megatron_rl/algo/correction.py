@@ -1,6 +1,6 @@
-"""The section `correction`, as it acts on tokens that another policy has sampled: their weights, and what is left out.
+"""Off-policy correction from the section `correction`: importance weights and rejection of tokens.
 
-The operator has its own weights by token and by a sequence's mean for fused losses.
+For fused losses, the operator itself computes the weights per token, and those per sequence by its mean.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from megatron_rl.ops.reference import bounded
 
 
 def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Return each row's p(proximal) / p(behaviour), bounded as `correction` says, and whether it was outside: `[T]`.
+    """Return each row's bounded weight p(proximal) / p(behaviour), and whether it was out of bounds: `[T]` each.
 
-    An infinite log weight is outside like a large one, at the end of its sign. A row without one (NaN) weighs 0.
+    `correction` sets the bounds. An infinite log weight is out of bounds, at the end given by its sign. A row whose log
+    weight is NaN has weight 0.
     """
     log_weight, unknown = log_weights(rows)
     if correction.weight == "off":
@@ -39,12 +40,12 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tenso
 
 
 def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
-    """Return which trained rows lose their advantage, as they are too far from who sampled them: `[T]` bool.
+    """Return which trained rows lose their advantage because they are too far from the behaviour policy: `[T]` bool.
 
-    `negative_bound` decides for whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556): by the mean distance of a
-    sequence's rows, and by the sign of the sum of their advantages, where these differ from token to token.
+    `negative_bound` rejects whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556): those whose rows' mean distance
+    exceeds it and whose advantages have a negative sum. The sum decides, since advantages may differ between tokens.
     """
-    left_out = log_weights(rows)[1]  # of what is unknown nothing can be said
+    left_out = log_weights(rows)[1]  # rows whose weight is NaN are always rejected
     if correction.negative_bound > 0:
         assert rows.cu_seqlens is not None
         fallen = rows.behavior_logprobs - rows.logprobs.detach()
@@ -59,7 +60,7 @@ def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 
 def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
-    """Each row's estimate of KL(behaviour || proximal), `[T]`, of its token or of its sequence."""
+    """Return each row's estimate of KL(behaviour || proximal), for its token or its sequence, `[T]`."""
     log_weight, unknown = log_weights(rows)
     near = bounded(log_weight)
     k3 = (torch.expm1(near) - near).masked_fill(log_weight.isinf(), inf)
@@ -75,13 +76,13 @@ def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 
 def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
-    """Return log p(proximal) - log p(behaviour), and where it is NaN, 0 there: `[T]`. It may be infinite."""
+    """Return log p(proximal) - log p(behaviour), with 0 for NaN, and where it was NaN: `[T]`. It may be infinite."""
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
     unknown = log_weight.isnan()
     return log_weight.masked_fill(unknown, 0.0), unknown
 
 
 def largest_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the largest value, at least 0, of its sequence's rows, `[T]`."""
+    """Return for each row the largest value of its sequence's rows, at least 0: `[T]`."""
     sequence = sequence_of_rows(values, cu_seqlens)
     return values.new_zeros(len(cu_seqlens) - 1).scatter_reduce(0, sequence, values, "amax")[sequence]

@@ -1,11 +1,12 @@
-"""Tokens that the policy has not sampled and is to imitate, beside those that it has: -log p of each, by its weight.
+"""Imitation of tokens that the policy did not sample, in addition to training on sampled ones, by weighted -log p.
 
-They stand in the column `demonstrated` of a batch, float32 `[N]`: a token's own weight, 0 for all others. Of an update
+The batch column `demonstrated`, float32 `[N]`, holds an imitated token's weight and 0 for all other tokens. The loss of
+an update is
 
     loss = policy loss + weight * sum of demonstrated_t * -log p_t / number of demonstrated tokens
 
-where the policy loss is divided as algo.aggregation says, and both divisors are counted over all microbatches and ranks
-of the update. As the engine divides once, by the policy's, `scaled` has multiplied the column by it.
+The policy loss is divided according to algo.aggregation. Both divisors are counted over all microbatches and ranks of
+the update. The engine divides once, by the policy loss's divisor, so `scaled` multiplies the column by that.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from megatron_rl.types import TrajectoryBatch
 
 
 def with_demonstrations(share: TrajectoryBatch, rows: TrajectoryBatch | None) -> TrajectoryBatch:
-    """Return the share with its tokens to be imitated, and the replies of `rows` behind it, as trained ones.
+    """Return the share with its imitated tokens marked as trained, and with the replies of `rows` appended.
 
-    rows: prompts with replies, of which each token weighs 1. ValueError for marks that cannot be meant.
+    rows: prompts with replies, whose reply tokens have weight 1. ValueError for a mark that is negative, NaN or
+    infinite, or on a token whose loss_mask is True.
     """
     marks = share[DEMONSTRATED].float() if DEMONSTRATED in share else torch.zeros(len(share["input_ids"]))
     wrong = ~(marks.isfinite() & (marks >= 0)) | ((marks > 0) & share["loss_mask"])
@@ -40,25 +42,28 @@ def with_demonstrations(share: TrajectoryBatch, rows: TrajectoryBatch | None) ->
 
 
 def counts(share: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
-    """Return the divisor of the policy's loss and the number of demonstrated tokens, `[2]` int64, of this share."""
+    """Return the policy loss's divisor and the number of demonstrated tokens of this share, `[2]` int64."""
     marks = share[DEMONSTRATED] > 0
     marks[share.cu_seqlens[:-1][share.lengths > 0]] = False  # nothing predicts a sequence's first token
     return torch.stack([weight_of(share, options), marks.sum()])
 
 
 def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBatch:
-    """Return the share with each mark as the factor of -log p in the engine's sum. total: `counts` of all ranks."""
+    """Return the share with each mark turned into the factor of -log p in the engine's sum.
+
+    total: `counts` summed over all ranks.
+    """
     divisor, tokens = total.clamp_min(1).tolist()
     marks = share[DEMONSTRATED] * (weight * divisor / tokens)
     return replace(share, tokens=share.tokens | {DEMONSTRATED: marks})
 
 
 NEUTRAL = {"teacher_place": -1, "versions": -1}
-"""The entries of a token that nobody sampled or scored, where they are not 0."""
+"""Values other than 0 that columns hold for a token that nobody sampled or scored."""
 
 
 def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
-    """Return rows of data with the columns of a share."""
+    """Return the data `rows` with the same columns as a share."""
     known = {"input_ids": rows["input_ids"], "loss_mask": torch.zeros_like(rows["loss_mask"])}
     known[DEMONSTRATED] = rows["loss_mask"].float()
     count = len(rows["input_ids"])
@@ -71,5 +76,5 @@ def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
     if share.versions is not None:
         tokens["versions"] = torch.full((count,), NEUTRAL["versions"], dtype=torch.int32)
     sequences = {name: torch.zeros(len(rows), dtype=column.dtype) for name, column in share.sequences.items()}
-    sequences["group"] = -1 - torch.arange(len(rows))  # none is of a group of the step
+    sequences["group"] = -1 - torch.arange(len(rows))  # negative, so that none belongs to a group of the step
     return TrajectoryBatch(tokens, sequences, rows.cu_seqlens)

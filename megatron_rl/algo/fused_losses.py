@@ -1,8 +1,8 @@
-"""Fused policy losses: those that large runs train with, each a setting of one operator, `ops.ppo_loss`.
+"""Fused policy losses, meant for large runs. Each is a setting of the operator `ops.ppo_loss`.
 
-One pass of it over the rows makes loss, gradient and statistics, in the chunks of the output layer where a loss looks
-at single rows. So a function here computes nothing: it says which mode of the operator it is. In the formulas u is
-p(policy) / p(proximal) of a row, A its advantage.
+The operator computes loss, gradient and statistics in one pass over the rows. Losses that treat each row by itself run
+in the chunks of the output layer. The functions here compute nothing; they only select the operator's mode. In the
+formulas, u is p(policy) / p(proximal) of a row and A its advantage.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_rl.ops import PpoOptions
 def ppo_clip(options: AlgorithmConfig) -> PpoOptions:
     """max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)), at most -dual_clip A where A < 0.
 
-    clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476), dual_clip > 0 the dual clip (arXiv 1912.09729); with
-    the section `correction` it is decoupled PPO (arXiv 2505.24298).
+    clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476). dual_clip > 0 is the dual clip (arXiv 1912.09729).
+    With the section `correction` this is decoupled PPO (arXiv 2505.24298).
     Source: arXiv 1707.06347
     """
     return PpoOptions(clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip)
@@ -30,9 +30,10 @@ def ppo_clip(options: AlgorithmConfig) -> PpoOptions:
 def gspo(options: AlgorithmConfig) -> PpoOptions:
     """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), s the geometric mean of u over the sequence.
 
-    The slope of s in a token's log p is s, as if it were the token's own ratio: the paper's GSPO-token. It is GSPO
-    where A and the behaviour weight are the same for all tokens of a sequence; elsewhere each token is moved by its
-    own, and one that is left out is not. The paper clips at 3e-4 and 4e-4, and takes algo.aggregation = sequence_mean.
+    The derivative of s with respect to a token's log p is s, as if s were the token's own ratio: the paper's
+    GSPO-token. This equals GSPO if A and the behaviour weight are the same for all tokens of a sequence. Otherwise each
+    token has its own A and weight, and a rejected token gets no gradient. The paper clips at 3e-4 and 4e-4, and uses
+    algo.aggregation = sequence_mean.
     Source: arXiv 2507.18071
     """
     return PpoOptions(
@@ -75,19 +76,19 @@ def reinforce(options: AlgorithmConfig) -> PpoOptions:
 def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> PpoOptions:
     """-A u, but for the tokens with the largest (log u)^2: as few as bring its mean over the others to bound.
 
-    The tokens are chosen among all of a step's before its updates, by the policy's distance from the behaviour policy;
-    the paper's u is the ratio to that one: correction.proximal = behavior.
+    The tokens are selected among all of a step's, before its updates, by the policy's distance from the behaviour
+    policy. The paper's u is the ratio to the behaviour policy: set correction.proximal = behavior.
     Source: arXiv 2510.01161
     """
-    return PpoOptions(clip_low=1.0, clip_high=inf)  # u is in [0, inf): nothing is clipped
+    return PpoOptions(clip_low=1.0, clip_high=inf)  # u is in [0, inf), so nothing is clipped
 
 
 @fused_loss("clip_cov", select=but_covariant, rules={"share": SHARE})
 def clip_cov(options: AlgorithmConfig, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> PpoOptions:
     """ppo_clip, but for a share of the tokens, drawn of those with c in [low, high], c = (log p - mean) (A - mean).
 
-    The means are over all trained tokens of a step, p is the policy's before its updates. Tokens of a high covariance
-    are those by which an update lowers the entropy. Their draw is the same in every layout.
+    The means are over all trained tokens of a step, and p is the policy's before its updates. An update on tokens of
+    high covariance lowers the entropy. The same tokens are drawn in every layout.
     Source: arXiv 2505.22617
     """
     return PpoOptions(clip_low=options.clip_low, clip_high=options.clip_high)

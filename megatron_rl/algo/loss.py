@@ -1,4 +1,4 @@
-"""Policy and value losses: packed `[T]` tensors in, sums over trained rows out; nothing is averaged here."""
+"""Policy and value losses. They take packed `[T]` tensors and return sums over trained rows, never averages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sums = dict[str, Tensor]
 
 
 def supervised(logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-    """-log p per trained token: the loss of training on answers."""
+    """Return the sum of -log p over the trained tokens: the loss for supervised training on answers."""
     return -logprobs.sum(), {"entropy": entropy.detach().sum()}
 
 
@@ -42,18 +42,21 @@ class PolicyLoss:
     options: AlgorithmConfig
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     has_gradient: set[bool] = field(default_factory=set, compare=False)
-    """True once a call of the torch loss returned a tensor that depends on the policy."""
+    """Collects, over all calls of the torch loss, whether the returned tensor depended on the policy."""
 
     @cached_property
-    def entry(self) -> FusedLoss | TorchLoss:  # cached, as this is asked for in every chunk of every microbatch
+    def entry(self) -> FusedLoss | TorchLoss:  # cached, since every chunk of every microbatch reads it
         return find_loss(self.options.loss, self.options.loss_args)
 
     @cached_property
     def terms(self) -> PpoOptions:
-        """The operator's options. It computes all of a fused loss. Of a torch loss it sees the advantages as 0, and
-        computes the KL and entropy terms and the statistics."""
+        """The operator's options.
+
+        The operator computes all of a fused loss. For a torch loss it gets advantages of 0, and computes only the KL
+        and entropy terms and the statistics.
+        """
         options, correction = self.options, self.correction
-        own = PpoOptions(mode="reinforce")  # of a torch loss: -A log p with A = 0 is no policy term at all
+        own = PpoOptions(mode="reinforce")  # for a torch loss: -A log p with A = 0 has no policy term
         if isinstance(self.entry, FusedLoss):
             contract = "it is called with the options of the section algo and returns PpoOptions"
             own = call(self.entry.function, [options], options.loss_args, key=self._key, contract=contract)
@@ -76,13 +79,16 @@ class PolicyLoss:
 
     @property
     def weighs_products(self) -> bool:
-        """True if the behaviour weights are products over sequences, which the operator does not know: every loss is
-        linear in the advantages' size, and so takes them as part of those."""
+        """True if the behaviour weights are products over sequences.
+
+        The operator does not support these. Every loss is linear in the advantages' size, so the weights multiply the
+        advantages.
+        """
         return self.correction.weight != "off" and self.correction.level == "product"
 
     @property
     def by_sequence(self) -> bool:
-        """True if a row's loss depends on its neighbours."""
+        """True if a row's loss depends on neighbouring rows."""
         return (
             self.terms.by_sequence
             or self.weighs_products
@@ -91,23 +97,26 @@ class PolicyLoss:
         )
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-        """rows: `advantages`, `loss_mask`, `logprobs` (behaviour), `ref_logprobs` for a KL term; `cu_seqlens` for what
-        is by sequence; `row_weights` for means over trajectories. The proximal policy is that of `proximal_logprobs`
-        where rows have them, lies at `proximal_share` of the way from the behaviour policy to this one, or is this one:
-        in the step's first update.
+        """Return the loss summed over the trained rows, and the sums of its statistics.
+
+        rows: `advantages`, `loss_mask`, `logprobs` (behaviour); `ref_logprobs` for a KL term; `cu_seqlens` if the loss
+        is by sequence; `row_weights` for means over trajectories. The proximal log-probs are `proximal_logprobs` if the
+        rows have them. With `proximal_share` they lie that share of the way from the behaviour policy to this one. In
+        the step's first update there is neither, and the proximal policy is this one.
         """
 
         def column(name: str) -> Tensor:
-            return torch.as_tensor(rows[name], dtype=logprobs.dtype)  # float64 where the model is
+            return torch.as_tensor(rows[name], dtype=logprobs.dtype)  # float64 if the model is
 
         names, behavior, proximal = set(rows.keys()), column("logprobs"), None
         if self.correction.proximal == "behavior":
             proximal = behavior
         elif "proximal_logprobs" in names:
             proximal = column("proximal_logprobs")
-        elif "proximal_share" in names:  # updates after the first: log p is taken to move evenly between the two
+        elif "proximal_share" in names:
+            # In updates after the first, log p is assumed to move linearly between the two policies. That is impossible
+            # from an infinite or NaN behaviour log-prob.
             own = logprobs.detach()
-            # From a behaviour log-prob that is not finite there is no way to this policy's.
             proximal = torch.lerp(behavior, own, column("proximal_share")).where(behavior.isfinite(), own)
         trained, advantages = is_trained(rows), column("advantages")
         row_weights = column("row_weights") if "row_weights" in names else None
@@ -155,7 +164,7 @@ class PolicyLoss:
             nll = -logprobs * column("positive_weights").masked_fill(~trained, 0.0)
             counted["positive_nll"] = nll.detach().sum()
             nll = nll if row_weights is None else nll * row_weights
-            loss = loss + nll.masked_fill(~trained, 0.0).sum()  # of a row that is not trained anything may stand there
+            loss = loss + nll.masked_fill(~trained, 0.0).sum()  # rows that are not trained may hold NaN
         sums = sums | counted
         reported = {name: sums[name] for name in self._reported}
         if DEMONSTRATED not in names:
@@ -166,7 +175,7 @@ class PolicyLoss:
         return loss + (nll * column(DEMONSTRATED)).sum(), reported
 
     def _in_torch(self, entry: TorchLoss, rows: LossRows, weight: Tensor, row_weights: Tensor | None) -> Tensor:
-        """Return the policy's term of a torch loss, `[T]`."""
+        """Return the policy term of a torch loss, `[T]`."""
         contract = f"the columns of its rows are {', '.join(rows.columns)}"
         given = rows, self.options
         loss = call(entry.function, given, self.options.loss_args, key=self._key, contract=contract)
@@ -177,10 +186,10 @@ class PolicyLoss:
                 f"{len(rows.trained)} rows of a microbatch; must be [T], each row's own loss, which the engine sums "
                 f"and divides."
             )
-        if rows.logprobs.requires_grad:  # else it is an evaluation
+        if rows.logprobs.requires_grad:  # False in an evaluation
             self.has_gradient.add(loss.requires_grad)
         weight = weight.masked_fill(~rows.trained, 0.0)
-        # A dropped row adds nothing, even where its loss is not finite.
+        # A dropped row adds nothing, even if its loss is NaN or infinite.
         loss = loss.masked_fill(weight == 0, 0.0) * weight
         if row_weights is not None:
             loss = loss * row_weights.masked_fill(~rows.trained, 0.0)
@@ -188,7 +197,7 @@ class PolicyLoss:
 
     @property
     def _reported(self) -> list[str]:
-        """The names of the statistics that say something with these options."""
+        """Names of the statistics that are meaningful with these options."""
         names = ["entropy", "tokens", "bounded_tokens", "not_finite"]
         names += [] if self.options.loss == "reinforce" else ["ratio_deviation", "approx_kl"]
         names += ["clipped_tokens"] if self.terms.mode in ("clip", "cispo") else []
@@ -200,7 +209,7 @@ class PolicyLoss:
 
 
 def _columns(rows: TensorDict, trained: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what rows have one value each of: whole numbers as they are, others as `dtype`."""
+    """Return the `[T]` columns of the rows, 0 in untrained rows. Floats are cast to `dtype`, other types are kept."""
     found = {
         str(name): column
         for name, column in rows.items()
@@ -213,10 +222,10 @@ def _columns(rows: TensorDict, trained: Tensor, dtype: torch.dtype) -> dict[str,
 def _without_unknown(
     rows: LossRows, proximal: Tensor | None, behavior: Tensor
 ) -> tuple[LossRows, Tensor | None, Tensor]:
-    """Take the policy's term from rows whose weight is NaN: they have no advantage, and a ratio of 1.
+    """Remove the policy term from rows whose weight is NaN: set their advantage to 0 and their ratio to 1.
 
-    Without it a NaN would come through: 0 times NaN is NaN. For the operator, which has to count such rows, their
-    behaviour log-prob stays NaN.
+    Otherwise the NaN would reach the loss, since 0 times NaN is NaN. The behaviour log-prob passed to the operator
+    stays NaN, because the operator counts such rows.
     """
     unknown, own = log_weights(rows)[1], rows.logprobs.detach()
     rows = replace(
@@ -231,16 +240,16 @@ def _without_unknown(
 def value_clip(
     values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, *, clip: float
 ) -> tuple[Tensor, Sums]:
-    """max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2 per token: PPO's clipped value loss.
+    """Return the sum of max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2: PPO's clipped value loss.
 
-    A value that has moved more than `clip` since the step began is not moved further. clip = 0 leaves the bound out.
-    The sums of R, R^2, R - v and (R - v)^2 give the explained variance of any number of ranks together.
+    A value that has moved more than `clip` since the step began gets no gradient to move further. clip = 0 disables the
+    bound. The sums of R, R^2, R - v and (R - v)^2 can be added over ranks, and then give the explained variance.
     """
     errors = (returns - values).masked_fill(~loss_mask, 0.0)
     loss = errors.square()
     sums: Sums = {}
     if clip > 0:
-        # A value within its bounds stays the same to the last bit, so that it does not pass for clipped.
+        # clamp leaves a value within its bounds bitwise unchanged, so it is not counted as clipped.
         near = values.clamp(old_values - clip, old_values + clip)
         bounded = (returns - near).masked_fill(~loss_mask, 0.0).square()
         sums["clipped_values"] = (bounded > loss).sum()
@@ -255,7 +264,7 @@ def value_clip(
 
 
 def explained_variance(sums: Mapping[str, float], count: float) -> float:
-    """1 - Var(R - v) / Var(R) from `value_clip`'s sums over `count` tokens; 0 where all returns are the same."""
+    """Return 1 - Var(R - v) / Var(R) from `value_clip`'s sums over `count` tokens; 0 if all returns are equal."""
     variance = sums["squared_returns"] / count - (sums["returns"] / count) ** 2  # E[R^2] - E[R]^2
     residual = sums["squared_errors"] / count - (sums["errors"] / count) ** 2
     return 1.0 - residual / variance if variance > 1e-12 else 0.0
@@ -268,5 +277,5 @@ class ValueClipLoss:
     clip: float
 
     def __call__(self, values: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-        """rows: `values` as they were before the step's first update, and `returns`."""
+        """Return `value_clip` of the rows. rows: `returns`, and `values` from before the step's first update."""
         return value_clip(values, rows["values"], rows["returns"], rows["labels"] >= 0, clip=self.clip)

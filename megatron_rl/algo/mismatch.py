@@ -1,9 +1,9 @@
-"""The distance of the trainer's log-probabilities from those the servers reported, over all tokens of a step.
+"""Statistics of the difference between the trainer's and the servers' log-probabilities, over all tokens of a step.
 
-d = log p(trainer) - log q(server) of a token that q sampled, and w = p / q, whose d is bounded as the loss bounds it.
-Sums and maxima of every rank's tokens are added and compared over the ranks; `metrics` then divides. By age (versions
-between sampling and training) an old policy's drift is told apart from a server that computes differently, which shows
-at age 0; by position in the reply, errors that grow along a sequence.
+d = log p(trainer) - log q(server) of a sampled token, and w = p / q, where d is bounded as in the loss. Each rank's
+sums are added and its maxima compared over the ranks; `metrics` then divides. Classes by age (versions between sampling
+and training) separate policy drift from a server that computes differently, which shows at age 0. Classes by position
+in the reply show errors that grow along a sequence.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_rl.ops.reference import bounded
 AGES = {"0": 0, "1": 1, "2": 2, "3_to_4": 3, "5_to_8": 5, "9_on": 9}
 """Lowest age of each class."""
 POSITIONS = {"0_on": 0, "16_on": 16, "128_on": 128, "1024_on": 1024, "8192_on": 8192}
-"""Trained tokens of the sequence before the token: the lowest of each class."""
+"""Lowest position of each class. A position counts the sequence's trained tokens before the token."""
 CLASSES = ["all", *(f"age_{name}" for name in AGES), *(f"position_{name}" for name in POSITIONS)]
 COLUMNS = 7
-"""tokens, |d|, d, k3, w, w^2, and of all classes together the tokens whose d is no finite number, in none of these."""
+"""tokens, |d|, d, k3, w, w^2, and in the class "all" only the count of tokens whose d is NaN or infinite."""
 
 
 def tally(
@@ -29,23 +29,23 @@ def tally(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums `[classes, COLUMNS]` and the largest |d| `[classes]` of one rank's tokens, float64.
 
-    The first four are `[N]`, entry t belongs to token t; lengths: `[B]` of the sequences; version: the trainer's.
-    Differences that are no finite number are counted apart.
+    The first four arguments are `[N]`, and entry t belongs to token t. lengths: `[B]`, of the sequences. version: the
+    trainer's. Tokens whose difference is NaN or infinite are only counted.
     """
     is_finite = (logprobs - behavior_logprobs).isfinite()
     kept = loss_mask.bool() & is_finite
-    before = torch.cumsum(loss_mask.long(), 0) - loss_mask.long()  # [N] trained tokens before this one in the batch
+    before = torch.cumsum(loss_mask.long(), 0) - loss_mask.long()  # [N] trained tokens of the batch before this one
     first = torch.cumsum(lengths, 0) - lengths
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    # In its sequence: less those before its first token. An empty sequence at the end would begin behind the last one.
+    # Subtract those before the sequence's first token. An empty last sequence would start after the last token.
     position = before - before[first.clamp_max(max(len(before) - 1, 0))][sequence]
     d = (logprobs - behavior_logprobs)[kept].double()
     near = bounded(d)
     w = near.exp()
-    # [kept, COLUMNS]. expm1(d) - d is k3, w - 1 - d, without the digits that it would lose near 0.
+    # [kept, COLUMNS]. expm1(d) - d is k3 = w - 1 - d without the loss of digits near 0.
     values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(near) - near, w, w * w, torch.zeros_like(d)], 1)
     sums, largest = torch.zeros(len(CLASSES), COLUMNS, dtype=torch.float64), torch.zeros(len(CLASSES)).double()
-    places = (  # a token counts three times: in all, by its age, by its position
+    places = (  # every token counts in three classes: all, its age, its position
         torch.zeros(len(d), dtype=torch.int64),
         1 + _class_of((version - versions[kept]).clamp_min(0), AGES),
         1 + len(AGES) + _class_of(position[kept], POSITIONS),
@@ -62,11 +62,12 @@ def _class_of(values: Tensor, classes: dict[str, int]) -> Tensor:
 
 
 def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
-    """Return means over the tokens of all ranks, from sums added and maxima compared over them.
+    """Return means over the tokens of all ranks, from sums and maxima combined over the ranks.
 
-    mean, max: of |d| in nats; k1 = mean of -d and k3 = mean of w - 1 - d estimate KL(server || trainer); ess: effective
-    sample size as a share of the tokens, (sum w)^2 / (n sum w^2); chi2: mean w^2 - 1, the chi-squared distance. By age
-    and position: mean, max and k3, for classes that have tokens. not_finite: tokens that are in none of these, if any.
+    mean and max are of |d| in nats. k1 = mean of -d and k3 = mean of w - 1 - d estimate KL(server || trainer). ess is
+    the effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2). chi2 = mean w^2 - 1 is the chi-squared
+    distance. Classes by age and position have mean, max and k3, if they have tokens. not_finite counts tokens whose
+    difference is NaN or infinite, which no other metric includes; it is absent if 0.
     """
     found: dict[str, float] = {"mismatch/not_finite": sums[0, -1].item()} if sums[0, -1] > 0 else {}
     for name, (count, distance, d, k3, w, w2, _), most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
@@ -81,12 +82,11 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 
 
 def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool = False) -> None:
-    """Raise RuntimeError where trainer and server differ by more than `threshold` nats; 0 allows any finite number.
+    """Raise RuntimeError if trainer and servers differ by more than `threshold` nats. 0 disables the threshold.
 
-    A difference that is no finite number is an alarm under every threshold, unless the update that it would have been
-    trained in was skipped, and so counted.
+    A NaN or infinite difference raises under every threshold, unless is_skipped: its update was skipped and counted.
     """
-    # Tokens of this very policy, where there are any: older ones differ because the policy has moved.
+    # Prefer tokens of the current policy. Older ones also differ because the policy has moved.
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"
     if not is_skipped and found.get("mismatch/not_finite", 0.0) > 0:
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """Means and standard deviations over groups of trajectories and over whole batches, in float64.
 
-A batch is that of all data-parallel ranks. Sums over tokens are made of each trajectory's, added in the trajectories'
-order: the same to the last bit, whichever ranks have the tokens.
+A batch covers all data-parallel ranks. A sum over tokens is a sum of per-trajectory sums, added in the trajectories'
+order. So it is bitwise the same, whichever ranks hold the tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.types import TrajectoryBatch
 
 EPS = 1e-6
-"""Added to a standard deviation; one below this share of the largest value is rounding, and counts as none."""
+"""Added to standard deviations. A deviation below this share of the largest value is rounding error and counts as 0."""
 
 
 def group_numbers(group: Tensor) -> Tensor:
@@ -22,30 +22,35 @@ def group_numbers(group: Tensor) -> Tensor:
 
 
 def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return for each entry its group's (weighted) mean, `[K]` float64; a group without weight has the plain one."""
+    """Return for each entry its group's weighted mean, `[K]` float64.
+
+    If the weights of a group sum to 0, its mean is unweighted.
+    """
     values, size = values.double(), int(member.max()) + 1 if len(member) else 0
     ones = torch.ones_like(values)
     weights = ones if weights is None else weights.double()
     total = torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights)
-    weights = torch.where(total[member] > 0, weights, ones)  # by group, so that the total has to be taken again
+    # in a group of total weight 0 every entry now weighs 1, so the total is computed again
+    weights = torch.where(total[member] > 0, weights, ones)
     total = torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights)
     return (torch.zeros(size, dtype=torch.float64).index_add_(0, member, weights * values) / total)[member]
 
 
 def shares_of(sample: Tensor) -> Tensor:
-    """Return 1 / entries of the same sample, `[K]` float64: as weights they count every sample once."""
+    """Return 1 / the number of entries of the same sample, `[K]` float64. As weights they count every sample once."""
     return 1.0 / torch.bincount(sample).double()[sample]
 
 
 def count_of(member: Tensor, shares: Tensor | None = None) -> Tensor:
-    """Return for each entry how many entries, or with `shares` samples, its group has, `[K]` float64."""
+    """Return for each entry the size of its group, `[K]` float64: its entries, or with `shares` its samples."""
     return torch.bincount(member, shares).double().round()[member]  # six sixths add up to a little less than 1
 
 
 def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Tensor | None = None) -> Tensor:
-    """Return for each entry its group's standard deviation, `[K]` float64: 0 where the values differ by rounding only.
+    """Return for each entry its group's standard deviation, `[K]` float64; 0 if the values differ only by rounding.
 
-    correction: 1 divides by n - 1, 0 by n. A group of one has none. shares: `shares_of` samples, where n counts them.
+    correction: 1 divides by n - 1, 0 by n. A group of one has deviation 0. shares: `shares_of` the samples, to count n
+    in samples.
     """
     values = values.double()
     squares = (values - mean_of(values, member, shares)).square()
@@ -59,12 +64,12 @@ def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Ten
 
 
 def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Tensor | None = None) -> Tensor:
-    """(v - mean) / (std + eps), each over the entry's group, over the batch, or left out: `[K]` -> `[K]` float64.
+    """Return (v - mean) / (std + eps), each over the entry's group, the batch, or omitted: `[K]` -> `[K]` float64.
 
-    shares: `shares_of` the samples that the entries are of, each of which counts once then.
+    shares: `shares_of` the entries' samples, to count each sample once.
 
-    A group's deviation is the sample's (n - 1), a batch's the population's; both are about their own level's mean,
-    whatever is subtracted. Values without deviation become 0 where a deviation divides them.
+    A group's deviation divides by n - 1, a batch's by n. A deviation is always about its own mean, the group's or the
+    batch's, whichever mean is subtracted. Division by a deviation of 0 results in 0.
     """
     result, everything = values.double(), torch.zeros_like(group)
     places = {"group": group_numbers(group), "batch": everything}
@@ -77,7 +82,7 @@ def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Ten
 
 
 def normalize_tokens(values: Tensor, batch: TrajectoryBatch, *, mean: str, std: str) -> Tensor:
-    """Do the same to numbers of tokens, of which the trained ones count: `[N]` -> `[N]` float64, 0 for the others."""
+    """Normalise token values like `normalize`, over trained tokens: `[N]` -> `[N]` float64, 0 for other tokens."""
     mask = batch["loss_mask"].bool()
     values = values.double().masked_fill(~mask, 0.0)
     counts = batch.sums_of_tokens(mask.double())
@@ -92,14 +97,17 @@ def normalize_tokens(values: Tensor, batch: TrajectoryBatch, *, mean: str, std: 
 
 
 def _mean_of_tokens(values: Tensor, batch: TrajectoryBatch, counts: Tensor, member: Tensor) -> Tensor:
-    """`[N]` -> `[B]`: the mean over the trained tokens of each trajectory's group, counts `[B]` being their numbers."""
+    """Return the mean over trained tokens of each trajectory's group, `[N]` -> `[B]`. counts: `[B]` trained tokens."""
     return _sum_of(batch.sums_of_tokens(values), member) / _sum_of(counts, member).clamp_min(1.0)
 
 
 def _deviation_of_tokens(
     values: Tensor, batch: TrajectoryBatch, counts: Tensor, member: Tensor, *, correction: int
 ) -> Tensor:
-    """`[N]` -> `[B]`: the deviation of the trained tokens of each trajectory's group, as `deviation_of`."""
+    """Return the standard deviation over trained tokens of each trajectory's group, `[N]` -> `[B]`.
+
+    See `deviation_of`.
+    """
     mask = batch["loss_mask"].bool()
     centered = (values - batch.spread(_mean_of_tokens(values, batch, counts, member))).masked_fill(~mask, 0.0)
     squares, count = _sum_of(batch.sums_of_tokens(centered.square()), member), _sum_of(counts, member)

@@ -1,7 +1,7 @@
-"""Losses of pairs of replies to one prompt, of which one was preferred, and how an engine computes them.
+"""Losses on pairs of replies to one prompt, one preferred to the other, and their computation by an engine.
 
-A batch of pairs has the chosen reply of each and the rejected one side by side, in this order, and their number in the
-column `pair`, by which packing keeps them in one microbatch.
+A batch of pairs holds the chosen and the rejected reply of each pair next to each other, in this order. The column
+`pair` numbers the pairs, so that packing keeps each in one microbatch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Pairs:
     """
 
     values: Tensor
-    """log p of the whole reply, or with a value head its score; with gradient."""
+    """log p of the whole reply, or its score from a value head; with gradient."""
     log_ratios: Tensor
-    """log p - log p(reference) of the whole reply, with gradient; `values` where the loss needs no reference."""
+    """log p - log p(reference) of the whole reply, with gradient; equals `values` if the loss needs no reference."""
     tokens: Tensor
-    """The reply's trained tokens."""
+    """Number of trained tokens of the reply."""
 
 
 def margins(rewards: Tensor) -> Tensor:
-    """Return by how much each chosen reply is better: `[P, 2]` -> `[P]`."""
+    """Return the chosen reply's reward minus the rejected one's, `[P, 2]` -> `[P]`."""
     return rewards[:, 0] - rewards[:, 1]
 
 
@@ -54,9 +54,9 @@ def dpo(
 ) -> tuple[Tensor, Tensor]:
     """-(1 - label_smoothing) log s(d) - label_smoothing log s(-d) + sft nll, r = beta log(p / p_reference).
 
-    label_smoothing above 0 is conservative DPO: that share of the pairs is taken to be the wrong way round. per_token
-    divides r by the reply's tokens n (arXiv 2411.15124), which takes a larger beta, such as 5. sft above 0 keeps the
-    chosen reply likely, nll is its -log p by token (arXiv 2404.19733).
+    label_smoothing above 0 is conservative DPO: it assumes that this share of the pairs is mislabelled. per_token
+    divides r by the reply's tokens n (arXiv 2411.15124), and needs a larger beta, such as 5. sft above 0 keeps the
+    chosen reply likely; nll is its -log p per token (arXiv 2404.19733).
     Source: arXiv 2305.18290
     """
     _check("beta", beta, beta > 0, "above 0")
@@ -73,7 +73,8 @@ def dpo(
 def ipo(pairs: Pairs, *, beta: float = 0.1, per_token: bool = False) -> tuple[Tensor, Tensor]:
     """(d - 1 / (2 beta))^2, r = log(p / p_reference), with per_token divided by the reply's tokens.
 
-    The paper's formula has the whole reply's; TRL and AReaL divide, which its authors have confirmed to be meant.
+    The paper's formula sums over the whole reply. TRL and AReaL divide by its tokens, which the authors have confirmed
+    as the intention.
     Source: arXiv 2310.12036
     """
     _check("beta", beta, beta > 0, "above 0")
@@ -88,8 +89,8 @@ def kto(
 ) -> tuple[Tensor, Tensor]:
     """desirable (1 - s(r(chosen) - point)) + undesirable (1 - s(point - r(rejected))), r = beta log(p / p_reference).
 
-    Each reply is held against a point, and not against the other one. The paper estimates the point from replies to
-    other prompts of the batch; here it is given, so that a pair's loss does not depend on its neighbours.
+    Each reply is compared with a reference point instead of the other reply. The paper estimates the point from replies
+    to other prompts of the batch. Here it is an option, so that a pair's loss does not depend on its neighbours.
     Source: arXiv 2402.01306
     """
     _check("beta", beta, beta > 0, "above 0")
@@ -128,7 +129,7 @@ def _check(name: str, value: float | bool, holds: bool, rule: str) -> None:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The configured loss of pairs, a sum over those of a microbatch.
+    """The configured pair loss, summed over the pairs of a microbatch.
 
     For example:
 
@@ -140,15 +141,17 @@ class PreferenceLoss:
     args: dict[str, Any]
 
     def for_engine(self) -> LogprobLoss | ValueLoss:
-        """Return the loss that an engine with `entry.head` takes, beside the weight `pairs_of`."""
+        """Return the loss for an engine whose head is `entry.head`. Pass `pairs_of` to the engine as its weight."""
         if self.entry.head == "value":
             return ValueLoss(self)
         # Not by_row: a pair's loss needs the sums over both of its replies.
         return LogprobLoss(lambda logprobs, entropy, rows: self(logprobs, rows))
 
     def __call__(self, results: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-        """results: `[T]` log-probs or values, 0 in rows that are not trained. rows: `ref_logprobs` where the loss needs
-        a reference."""
+        """Return the summed loss of a microbatch and its statistics.
+
+        results: `[T]` log-probs or values, 0 in untrained rows. rows: `ref_logprobs` if the loss needs a reference.
+        """
         ratios = results
         if self.entry.needs_reference:
             ratios = results - torch.as_tensor(rows["ref_logprobs"], dtype=results.dtype)
@@ -168,20 +171,24 @@ class PreferenceLoss:
 
 
 def pairs_of(rows: TensorDict) -> Tensor:
-    """Return the loss weight: a microbatch's pairs, 0-dim int64. One without any holds a single untrained sequence."""
+    """Return the loss weight: the number of pairs in a microbatch, 0-dim int64.
+
+    A microbatch without pairs holds a single untrained sequence.
+    """
     sequences = len(rows["cu_seqlens"]) - 1
     assert sequences == 1 or sequences % 2 == 0, f"{sequences} sequences are no pairs: packing has parted some"
     return torch.tensor(sequences // 2)
 
 
 def _by_pair(values: Tensor, rows: TensorDict) -> Tensor:
-    """Sum over each sequence: `[T]` -> `[P, 2]`."""
+    """Sum over each sequence, `[T]` -> `[P, 2]`."""
     sums, count = sums_by_sequence(values, rows), int(pairs_of(rows))
-    return sums[: 2 * count].view(count, 2)  # packing keeps chosen and rejected side by side; an idle one has no pair
+    # packing keeps chosen and rejected replies adjacent; an idle microbatch has no pair
+    return sums[: 2 * count].view(count, 2)
 
 
 def preference_metrics(sums: Mapping[str, float], pairs: float) -> dict[str, float]:
-    """Return the means of what `PreferenceLoss` has added up over `pairs` pairs."""
+    """Return accuracy and mean rewards from the sums of `PreferenceLoss` over `pairs` pairs."""
     chosen, rejected = (sums[name] / pairs for name in ("chosen_reward", "rejected_reward"))
     means = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
     return {"accuracy": sums["preferred"] / pairs} | means

@@ -1,9 +1,9 @@
-"""Advantage estimators, policy losses of two kinds and losses of pairs, and the decorators that enter them into the
-catalogue.
+"""Types and decorators for the catalogue of advantage estimators, policy losses and pair losses.
 
-A fused loss is a setting of the operator that large runs train with, a torch loss is a function that anybody can write.
+A fused loss configures the operator that large runs train with. A torch loss is a plain function that anybody can
+write.
 
-A docstring's first line is the formula and its line `Source: ...` says where it is from; `megatron-rl algorithms` and
+A docstring's first line is the formula, and its line `Source: ...` cites the origin. `megatron-rl algorithms` and
 docs/algorithms.md show both.
 """
 
@@ -21,7 +21,7 @@ from megatron_rl.config.rules import ENTERED
 from megatron_rl.ops import PpoOptions
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By the name of an option: whether a value is allowed, and what it must be."""
+"""For each option name: a check of its value, and the rule to print when the check fails."""
 
 
 def above_0(value: Any) -> bool:
@@ -33,14 +33,16 @@ SHARE = (lambda value: 0 < value <= 1, "must be in (0, 1]; a share of the step's
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator of the advantages of a step's trajectories.
+    """Advantage estimator for the trajectories of a step.
 
-    function(batch, **algo.advantage_args) -> `[B]` float, one for all tokens of a trajectory, or `[N]`, one per token.
-    `scores` `[B]` and `token_rewards` `[N]` are the shaped rewards, `group` the prompt's number, `loss_mask` says which
-    tokens are trained. Numbers of trajectories are those of the whole step, on every rank; numbers of tokens those that
-    the rank's replica trains: `batch.sums_of_tokens` makes each trajectory's sum of them, right for all of them on
-    every rank, and all ranks call it. Several trajectories of one sample (`batch.samples`) count
-    once where `[B]` results are normalised.
+    function(batch, **algo.advantage_args) returns floats: `[B]`, one per trajectory, or `[N]`, one per token. Its
+    inputs are the shaped rewards `scores` `[B]` and `token_rewards` `[N]`, the prompt's number `group` `[B]`, and
+    `loss_mask` `[N]`, which is True for trained tokens.
+
+    `[B]` columns hold the whole step's trajectories on every rank. `[N]` columns hold only the tokens that this rank's
+    replica trains. `batch.sums_of_tokens` sums tokens per trajectory. Its result is correct for all trajectories on
+    every rank, and every rank must call it. Trajectories of the same sample (`batch.samples`) count once when `[B]`
+    results are normalised.
 
         @estimator(mean="group", std="group")  # algo.advantage: my_package.mine:squared
         def squared(batch: TrajectoryBatch) -> Tensor:
@@ -50,22 +52,22 @@ class Estimator:
     function: Callable[..., Tensor]
     mean: str = "none"
     std: str = "none"
-    """The normalisation where the config does not say: none, group or batch."""
+    """Default normalisation, unless the config sets one: none, group or batch."""
     compares_group: bool = False
-    """Says nothing of a prompt with one reply."""
+    """Whether it compares the replies to one prompt, and so needs several of them."""
     needs: tuple[str, ...] = ()
-    """The columns of tokens that it asks for beside these: `proximal_logprobs`, and `cold_logprobs`, the same at half
-    the temperature, both of the policy before the step's updates."""
+    """Further token columns it requires: `proximal_logprobs`, and `cold_logprobs`, the same at half the temperature.
+    Both are from the policy before the step's updates."""
     rules: Rules = field(default_factory=dict)
-    """Of algo.advantage_args."""
+    """Validation rules for algo.advantage_args."""
 
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """A policy loss that the operator `ops.ppo_loss` computes, with its gradient and statistics, in one pass.
+    """Policy loss that the operator `ops.ppo_loss` computes in one pass, with its gradient and statistics.
 
-    function(options, **algo.loss_args) -> the operator's PpoOptions, as far as they are the loss's own: KL and entropy
-    terms and behaviour weights are set from the config afterwards.
+    function(options, **algo.loss_args) returns PpoOptions with the loss's own fields set. KL terms, entropy terms and
+    behaviour weights are set from the config afterwards.
 
         @fused_loss()  # algo.loss: my_package.mine:wide_clip
         def wide_clip(options: AlgorithmConfig, *, factor: float = 2.0) -> PpoOptions:
@@ -74,33 +76,33 @@ class FusedLoss:
 
     function: Callable[..., PpoOptions]
     select: Callable[..., Tensor] | None = None
-    """select(batch, **algo.loss_args) -> `[N]` bool, the tokens whose advantage counts, of a batch as an estimator has
-    it, which has `proximal_logprobs` then."""
+    """select(batch, **algo.loss_args) returns `[N]` bool: the tokens that keep their advantage. The batch has the
+    estimator's columns and `proximal_logprobs`."""
     rules: Rules = field(default_factory=dict)
-    """Of algo.loss_args."""
+    """Validation rules for algo.loss_args."""
 
     @property
     def chooses(self) -> bool:
-        """True where tokens are chosen among all of a step's, before its updates."""
+        """True if the loss selects among all tokens of a step, before the step's updates."""
         return self.select is not None
 
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """A policy loss in plain torch, before KL and entropy terms, weights and aggregation.
+    """Policy loss in plain torch, before KL and entropy terms, weights and aggregation.
 
-    function(rows: LossRows, options, **algo.loss_args) -> `[T]`, each row's loss; `LossRows` has an example.
+    function(rows: LossRows, options, **algo.loss_args) returns `[T]`, the loss of each row. `LossRows` has an example.
     """
 
     function: Callable[..., Tensor]
     by_sequence: bool = False
-    """Looks at a row's neighbours: gets whole sequences and their bounds."""
+    """Whether a row's loss depends on neighbouring rows. The loss then gets whole sequences and their bounds."""
     select: Callable[..., Tensor] | None = None
-    """As a fused loss's."""
+    """As in `FusedLoss`."""
     mark: Callable[..., Tensor] | None = None
-    """As select, but of tokens whose advantage stays and which the loss knows by `LossRows.marked`."""
+    """Like `select`, but the marked tokens keep their advantage, and the loss reads the mask as `LossRows.marked`."""
     rules: Rules = field(default_factory=dict)
-    """Of algo.loss_args."""
+    """Validation rules for algo.loss_args."""
 
     @property
     def chooses(self) -> bool:
@@ -109,17 +111,17 @@ class TorchLoss:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """A loss of pairs of replies, of which training makes the mean small.
+    """Loss on pairs of replies. Training minimises its mean.
 
-    function(pairs: Pairs, **preference.loss_args) -> the losses `[P]`, and by the model the replies' worth `[P, 2]`;
-    `Pairs` has an example.
+    function(pairs: Pairs, **preference.loss_args) returns the losses `[P]` and the model's implicit rewards of the
+    replies `[P, 2]`. `Pairs` has an example.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]]
     head: str = "policy"
-    """`policy`: of log-probabilities. `value`: of scores; the model becomes a reward model."""
+    """`policy`: computed from log-probabilities. `value`: computed from scores; the model becomes a reward model."""
     needs_reference: bool = False
-    """Compares with the model as it is before the first update."""
+    """Whether it compares with the model as it was before the first update."""
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -132,9 +134,9 @@ Entry = TypeVar("Entry")
 def _entering(
     catalogue: dict[str, Any], kind: str, name: str, make: Callable[[Callable[..., Any]], Entry]
 ) -> Callable[[Callable[..., Any]], Entry]:
-    """Return a decorator that makes an entry of a function, and keeps it under `name` where that is given.
+    """Return a decorator that makes an entry of a function and registers it under `name`, if one is given.
 
-    From then on a config of this process may call it by that name.
+    Configs of this process may then use that name.
     """
 
     def decorate(function: Callable[..., Any]) -> Entry:
@@ -156,7 +158,7 @@ def estimator(
     needs: tuple[str, ...] = (),
     rules: Rules | None = None,
 ) -> Callable[[Callable[..., Tensor]], Estimator]:
-    """Decorate an estimator's function; a name enters it into the catalogue."""
+    """Turn a function into an estimator. A name registers it in the catalogue."""
     make = partial(Estimator, mean=mean, std=std, compares_group=compares_group, needs=needs, rules=rules or {})
     return _entering(ESTIMATORS, "estimator", name, make)
 
@@ -164,7 +166,7 @@ def estimator(
 def fused_loss(
     name: str = "", *, select: Callable[..., Tensor] | None = None, rules: Rules | None = None
 ) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
-    """Decorate the function of a fused loss; a name enters it into the catalogue."""
+    """Turn a function into a fused loss. A name registers it in the catalogue."""
     return _entering(LOSSES, "loss", name, partial(FusedLoss, select=select, rules=rules or {}))
 
 
@@ -176,10 +178,10 @@ def torch_loss(
     mark: Callable[..., Tensor] | None = None,
     rules: Rules | None = None,
 ) -> Callable[[Callable[..., Tensor]], TorchLoss]:
-    """Decorate the function of a loss in plain torch; a name enters it into the catalogue.
+    """Turn a function into a loss in plain torch. A name registers it in the catalogue.
 
-    A config of this process takes that name. Other processes, such as those that `megatron-rl launch` starts, know
-    import paths alone: algo.loss=my_module:mine.
+    Only configs of this process know the name. Other processes, such as those started by `megatron-rl launch`, need an
+    import path: algo.loss=my_module:mine.
     """
     make = partial(TorchLoss, by_sequence=by_sequence, select=select, mark=mark, rules=rules or {})
     return _entering(LOSSES, "loss", name, make)
@@ -188,5 +190,5 @@ def torch_loss(
 def pair_loss(
     name: str = "", *, head: str = "policy", needs_reference: bool = False
 ) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
-    """Decorate the function of a loss of pairs; a name enters it into the catalogue."""
+    """Turn a function into a pair loss. A name registers it in the catalogue."""
     return _entering(PAIR_LOSSES, "pair_loss", name, partial(PairLoss, head=head, needs_reference=needs_reference))

@@ -1,8 +1,8 @@
-"""Reward shaping: from what a workflow reported to what an estimator compares, over the whole step's trajectories.
+"""Reward shaping: turns the rewards that a workflow reported into the scores that an estimator compares.
 
-In this order: the share of replies that were cut off, minus the overlong penalty, per written token, running
-normalisation, clip, minus the KL penalty. Where a dialogue's replies have rewards of their own, what multiplies its
-reward multiplies theirs, and what is added to it or cut off stands on its last trained token.
+The steps run in this order: factor for cut-off replies, overlong penalty, division by written tokens, running
+normalisation, clip, KL penalty. If a dialogue has rewards by turn, they are multiplied by the same factors as its
+total. Whatever is added to the total, subtracted or clipped off goes on its last trained token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rl.types import TURN_REWARDS, TrajectoryBatch
 
 
 class RunningMoments:
-    """Mean and standard deviation of every reward that the run has seen (Welford's, merged batch by batch)."""
+    """Mean and standard deviation of all rewards of the run so far (Welford's algorithm, merged batch by batch)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
@@ -35,7 +35,8 @@ class RunningMoments:
         values = values.double()
         count, mean = len(values), float(values.mean())
         delta, total = mean - self.mean, self.count + count
-        # Squares about the common mean: those about each part's own, and the parts' distance weighed by both sizes.
+        # Sum of squares about the common mean: both parts' own sums, plus the distance of their means weighted by both
+        # sizes.
         self.squares += float((values - mean).square().sum()) + delta**2 * self.count * count / total
         self.mean += delta * count / total
         self.count = total
@@ -48,10 +49,10 @@ class RunningMoments:
 
 
 class RewardShaper:
-    """Sets `scores` `[B]` and `token_rewards` `[N]`, and remembers what its adaptive parts have learned.
+    """Computes `scores` `[B]` and `token_rewards` `[N]`, and keeps the state of the adaptive shaping steps.
 
-    Where the workflow reports the reward of a greedy reply, `greedy_score` `[B]` is what the same shaping makes of it;
-    a KL penalty is the sampled reply's alone.
+    If the workflow reports a greedy reply's reward, the same shaping turns it into `greedy_score` `[B]`, but without a
+    KL penalty.
 
         shaper = RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens)
         shaper(batch)
@@ -59,15 +60,18 @@ class RewardShaper:
     """
 
     def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
-        """longest_reply: in tokens, where the overlong penalty is whole."""
+        """longest_reply: tokens at which the overlong penalty is largest."""
         self.options, self.algo, self.longest_reply = options, algo, longest_reply
         self.moments, self.kl = RunningMoments(), KLController(algo)
         self.last: dict[str, float] = {}
         """Metrics of the last batch."""
 
     def __call__(self, batch: TrajectoryBatch) -> None:
-        """rewards: `[B]`, or `[N]` by token, of which the trained ones count. For a KL penalty `proximal_logprobs` and
-        `ref_logprobs` too."""
+        """Shape the rewards of a batch, and update the adaptive state.
+
+        batch: `rewards` `[B]`, or `[N]` by token, of which only trained tokens count. A KL penalty also needs
+        `proximal_logprobs` and `ref_logprobs`.
+        """
         by_token = token_rewards(batch)
         raw = batch.sums_of_tokens(by_token) if "rewards" in batch.tokens else batch["rewards"].double()
         longest, total = self._lengths(batch)
@@ -77,18 +81,19 @@ class RewardShaper:
         if TURN_REWARDS in batch.tokens:
             by_token = self._times(by_token, batch.spread(longest), batch.spread(total))
             raw = self._times(raw, longest, total)
-        by_token = by_token + at_the_end(scores - raw, batch)  # so that a trajectory's tokens still add up to its score
+        # so that a trajectory's token rewards still add up to its score
+        by_token = by_token + at_the_end(scores - raw, batch)
         self.last = {"reward/shaped": float(means_of_fresh(batch, scores).mean())}
         if self.algo.penalizes_reward:
             penalty, kl = self._kl_penalty(batch)
             by_token, scores = by_token - penalty, scores - batch.sums_of_tokens(penalty)
             self.last |= {"reward/kl": kl, "reward/kl_coefficient": self.kl.coefficient}
-            self.kl.update(kl, len(batch))  # for the next step
+            self.kl.update(kl, len(batch))  # takes effect in the next step
         batch.sequences["scores"] = scores
         batch.tokens["token_rewards"] = by_token.float()
 
     def _lengths(self, batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each trajectory's longest reply and of all its replies, `[B]`; 0 where none counts."""
+        """Return the tokens of each trajectory's longest reply and of all its replies, `[B]`; zeros if unused."""
         if not self._is_by_length:
             nothing = torch.zeros(len(batch), dtype=torch.int64)
             return nothing, nothing
@@ -100,7 +105,7 @@ class RewardShaper:
         if self._is_by_length:
             scores = self._by_length(raw, longest, total)
         if self.options.running != "none":
-            self.moments.add(means_of_fresh(batch, scores))  # this batch counts in its own scaling
+            self.moments.add(means_of_fresh(batch, scores))  # this batch is included in its own scaling
         return self._scaled(scores)
 
     @property
@@ -109,7 +114,7 @@ class RewardShaper:
         return options.overlong_buffer > 0 or options.per_token or options.cut_off_share < 1
 
     def _of_greedy(self, batch: TrajectoryBatch) -> Tensor:
-        """Shape `greedy_reward` as the sampled replies' rewards, by the moments of those: `[B]`."""
+        """Shape `greedy_reward` like the sampled replies' rewards, with the moments of the latter: `[B]`."""
         scores = batch["greedy_reward"].double()
         if not self._is_by_length:
             return self._scaled(scores)
@@ -123,18 +128,21 @@ class RewardShaper:
         return self._scaled(self._by_length(scores, batch["greedy_tokens"], batch["greedy_tokens"]))
 
     def _by_length(self, scores: Tensor, longest: Tensor, total: Tensor) -> Tensor:
-        """longest: `[B]` tokens of each trajectory's longest reply; total: `[B]`, of all its replies."""
+        """Apply the options that depend on lengths.
+
+        longest: `[B]` tokens of each trajectory's longest reply. total: `[B]` tokens of all its replies.
+        """
         options = self.options
         if options.cut_off_share < 1:
             scores = torch.where(longest >= self.longest_reply, options.cut_off_share * scores, scores)
         if options.overlong_buffer > 0:
-            # DAPO's (arXiv 2503.14476): 0 up to the buffer, 1 at the longest reply, linear in between.
+            # DAPO's penalty (arXiv 2503.14476): 0 before the buffer, whole at the longest reply, linear in between.
             over = (longest - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
             scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
         return scores / total.clamp_min(1) if options.per_token else scores
 
     def _times(self, rewards: Tensor, longest: Tensor, total: Tensor) -> Tensor:
-        """Multiply rewards as their trajectories' are: `[K]`, and the lengths of those."""
+        """Apply the shaping's factors to rewards `[K]`, given the lengths `[K]` of their trajectories."""
         options = self.options
         if options.cut_off_share < 1:
             rewards = torch.where(longest >= self.longest_reply, options.cut_off_share * rewards, rewards)
@@ -150,12 +158,13 @@ class RewardShaper:
         return scores.clamp(-options.clip, options.clip) if options.clip > 0 else scores
 
     def _kl_penalty(self, batch: TrajectoryBatch) -> tuple[Tensor, float]:
-        """Each trained token's penalty `[N]`, and the mean divergence, of the policy as it is before the updates."""
+        """Return each trained token's penalty `[N]` and the mean KL, for the policy before the updates."""
         mask = batch["loss_mask"]
         divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
         divergence = divergence.masked_fill(~mask, 0.0)
         count = int(batch.total(mask.sum()))
-        mean = float(batch.sums_of_tokens(divergence).sum()) / max(count, 1)  # by trajectory: in one order on all ranks
+        # summed per trajectory, so that all ranks add in one order
+        mean = float(batch.sums_of_tokens(divergence).sum()) / max(count, 1)
         return self.kl.coefficient * divergence, mean
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,15 +176,15 @@ class RewardShaper:
 
 
 def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
-    """Return each sample's mean of `[B]` scores, `[S]`, without the samples that an earlier step has counted."""
+    """Return each sample's mean of `[B]` scores, `[S]`, without samples that an earlier step has counted."""
     return batch.fresh().means_of_samples(scores[~batch.is_reused])
 
 
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
-    """Add a reward model's `[B]` scores to the workflow's rewards; `model_rewards` keeps them.
+    """Add a reward model's `[B]` scores, times `coefficient`, to the workflow's rewards.
 
-    Where rewards are by token, a score is on the last trained one, and a trajectory without any gets none. Where they
-    are by turn, it is the last turn's.
+    The column `model_rewards` keeps the scores. If rewards are by token, a score is added on the last trained token,
+    and dropped if there is none. If they are by turn, it is added to the last turn.
     """
     batch.sequences["model_rewards"] = scores
     if TURN_REWARDS in batch.tokens:
@@ -189,12 +198,13 @@ def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) ->
 def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
     """Return the batch without the greedy replies that a workflow has kept: trajectories whose `is_greedy` is 1.
 
-    Their rewards, a reward model's score included, are the `greedy_reward` `[B]` of the others of their groups.
+    Their rewards, including a reward model's scores, become the `greedy_reward` `[B]` of the other trajectories of
+    their groups.
     """
     if "is_greedy" not in batch:
         return batch
     is_greedy = batch["is_greedy"]
-    # Weights of 0 leave the sampled replies out of the group's mean.
+    # Weights of 0 exclude the sampled replies from the group's mean.
     baseline = mean_of(batch["rewards"], group_numbers(batch["group"]), is_greedy * shares_of(batch.samples))
     sampled = batch.select((is_greedy == 0).nonzero()[:, 0].tolist())
     sampled.sequences["greedy_reward"] = baseline[is_greedy == 0]
@@ -203,8 +213,11 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def token_rewards(batch: TrajectoryBatch) -> Tensor:
-    """`[N]` float64: the workflow's rewards by token, 0 where one is not trained; or by turn, where they arose; or each
-    trajectory's on its last."""
+    """Return the workflow's rewards by token, `[N]` float64.
+
+    Rewards by token are 0 on untrained tokens. Rewards by turn stay where they arose. A trajectory's single reward goes
+    on its last trained token.
+    """
     if "rewards" in batch.tokens:
         return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
     if TURN_REWARDS in batch.tokens:
@@ -213,12 +226,12 @@ def token_rewards(batch: TrajectoryBatch) -> Tensor:
 
 
 def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """`[N]` -> `[N]`: each value on its token, or where that is not trained any more on the last trained one before it.
+    """Move each value on an untrained token to the last trained token before it, `[N]` -> `[N]`.
 
-    Without such a one nothing that is trained has earned it, and it is left out.
+    A value is dropped if its trajectory has no trained token before it.
     """
     trained, place = batch["loss_mask"].nonzero()[:, 0], values.nonzero()[:, 0]
-    before = torch.searchsorted(trained, place, right=True) - 1  # among the trained tokens
+    before = torch.searchsorted(trained, place, right=True) - 1  # index among the trained tokens
     has_one = before >= 0
     place, target = place[has_one], trained[before[has_one]]
     is_own = target >= batch.cu_seqlens[batch.sequence_ids[place]]
@@ -226,15 +239,20 @@ def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
 
 
 def written_tokens(batch: TrajectoryBatch) -> Tensor:
-    """`[N]` bool: what the model wrote. Of it the loss may leave out what is too old, or trained in another trajectory.
+    """Return which tokens the model wrote, `[N]` bool.
 
-    Only what was sampled has a version; a workflow that does not know it (from_padded) gives -1 for all.
+    The loss may exclude some of them, as too old or as trained in another trajectory. Only sampled tokens have a
+    version. A workflow without versions (from_padded) writes -1 for all tokens, and then trained tokens count as
+    written.
     """
     return batch["loss_mask"] | (batch["versions"] >= 0)
 
 
 def longest_replies(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` int64: tokens of each trajectory's longest reply; generation.max_new_tokens bounds each one by itself."""
+    """Return the tokens of each trajectory's longest reply, `[B]` int64.
+
+    generation.max_new_tokens bounds each reply by itself.
+    """
     turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
     lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))  # [turns]
     trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
@@ -242,11 +260,11 @@ def longest_replies(batch: TrajectoryBatch) -> Tensor:
 
 
 def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """`[B]` -> `[N]`: each trajectory's value on its last trained token. One without any gets none."""
+    """Put each trajectory's value on its last trained token, `[B]` -> `[N]`. Without a trained token it is dropped."""
     trained = batch["loss_mask"].nonzero()[:, 0]
     sequence = batch.sequence_ids[trained]
     is_last = torch.ones(len(trained), dtype=torch.bool)
-    is_last[:-1] = sequence[1:] != sequence[:-1]  # the next trained token is another trajectory's
+    is_last[:-1] = sequence[1:] != sequence[:-1]  # the next trained token belongs to another trajectory
     result = torch.zeros(len(batch["loss_mask"]), dtype=values.dtype)
     result[trained[is_last]] = values[sequence[is_last]]
     return result

@@ -1,6 +1,6 @@
-"""Which tokens' advantages count: masks over the step's batch, from one pass of the policy before its updates.
+"""Selection of the tokens whose advantages count: masks over the step's batch, computed before its updates.
 
-A token that is left out has advantage 0; it stays in the denominator, and KL and entropy terms hold for it.
+An unselected token has advantage 0. It still counts in the divisor, and KL and entropy terms still apply to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron_rl.types import TrajectoryBatch
 def high_entropy(batch: TrajectoryBatch, *, share: float, level: str) -> Tensor:
     """Keep the `share` of trained tokens with the highest entropy, of each sequence or of the batch: `[N]` bool.
 
-    ceil(share n) of n tokens; of equal ones the earlier. `entropies` are the policy's before the step's updates.
+    Keeps ceil(share n) of n tokens; ties go to the earlier token. `entropies` are the policy's before the step's
+    updates.
     Source: arXiv 2506.01939
     """
     trained = batch["loss_mask"].nonzero()[:, 0]
@@ -32,24 +33,25 @@ def high_entropy(batch: TrajectoryBatch, *, share: float, level: str) -> Tensor:
     by_entropy = batch["entropies"][trained].argsort(descending=True, stable=True)
     order = by_entropy[sequence[by_entropy].argsort(stable=True)]  # within each sequence, the highest first
     count = torch.bincount(sequence)
-    rank = torch.arange(len(order)) - (count.cumsum(0) - count)[sequence[order]]  # place within the sequence
+    rank = torch.arange(len(order)) - (count.cumsum(0) - count)[sequence[order]]  # rank within the sequence
     kept[trained[order[rank < _share_of(share, count)[sequence[order]]]]] = True
     return kept
 
 
 def _share_of(share: float, count: Tensor) -> Tensor:
-    # The product is rounded first: 0.2 * 5 is a little more than 1 in floating point.
+    # Rounded first, because 0.2 * 5 is a little more than 1 in floating point.
     return (share * count.double()).mul(1e9).round().div(1e9).ceil().long()
 
 
 def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
-    """Keep the trained tokens but those with the largest d^2 until its mean over the kept is `bound` at most.
+    """Drop the trained tokens with the largest d^2 until its mean over the kept tokens is at most `bound`: `[N]` bool.
 
-    d = log p(policy before the updates) - log p(behaviour policy): `[N]` bool.
+    d = log p(policy before the updates) - log p(behaviour policy).
     Source: arXiv 2510.01161
     """
     d = (batch["proximal_logprobs"] - batch["logprobs"]).float().abs()
-    finite = (batch["loss_mask"].bool() & d.isfinite()).nonzero()[:, 0]  # others are left out, and out of the mean
+    # tokens with an infinite or NaN d are dropped, and not in the mean
+    finite = (batch["loss_mask"].bool() & d.isfinite()).nonzero()[:, 0]
     bits = d[finite].view(torch.int32).long()
     exponent, fraction = bits >> 23, bits & 0x7FFFFF
     root = torch.where(exponent > 0, fraction + 2**23, 2 * fraction)  # d = root 2^(exponent - 150)
@@ -60,7 +62,7 @@ def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
 
 
 def highest_covariance(batch: TrajectoryBatch, *, share: float = 2e-3, **_: float) -> Tensor:
-    """Choose the `share` of trained tokens with the highest `covariances`, of the step's: `[N]` bool.
+    """Choose the `share` of the step's trained tokens with the highest `covariances`: `[N]` bool.
 
     Source: arXiv 2505.22617, KL-Cov
     """
@@ -73,8 +75,9 @@ def highest_covariance(batch: TrajectoryBatch, *, share: float = 2e-3, **_: floa
 
 
 def but_covariant(batch: TrajectoryBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
-    """Keep the trained tokens but the `share` of them that is drawn of those with `covariances` in [low, high]:
-    `[N]` bool. Fewer are left out where that many are not there.
+    """Keep the trained tokens except a `share` of them, drawn from those with `covariances` in [low, high]: `[N]` bool.
+
+    If the range holds fewer tokens than that, all of those are dropped.
 
     Source: arXiv 2505.22617, Clip-Cov
     """
@@ -90,54 +93,55 @@ def but_covariant(batch: TrajectoryBatch, *, share: float = 2e-4, low: float = 1
 
 
 def covariances(batch: TrajectoryBatch) -> Tensor:
-    """(log p - mean of log p) (A - mean of A), the means over the step's trained tokens: `[N]` float64.
+    """Return (log p - mean of log p) (A - mean of A), with means over the step's trained tokens: `[N]` float64.
 
-    p is the policy's before the updates. A token without a finite log p is in no mean, and has -inf.
+    p is the policy's before the updates. A token whose log p is NaN or infinite is in no mean, and gets -inf.
     """
     logprobs, advantages = batch["proximal_logprobs"].double(), batch["advantages"].double()
     counted = batch["loss_mask"].bool() & logprobs.isfinite()
     count = batch.total(counted.sum()).clamp_min(1)
 
     def centered(values: Tensor) -> Tensor:
-        # Of each trajectory's sum: the same to the last bit, whoever has the tokens.
+        # Summed per trajectory, so that the result is bitwise the same whichever rank holds the tokens.
         return values - batch.sums_of_tokens(values.masked_fill(~counted, 0.0)).sum() / count
 
     return (centered(logprobs) * centered(advantages)).masked_fill(~counted, float("-inf"))
 
 
 def _drawn_keys(batch: TrajectoryBatch, places: Tensor) -> Tensor:
-    """`[n]` int64 from 0 to 2^32 - 1 as if drawn: mixed of a token, its place and its behaviour log-prob's bits.
+    """Return pseudo-random keys from 0 to 2^32 - 1, `[n]` int64, hashed from token, position and behaviour log-prob.
 
-    Of the data alone, and so the same in every layout and in a step that is done again.
+    They depend only on the data, so they are the same in every layout and in a repeated step.
     """
     bits = batch["logprobs"][places].float().view(torch.int32).long() & 0xFFFFFFFF
     keys = torch.zeros_like(bits)
     for part in (places - batch.cu_seqlens[batch.sequence_ids[places]], batch["input_ids"][places].long(), bits):
-        for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):  # MurmurHash3's last steps
+        for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):  # MurmurHash3's finalizer
             keys = (keys ^ part) * factor & 0xFFFFFFFF
             keys = keys ^ keys >> shift
     return keys
 
 
 def _rising_keys(values: Tensor) -> Tensor:
-    """`[n]` float32 -> `[n]` int64 from 0 to 2^32 - 1, which rise as the values do; NaN is above all of them."""
-    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0 makes one of both zeros
+    """Map float32 `[n]` to int64 keys `[n]` from 0 to 2^32 - 1 in the same order. NaN is the largest."""
+    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0 turns -0 into 0
     return torch.where(bits < 0, ~bits & 0x7FFFFFFF, bits | 0x80000000)
 
 
 def _first_that_fit(
     keys: Tensor, weights: Tensor, batch: TrajectoryBatch, places: Tensor, fits: Callable[[int, int], bool]
 ) -> Tensor:
-    """Return the tokens of the longest row that fits, of those of all replicas in the order of keys: `[n]` bool.
+    """Select the longest prefix that fits, of the tokens of all replicas in ascending order of keys: `[n]` bool.
 
-    Of equal keys the earlier comes first. No replica sees another's tokens: each counts its own by the key's highest
-    8 bits, and so on for those of one number, until the last key is known. All ranks call it.
+    Ties go to the earlier token. No replica sees another's tokens. A radix search finds the last selected key: each
+    round adds up a histogram of 8 key bits over all replicas. Collective: every rank calls it.
 
-    keys: `[n]` int64 from 0 to 2^32 - 1. weights: `[n]` int64 below 2^48, the same for equal keys, in units of
-    4^(the key's highest 8 bits): their sums are exact in any order. places: `[n]`, the tokens. fits(count, total): is
-    False for every row that begins with one for which it is.
+    keys: `[n]` int64 from 0 to 2^32 - 1. weights: `[n]` int64 below 2^48, the same for equal keys, in units of 4^(the
+    key's highest 8 bits), so that their sums are exact in any order. places: `[n]`, the tokens' indices. fits(count,
+    total): must be monotonic, so that it stays False for every extension of a prefix that does not fit.
     """
-    parts = torch.stack([torch.ones_like(keys), weights >> 24, weights & 0xFFFFFF], dim=1)  # sums fit into int64
+    # split so that the sums fit into int64
+    parts = torch.stack([torch.ones_like(keys), weights >> 24, weights & 0xFFFFFF], dim=1)
     last, count, total = 0, 0, 0
     for shift in (24, 16, 8, 0):
         inside = keys >> (shift + 8) == last
@@ -148,9 +152,9 @@ def _first_that_fit(
             if not fits(count + more, total + added):
                 break
             last, count, total = last + 1, count + more, total + added
-        else:  # in the first round: all of them fit
+        else:  # only in the first round: all tokens fit
             return torch.ones(len(keys), dtype=torch.bool)
-    # `more` tokens have the last key, and `last` is what the keys below it are less than.
+    # `more` tokens have the key `last`, and not all of them fit. All smaller keys are selected.
     share = added // max(more, 1)
     taken = bisect(range(1, more + 1), False, key=lambda n: not fits(count + n, total + n * share))
     ties = keys == last
@@ -158,7 +162,7 @@ def _first_that_fit(
     sequence = batch.sequence_ids[places[ties]]
     here = of_each.index_add(0, sequence, torch.ones_like(sequence))
     all_ties = batch.completed(here)
-    before = (all_ties.cumsum(0) - all_ties)[sequence]  # in the trajectories before
+    before = (all_ties.cumsum(0) - all_ties)[sequence]  # ties in earlier trajectories
     own = torch.arange(len(sequence)) - (here.cumsum(0) - here)[sequence]
     chosen = keys < last
     chosen[ties.nonzero()[:, 0][before + own < taken]] = True
@@ -166,13 +170,13 @@ def _first_that_fit(
 
 
 def keep(batch: TrajectoryBatch, kept: Tensor) -> float:
-    """Set the advantages of the other tokens to 0; return the share of trained tokens that is kept."""
+    """Set the advantages of all other tokens to 0. Return the share of trained tokens that is kept."""
     batch.tokens["advantages"] = batch["advantages"].masked_fill(~kept, 0.0)
     return share_of(batch, kept)
 
 
 def share_of(batch: TrajectoryBatch, chosen: Tensor) -> float:
-    """Return the share of the step's trained tokens that is chosen. All ranks call it."""
+    """Return the share of the step's trained tokens that is chosen. Collective: every rank calls it."""
     trained = batch["loss_mask"]
     chosen, of = batch.total(torch.stack([(chosen & trained).sum(), trained.sum()]))
     return float(chosen / of.clamp_min(1))

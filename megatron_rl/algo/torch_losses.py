@@ -1,8 +1,8 @@
-"""Policy losses in plain torch, the kind that a user writes: a function from rows to each row's loss.
+"""Policy losses in plain torch, the kind that users write: functions that return each row's loss.
 
-KL and entropy terms, behaviour weights and aggregation are added to it. The tensors are `[T]`, small beside the logits,
-and a loss that looks at single rows takes the chunks of the output layer. In the formulas u is p(policy) / p(proximal)
-of a row, A its advantage.
+KL and entropy terms, behaviour weights and aggregation are added to them. The tensors are `[T]`, small compared with
+the logits. A loss that treats each row by itself is called once per chunk of the output layer. In the formulas, u is
+p(policy) / p(proximal) of a row and A its advantage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.ops.reference import bounded
 class LossRows:
     """The rows of a microbatch as a loss in plain torch sees them: `[T]` tensors of one float dtype.
 
-    Row t describes the prediction of `labels[t]`. Rows that are not trained hold 0, and their loss is not read.
+    Row t describes the prediction of `labels[t]`. Untrained rows hold 0, and their loss is ignored.
 
         @torch_loss()  # algo.loss: my_package.mine:likelihood_ratio
         def likelihood_ratio(rows: LossRows, options: AlgorithmConfig) -> Tensor:
@@ -32,28 +32,30 @@ class LossRows:
     """
 
     logprobs: Tensor
-    """With gradient."""
+    """log p of the trained policy, with gradient."""
     proximal_logprobs: Tensor
     behavior_logprobs: Tensor
     advantages: Tensor
     trained: Tensor
-    """bool."""
+    """bool: whether the row is trained."""
     cu_seqlens: Tensor | None
-    """`[B + 1]` int64 bounds of whole sequences, for a loss that is declared by_sequence."""
+    """`[B + 1]` int64 bounds of whole sequences; None unless some part of the loss is by sequence."""
     marked: Tensor | None = None
-    """bool: the tokens that the loss's own `mark` has chosen, where it is declared with one."""
+    """bool: the tokens selected by the loss's own `mark`, if it was declared with one."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """All `[T]` columns of the microbatch by name, among them what a workflow put into `Trajectory.tokens`: entry t is
-    that of the token `labels[t]`. Whole numbers and bools keep their dtype."""
+    """All `[T]` columns of the microbatch by name, including those a workflow put into `Trajectory.tokens`.
+
+    Entry t belongs to the token `labels[t]`. Integers and bools keep their dtype.
+    """
 
     @property
     def log_ratio(self) -> Tensor:
-        """log u."""
+        """Log of the ratio u."""
         return self.logprobs - self.proximal_logprobs
 
     @property
     def ratio(self) -> Tensor:
-        """u, with log u at most LOG_RATIO_BOUND from 0: beyond it has no gradient."""
+        """The ratio u. |log u| is bounded by LOG_RATIO_BOUND; beyond the bound the gradient is 0."""
         return bounded(self.log_ratio).exp()
 
 
@@ -71,15 +73,16 @@ DPPO = {
 def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift_cap: float = 0.2) -> Tensor:
     """max(-A log u, -A clip(log u, log(1 - clip_low), log(1 + clip_high))) + drift (u - 1 - log u).
 
-    The policy drift, an estimate of KL(proximal || policy), has the slope min(u - 1, drift_cap) in log p: beyond
-    u = 1 + drift_cap it goes on as a line.
+    The policy drift u - 1 - log u estimates KL(proximal || policy). Its derivative with respect to log p is min(u - 1,
+    drift_cap). So beyond u = 1 + drift_cap it is linear in log p.
     Source: arXiv 2505.12504
     """
     distance = rows.log_ratio
     clipped = distance.clamp(log1p(-options.clip_low), log1p(options.clip_high))
     edge = log(1.0 + drift_cap)
     near = distance.clamp_max(edge)
-    drifted = torch.expm1(near) - near + drift_cap * (distance - near)  # u - 1 - log u, its tangent beyond the edge
+    # u - 1 - log u, continued by its tangent beyond the edge
+    drifted = torch.expm1(near) - near + drift_cap * (distance - near)
     return torch.maximum(-rows.advantages * distance, -rows.advantages * clipped) + drift * drifted
 
 
@@ -87,12 +90,13 @@ def cpgd(rows: LossRows, options: AlgorithmConfig, *, drift: float = 0.01, drift
 def dppo(rows: LossRows, options: AlgorithmConfig, *, bound: float = 0.2, most: float = 20.0) -> Tensor:
     """-A min(u, most) log p, the ratio without gradient, where sign(A) (p - p_proximal) <= bound; else 0.
 
-    DPPO with the binary total variation: a token's probability, and not its ratio, says when it has moved far enough.
+    DPPO with the binary total variation: the change in a token's probability, not its ratio, decides when the token has
+    moved far enough.
     Source: arXiv 2602.04879
     """
     moved = rows.logprobs.detach().exp() - rows.proximal_logprobs.exp()
     has_moved = torch.where(rows.advantages > 0, moved, -moved) > bound
-    ratio = rows.ratio.detach().clamp_max(most)  # a constant: the slope is log p's, as d u = u d log p
+    ratio = rows.ratio.detach().clamp_max(most)  # without gradient, so that d(u log p) = u d log p
     return (-rows.advantages * ratio * rows.logprobs).masked_fill(has_moved, 0.0)
 
 
@@ -103,8 +107,8 @@ GMPO = {"width": (above_0, "must be above 0; the paper's is 0.4")}
 def gmpo(rows: LossRows, options: AlgorithmConfig, *, width: float = 0.4) -> Tensor:
     """-A s, s the geometric mean over the sequence of min(u, e^width) where A > 0, of max(u, e^-width) elsewhere.
 
-    The slope of s in a token's log p is s, as if it were the token's own ratio, and 0 where the token's u is bounded;
-    as in gspo that is the paper's gradient where A is the same for all tokens. The paper takes sequence_mean.
+    The derivative of s with respect to a token's log p is s, as if s were the token's own ratio, and 0 if the token's u
+    is clipped. As in gspo, this is the paper's gradient if A is the same for all tokens. The paper uses sequence_mean.
     Source: arXiv 2507.20673
     """
     assert rows.cu_seqlens is not None
@@ -118,15 +122,15 @@ def gmpo(rows: LossRows, options: AlgorithmConfig, *, width: float = 0.4) -> Ten
 def topr(rows: LossRows, options: AlgorithmConfig) -> Tensor:
     """-A log p where A > 0; elsewhere -A min(w, 1) log p, w = p / p(behaviour) of the whole sequence, without gradient.
 
-    What was good is learned however old it is, what was bad no more than the policy would still say it. Its weights
-    take the place of the behaviour weights: correction.weight = off.
+    Positive examples are learned at full weight, however old. Negative ones count only as far as the policy would still
+    produce them. These weights replace the behaviour weights: set correction.weight = off.
     Source: arXiv 2503.14286
     """
     assert rows.cu_seqlens is not None
     distance = (rows.logprobs - rows.behavior_logprobs).detach()
     unknown = distance.isnan()
     total = sum_of_sequence(distance.masked_fill(unknown, 0.0), rows.cu_seqlens)
-    unknown = unknown | total.isnan()  # a behaviour log-prob that is NaN; or +inf and -inf in one sequence
+    unknown = unknown | total.isnan()  # the behaviour log-prob is NaN, or one sequence has both +inf and -inf
     weight = torch.where(rows.advantages > 0, 1.0, total.clamp_max(0.0).exp().masked_fill(unknown, 0.0))
     return -rows.advantages * weight * rows.logprobs
 
@@ -138,7 +142,7 @@ KL_COV = {"share": SHARE, "weight": (lambda value: 0 <= value < inf, "must be at
 def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, weight: float = 1.0) -> Tensor:
     """-A u + weight abs(log u) for a share of the tokens, of the highest c = (log p - mean) (A - mean); else -A u.
 
-    As in clip_cov c is that before a step's updates; u leaves 1 in the second of them.
+    As in clip_cov, c is computed before a step's updates. u differs from 1 from the second update on.
     Source: arXiv 2505.22617
     """
     assert rows.marked is not None
@@ -146,17 +150,17 @@ def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, wei
 
 
 def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the sum over its sequence's rows, `[T]`; values are 0 in rows that are not trained."""
+    """Return for each row the sum over its sequence's rows, `[T]`. Values must be 0 in untrained rows."""
     sequence = sequence_of_rows(values, cu_seqlens)
     return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, values)[sequence]
 
 
 def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sequence of each row, `[T]` int64: the first that ends above it."""
+    """Return the sequence of each row, `[T]` int64: the first whose end is above the row."""
     return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)
 
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the mean over its sequence's trained rows, `[T]`; values are 0 in the others."""
+    """Return for each row the mean over its sequence's trained rows, `[T]`. Values must be 0 in other rows."""
     count = sum_of_sequence(trained.to(values.dtype), cu_seqlens)
     return sum_of_sequence(values, cu_seqlens) / count.clamp_min(1.0)

@@ -1,7 +1,7 @@
-"""Advantage estimators that compare single turns of dialogues, and trajectories of one agent.
+"""Advantage estimators that compare single turns of dialogues, or trajectories of one agent.
 
-A turn is a reply of which something is trained. Turns are compared over the whole step, whichever ranks have their
-tokens: what is needed of each goes into one table of numbers, which every rank gets and computes the same from.
+A turn is a reply with at least one trained token. Turns are compared over the whole step, whichever ranks hold their
+tokens: one table of numbers per turn is summed over all ranks, and each rank computes the same from it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GIGPO = {
 def turn_norm(batch: TrajectoryBatch, *, discount: float = 1.0, std: bool = True) -> Tensor:
     """(G_k - mean) / std over the k-th turns of the group, G_k = sum over k' >= k of discount^(k' - k) r_k'.
 
-    r_k is what a turn's tokens have earned. A turn is compared with those that have as many replies of the model before
-    them; one that no other trajectory has reached gets 0. Where trajectories name their `agent`, with that agent's
-    alone. std = False leaves the division out.
+    r_k is the sum of a turn's token rewards. k counts the replies that the model wrote earlier in the trajectory. A
+    turn that no other trajectory of the group has reached gets 0. If trajectories name their `agent`, turns are
+    compared with that agent's only. std = False omits the division.
     Source: arXiv 2511.14846; by agent arXiv 2510.11062
     """
     turns = Turns.of(batch, discount=discount)
@@ -54,10 +54,11 @@ def gigpo(
 ) -> Tensor:
     """(r - mean) / std over the group + weight (G_k - mean) / std over the group's turns that begin in the same state.
 
-    G_k is as in turn_norm. The state is what the environment has shown since the reply before (anchor = observation),
-    for a first turn the prompt, or all tokens before the reply (history). States are the same where their tokens are.
-    Each turn counts once, also of one trajectory; a state that no other turn begins in gives 0. Where trajectories name
-    their `agent`, they are compared with that agent's alone. std = False leaves both divisions out.
+    G_k is as in turn_norm. With anchor = observation, the state is what the environment has shown since the previous
+    reply, which for a first turn is the prompt. With anchor = history, it is all tokens before the reply. States are
+    equal if their tokens are. Each turn counts once, also if several belong to one trajectory. A state in which only
+    one turn begins gives 0. If trajectories name their `agent`, they are compared with that agent's only. std = False
+    omits both divisions.
     Source: arXiv 2505.10978
     """
     turns, members = Turns.of(batch, discount=discount, anchor=anchor), by_agent(batch)
@@ -72,7 +73,8 @@ def gigpo(
 def agent_norm(batch: TrajectoryBatch, *, std: bool = True) -> Tensor:
     """(r - mean) / std over the group's trajectories of the same agent.
 
-    Agents of different roles need not earn alike: none is the other's baseline. std = False leaves the division out.
+    Agents of different roles may earn different rewards, so they are no baseline for one another. std = False omits the
+    division.
     Source: arXiv 2510.11062
     """
     if "agent" not in batch.sequences:
@@ -85,19 +87,19 @@ def agent_norm(batch: TrajectoryBatch, *, std: bool = True) -> Tensor:
 
 
 def by_agent(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` int64: a number for each trajectory's group and, where trajectories name one, its agent."""
+    """Number each trajectory's group, or each pair of group and agent if trajectories name one: `[B]` int64."""
     if "agent" not in batch.sequences:
         return group_numbers(batch["group"])
     return cells(batch["group"], group_numbers(batch["agent"]))
 
 
 def shares_by_agent(batch: TrajectoryBatch) -> Tensor:
-    """`[B]` float64: each trajectory's share of what its sample has of its agent."""
+    """Return 1 / the number of trajectories with the same sample and agent, `[B]` float64."""
     return shares_of(cells(batch.samples, by_agent(batch)))
 
 
 def cells(*columns: Tensor) -> Tensor:
-    """Return a number from 0, without gaps, for each row that is not the same, `[K]` int64, of columns `[K]` int64."""
+    """Return an id for each row of the columns `[K]`, from 0 without gaps: `[K]` int64. Equal rows share an id."""
     if not len(columns[0]):
         return torch.zeros(0, dtype=torch.int64)
     numbers: Tensor = torch.unique(torch.stack(columns, dim=1), dim=0, return_inverse=True)[1]
@@ -106,11 +108,12 @@ def cells(*columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Turns:
-    """All S turns of a step of which something is trained, trajectory by trajectory, the same on every rank.
+    """All S trained turns of a step, trajectory by trajectory, the same on every rank.
 
-    trajectory: `[S]` int64, whose each is. number: `[S]` int64, replies that the model wrote there before it. returns:
-    `[S]` float64, discounted over turns. state: two `[S]` int64, a hash of what it begins in; zeros without an anchor.
-    place: `[N]` int64, the turn of each token here that is trained, -1 for others.
+    trajectory: `[S]` int64, the turn's trajectory. number: `[S]` int64, replies that the model wrote in it before the
+    turn. returns: `[S]` float64, discounted over turns. state: two `[S]` int64, a hash of the state in which the turn
+    begins; zeros without an anchor. place: `[N]` int64, the turn of each trained token on this rank, -1 for other
+    tokens.
 
     For example:
 
@@ -126,15 +129,19 @@ class Turns:
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, *, discount: float, anchor: str = "") -> Turns:
-        """Collective: every rank calls it. anchor: observation or history, where the states are asked for."""
+        """Build the table of turns. Collective: every rank calls it.
+
+        anchor: observation or history to compute states, empty for none.
+        """
         mask = batch["loss_mask"].bool()
         written, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
-        is_trained = torch.zeros(int(bounds[-1]), dtype=torch.bool)  # [replies here]
+        is_trained = torch.zeros(int(bounds[-1]), dtype=torch.bool)  # [replies on this rank]
         is_trained[written[mask]] = True
-        whose = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())  # [replies here]
+        # [replies on this rank]: each one's trajectory
+        whose = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
         counts = batch.completed(torch.zeros(len(batch), dtype=torch.int64).index_add_(0, whose, is_trained.long()))
         ends = prefix_sums(counts)
-        # The trained turns here lie in the trajectories' order, and of each trajectory all or none are here.
+        # Trained turns on this rank lie in the trajectories' order, and a trajectory has all of its turns here or none.
         own = torch.repeat_interleave(torch.arange(len(batch)), counts)  # [S]
         is_here = torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, whose, True)[own]
         here = is_here.nonzero()[:, 0]
@@ -144,7 +151,8 @@ class Turns:
         table[0, here] = (torch.arange(len(whose)) - bounds[whose])[is_trained]
         earned = torch.zeros(int(ends[-1]), dtype=torch.float64)
         earned.index_add_(0, place[mask], batch["token_rewards"][mask].double())
-        table[1] = earned.view(torch.int64)  # a turn is on one rank, so that the sum of these bits is that number
+        # each turn is on one rank only, so the sum of these bits over the ranks is the number itself
+        table[1] = earned.view(torch.int64)
         if anchor:
             table[2:, here] = states(batch, written, anchor)[:, is_trained]
         table = batch.total(table)
@@ -154,7 +162,7 @@ class Turns:
         return cls(own, table[0], returns, (table[2], table[3]), place)
 
     def spread(self, values: Tensor, batch: TrajectoryBatch) -> Tensor:
-        """`[S]` numbers of turns -> `[N]`, for each trained token here, 0 for others."""
+        """Give each trained token on this rank its turn's value, `[S]` -> `[N]`; 0 for other tokens."""
         result = values.new_zeros(len(batch["loss_mask"]))
         trained = self.place >= 0
         result[trained] = values[self.place[trained]]
@@ -162,10 +170,10 @@ class Turns:
 
 
 def states(batch: TrajectoryBatch, written: Tensor, anchor: str) -> Tensor:
-    """`[2, replies here]` int64: 128 bits of a hash of the tokens before each reply, by which alone they are compared.
+    """Return a 128-bit hash of the tokens before each reply, `[2, replies here]` int64.
 
-    written: `[N]`, each token's reply, -1 for what the model did not write. anchor: observation leaves out what is
-    there up to the end of the reply before.
+    States are compared by this hash alone. written: `[N]`, each token's reply, -1 for tokens that the model did not
+    write. anchor: observation hashes only the tokens after the previous reply, history all of the trajectory's.
     """
     first = first_of_turn(written)
     begin = batch.cu_seqlens[batch.sequence_ids[first]]

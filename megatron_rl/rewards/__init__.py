@@ -1,12 +1,13 @@
 """Built-in reward functions: `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
 
-`completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. What a reply thinks
-is no answer (`answer_of`). None of the rewards here evaluates the model's text as code, and each takes time in
-proportion to its length. Those that do run it are in `code.py`, `mathematics.py` and `procedural.py`, and lock it in
-(`sandbox/locked.py`; `sandbox/lock.py` is the lock).
+`completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. Text in a reply's
+thoughts does not count as its answer (`answer_of`). No reward in this module runs the model's text as code, and each
+takes time linear in the length of the text. Rewards that do run it are in `code.py`, `mathematics.py` and
+`procedural.py`. They run it sandboxed (`sandbox/locked.py`, built on `sandbox/lock.py`).
 
-A config's rewards are computed in worker processes: `reward_service.py` asks them, `worker_pool.py` keeps them,
-`worker.py` is what they run, `recipe.py` adds several up. Agents run in such processes, too (`agent_worker.py`).
+The rewards in a config are computed in worker processes. `reward_service.py` sends the requests, `worker_pool.py`
+manages the processes, `worker.py` is their code, and `recipe.py` sums several rewards. Agents run in such processes too
+(`agent_worker.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 PART = re.compile(r"(?:[0-9)}\]]\s*/\s*|\^\s*[{(]?|[0-9.][eE]|\}\s*\{\s*|(?:\u2260|!=|\\neq?)\s*\$?)[-+\u2212]?\s*$")
-"""Before a number: what makes it a divisor, an exponent or what is denied."""
+"""Text before a number that makes it a divisor, an exponent or a negated value."""
 BEGIN, END = "<answer>", "</answer>"
 BOXED = "\\boxed{"
 THINK, THOUGHT = "<think>", "</think>"
@@ -26,9 +27,9 @@ BRACKET = re.compile(r"\\boxed\{|[{}]")
 
 
 def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """1 if the reply's first line that is not blank is the answer, white space around both aside; else 0.
+    """1 if the reply's first non-blank line is the answer, ignoring white space around both; else 0.
 
-    Only that line counts because a model without a stop token goes on after it (`12\\n3+4=7`). An answer of several
+    Only that line counts, because a model without a stop token continues after it (`12\\n3+4=7`). An answer of several
     lines is compared with as many lines.
     """
     answer = gold(data).strip()
@@ -39,7 +40,8 @@ def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion
 def last_number(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
     """1 if the last number in the reply equals the last number in the answer (1,000 = 1000.0); else 0.
 
-    A reply whose last number is part of another value has none: the 4 of 3/4, 2^4, 1e4, \\frac{3}{4} or \\neq 4.
+    The reward is also 0 if the reply's last number is part of another value: the 4 of 3/4, 2^4, 1e4, \\frac{3}{4} or
+    \\neq 4.
     """
     wanted = find_last_number(gold(data))
     if wanted is None:
@@ -52,7 +54,7 @@ def last_number(prompt: str, completions: str, prompt_ids: list[int], completion
 def tagged_answer(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
 ) -> float:
-    """1 if the last `<answer>..</answer>` of the reply is the answer, white space around both aside; else 0."""
+    """1 if the last `<answer>..</answer>` of the reply is the answer, ignoring white space around both; else 0."""
     found = find_tagged(answer_of(prompt, completions))
     return float(found is not None and found.strip() == gold(data).strip())
 
@@ -60,7 +62,7 @@ def tagged_answer(
 def right_positions(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
 ) -> float:
-    """The share of places with the answer's character, of as many as the longer of reply and answer has."""
+    """Share of positions where reply and answer have the same character, relative to the longer of the two."""
     answer = gold(data)
     right = sum(ours == wanted for ours, wanted in zip(completions, answer, strict=False))
     return right / max(len(completions), len(answer))
@@ -69,9 +71,9 @@ def right_positions(
 def matches(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, pattern: str, **data: Any
 ) -> float:
-    """1 if the whole reply, white space around it aside, matches the regular expression `pattern`; else 0.
+    """1 if the whole reply, without white space around it, matches the regular expression `pattern`; else 0.
 
-    A dot matches line ends too. Choose a pattern that does not go back and forth: a long reply would be late.
+    A dot also matches line ends. Choose a pattern without heavy backtracking, or a long reply exceeds the deadline.
     """
     return float(re.fullmatch(pattern, completions.strip(), re.DOTALL) is not None)
 
@@ -79,7 +81,7 @@ def matches(
 def length(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, most: int, **data: Any
 ) -> float:
-    """The reply's share of `most` tokens, at most 1. With a negative weight it is the price of long replies."""
+    """Share of `most` tokens that the reply has, at most 1. With a negative weight it penalises long replies."""
     return min(len(completion_ids), most) / most
 
 
@@ -94,22 +96,25 @@ def gold(data: dict[str, Any]) -> str:
 
 
 def answer_of(prompt: str, reply: str) -> str:
-    """Return what a reply says after its last thought; nothing while a thought is open, whoever opened it."""
+    """Return the text of a reply after its last thought; empty while a thought is open.
+
+    The prompt may have opened the thought.
+    """
     _, is_ended, said = reply.rpartition(THOUGHT)
     is_open = THINK in said or (not is_ended and prompt.rstrip().endswith(THINK))
     return "" if is_open else said
 
 
 def find_tagged(text: str) -> str | None:
-    """Return what the last `<answer>..</answer>` holds."""
+    """Return the content of the last `<answer>..</answer>`; None without one."""
     before, end, _ = text.rpartition(END)
     _, begin, found = before.rpartition(BEGIN)
     return found if begin and end else None
 
 
 def last_boxed(text: str) -> str:
-    """Return what stands in the \\boxed{...} that ends last, brackets within it included; empty where none ends."""
-    begins: list[int] = []  # of the brackets that are open, -1 for one that is no box's
+    """Return the content of the \\boxed{...} that is closed last, including inner braces; empty without one."""
+    begins: list[int] = []  # starts of open braces, -1 for a brace that opens no box
     last = (0, 0)
     for mark in BRACKET.finditer(text):
         if mark[0] != "}":
@@ -120,7 +125,7 @@ def last_boxed(text: str) -> str:
 
 
 def find_last_number(text: str, *, whole: bool = False) -> Decimal | None:
-    """Return the last number of a text; with `whole` none where it is a part of another value."""
+    """Return the last number of a text. With `whole`, return None if it is part of another value."""
     last = deque(NUMBER.finditer(text), maxlen=1)
     if not last:
         return None

@@ -1,4 +1,4 @@
-"""The process that the reward service starts; see worker.py."""
+"""Entry point of the process that a worker pool starts; see worker.py."""
 
 from megatron_rl.rewards.worker import main
 

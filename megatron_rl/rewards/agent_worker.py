@@ -1,6 +1,6 @@
-"""The work of a worker process for an agent: one run of it.
+"""Runs an agent once in a worker process.
 
-Imported without torch: hundreds of these processes are forked, each for one run.
+Does not import torch, because hundreds of these processes are forked, each for one run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_rl.rewards.faults import shortened, words_of
 from megatron_rl.rewards.worker import logged
 
 NICENESS = 10
-"""Agents leave the cores to the process that serves them: hundreds may wake up at once."""
+"""Lowers the agents' priority below the process that serves them. Hundreds of agents may become active at once."""
 
 
 def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Prepare to run the agent of that import path, with further arguments.
+    """Load the agent of that import path with further arguments. Return a function that runs it.
 
-    A class takes them here, once, and its object is the agent: what it loads is there in each process.
+    A class gets the arguments here, once, and its object is the agent. So forked processes share what it has loaded.
     """
     os.nice(NICENESS)
     agent = resolve(path, key="rollout.workflow_args.agent", kind="agent", import_from=None)
@@ -36,10 +36,10 @@ def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[
 
 
 def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Run the agent and say how it ended: by a `value`, an `error`, or what is wrong with it.
+    """Run the agent and return its `value`, an `error`, or `wrong`: the text of a value of the wrong type.
 
-    It works in the run's folder `home`, and its temporary files are removed after it. `is_alone`: it left no child. An
-    error has words, a traceback, and the kind of an infrastructure's failure.
+    The agent works in the run's folder `home`; its temporary files are removed afterwards. `is_alone`: it left no child
+    process. An error holds its message, its traceback, and its kind if it is an infrastructure failure.
     """
     tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()
     os.chdir(home)
@@ -56,7 +56,7 @@ def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[s
 
 
 async def as_coroutine(awaitable: Any) -> Any:
-    return await awaitable  # asyncio.run takes coroutines alone before Python 3.14
+    return await awaitable  # before Python 3.14 asyncio.run only takes coroutines
 
 
 def value_of(found: Any) -> dict[str, Any]:
@@ -71,7 +71,10 @@ def value_of(found: Any) -> dict[str, Any]:
 
 
 def has_no_child() -> bool:
-    """Wait for the children that have ended; True where none is left. Orphans below this process are its children."""
+    """Reap the children that have ended. Return True if none is left.
+
+    Orphaned descendants of this process are reparented to it, so they count as children.
+    """
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

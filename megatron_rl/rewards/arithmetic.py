@@ -1,6 +1,6 @@
-"""Arithmetic that a model wrote: + - * / and brackets over numbers, read as a tree and never run as code.
+"""Evaluates arithmetic that a model wrote: + - * / and brackets over numbers, parsed as a tree and never run as code.
 
-Values are exact. The calculator that a policy may call, and the rewards and prompts of countdown, all read it here.
+Values are exact. The calculator tool, and the rewards and prompts of countdown, use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 LONGEST_EXPRESSION = 200
-"""Characters."""
+"""In characters."""
 WHOLE_NUMBERS_ONLY = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -24,13 +24,14 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 class NotArithmetic(ValueError):
-    """A text is no expression of the four operations; the message says why, in words for who wrote it."""
+    """The text is no expression of the four operations. The message tells the author of the text why."""
 
 
 def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[Fraction, Counter[Fraction]]:
     """Return the value of an expression and the numbers written in it. NotArithmetic for any other text.
 
-    most_digits: of a numerator or denominator anywhere in it. `(12 + 30) / 2` gives 21 and one each of 12, 30 and 2.
+    most_digits: limit for the numerator and denominator of every intermediate value. `(12 + 30) / 2` returns 21 and one
+    each of 12, 30 and 2.
     """
     if len(text) > LONGEST_EXPRESSION:
         raise NotArithmetic(f"the expression has more than {LONGEST_EXPRESSION} characters")
@@ -44,11 +45,11 @@ def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[F
                 value = -value_of(node.operand)
             case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
                 value = number_in(ast.get_source_segment(text, node) or "")
-                # Counted in the tree, since comments have numbers too.
+                # Counted in the tree, since comments may contain numbers too.
                 written[value] += 1
             case _:
                 raise NotArithmetic("only numbers, + - * / and brackets are allowed")
-        # At every node: 30 numbers multiplied grow past any bound before the last one is read.
+        # Checked at every node, because a product of 30 numbers exceeds any bound before the last one is read.
         if most_digits is not None and max(abs(value.numerator), value.denominator) >= 10**most_digits:
             raise NotArithmetic(f"a number has more than {most_digits} digits")
         return value
@@ -66,7 +67,10 @@ def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[F
 
 
 def number_in(text: str) -> Fraction:
-    """Return the number as it is written, so that 0.1 is a tenth. An exponent could ask for a number of any size."""
+    """Return the number exactly as written, so that 0.1 is a tenth.
+
+    NotArithmetic for an exponent, which could ask for a number of any size.
+    """
     digits = text.replace("_", "")
     if not re.fullmatch(r"[0-9]*\.?[0-9]*", digits):
         raise NotArithmetic("write numbers with digits and a point alone")
@@ -74,9 +78,9 @@ def number_in(text: str) -> Fraction:
 
 
 def value_and_numbers(text: str) -> tuple[Fraction | None, Counter[Fraction]]:
-    """Return an expression's value and the whole numbers in it; None, and no numbers, for text that is none.
+    """Return an expression's value and the integers in it; None and no numbers if the text is no such expression.
 
-    Only digits, operators, brackets and white space may stand in it: 1_2 could pass for a 1 and a 2.
+    Only digits, operators, brackets and white space are allowed, because 1_2 could pass for a 1 and a 2.
     """
     if not WHOLE_NUMBERS_ONLY.fullmatch(text):
         return None, Counter()

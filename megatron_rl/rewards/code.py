@@ -1,7 +1,7 @@
-"""Rewards for programs: a reply's Python is run against the prompt's tests, locked in (sandbox/locked.py).
+"""Rewards for programs: the Python code of a reply is run against the prompt's tests, sandboxed (sandbox/locked.py).
 
-Which of the reply's code blocks is the program is decided in program_text.py. A program that crashes, does what it must
-not or is too slow has failed its test; that is the model's doing, and its reward is 0.
+program_text.py decides which of the reply's code blocks is the program. A program fails a test if it crashes, does
+something forbidden or is too slow. That is the model's fault, so the reward is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rl.sandbox.trial import holds, parsed_names
 
 MEMORY_MIB = 512
 TOLERANCE = 1e-6
-"""Between a number printed and the right one that has a decimal point; relative for numbers above 1."""
+"""Allowed difference from an expected number that has a decimal point; relative for numbers above 1."""
 INTEGER, NUMBER = re.compile(r"[-+]?[0-9]+"), re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
 
 
@@ -40,10 +40,11 @@ def program_output(
     packages: Sequence[str] = (),
     **data: Any,
 ) -> float:
-    """1 if the program prints each test's `output` for its `input`, as `is_same_output` compares; else 0.
+    """1 if the program prints each test's `output` for its `input`, as compared by `is_same_output`; else 0.
 
-    An input or output may be a number or a list of lines. time_s: of all tests together. partial: the share of tests
-    that pass. packages: installed ones that programs may import, such as numpy. The program never sees an `output`.
+    An input or output may be a number or a list of lines. time_s: limit for all tests together. partial: return the
+    share of passed tests instead. packages: installed ones that programs may import, such as numpy. The program never
+    sees an `output`.
     """
     given = [(text_of(test, "input"), text_of(test, "output")) for test in checked(tests)]
     source = find_program(completions, prompt=prompt, reads_input=any(text.strip() for text, _ in given))
@@ -53,7 +54,7 @@ def program_output(
         printed = run_program(source, test[0], time_s=left_s, memory_bytes=memory, folders=folders)
         return printed is not None and is_same_output(printed, test[1])
 
-    # A reply that says nothing prints nothing, which is no program for an empty output.
+    # An empty program prints nothing. It must not pass a test whose output is empty.
     return share_passed(given, is_passed, time_s=time_s, partial=partial) if source.strip() else 0.0
 
 
@@ -70,11 +71,12 @@ def assertions(
     packages: Sequence[str] = (),
     **data: Any,
 ) -> float:
-    """1 if each of `tests`, Python such as `assert f(2) == 4`, ends without an error with the program's names; else 0.
+    """1 if each of `tests`, Python such as `assert f(2) == 4`, passes with the program's names; else 0.
 
-    The tests run in another process than the program, which sees the arguments of its functions and none of the rest
-    (trial.py). What it is given and gives is plain data. The program is imported: its `__name__` is not `__main__`.
-    packages: installed ones that programs may import, such as numpy.
+    The tests run in a different process from the program, which only sees the arguments of calls to its functions
+    (trial.py). Arguments and results are plain data. The program is imported: its `__name__` is not `__main__`. time_s:
+    limit for all tests together. partial: return the share of passed tests instead. packages: installed ones that
+    programs may import, such as numpy.
     """
     tests = checked(tests)
     names = sorted({name for test in tests for name in parsed_names(test)[0]})
@@ -96,7 +98,7 @@ def passes(
     tests: Sequence[Any],
     **data: Any,
 ) -> float:
-    """`assertions` where the prompt's tests are Python, `program_output` where they are inputs and outputs."""
+    """Apply `assertions` if the prompt's tests are Python, `program_output` if they are inputs and outputs."""
     reward = assertions if isinstance(checked(tests)[0], str) else program_output
     return reward(prompt, completions, prompt_ids, completion_ids, tests=tests, **data)
 
@@ -104,11 +106,14 @@ def passes(
 def share_passed(
     tests: Sequence[Any], is_passed: Callable[[Any, float], bool], *, time_s: float, partial: bool
 ) -> float:
-    """Run the tests, each within what is left of `time_s`; without `partial` the first that fails makes it 0."""
+    """Run the tests within `time_s` altogether and return the share passed.
+
+    Without `partial`, return 0 at the first failure.
+    """
     deadline, passed = time.monotonic() + time_s, 0
     for test in tests:
         left_s = deadline - time.monotonic()
-        # With `partial` those that come after a late one count as failed, and are not run.
+        # With `partial`, tests after the deadline count as failed and are not run.
         if left_s > 0 and is_passed(test, left_s):
             passed += 1
         elif not partial:
@@ -122,14 +127,14 @@ def checked(tests: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(tests, str):
         return tests
     try:
-        found = json.loads(tests)  # a column of text may hold the list
+        found = json.loads(tests)  # a text column may hold the list as JSON
     except ValueError:
         found = None
     return checked(found) if isinstance(found, list) else [tests]
 
 
 def text_of(test: dict[str, Any], key: str) -> str:
-    """Return a test's input or output as text: of a list each entry is a line, and of a list in it a line's words."""
+    """Return a test's input or output as text. A list becomes lines; a list inside it becomes the words of a line."""
     if not isinstance(test, dict) or key not in test:
         raise ValueError(f"tests: {test!r:.200} has no {key!r}; a test of a program is {{input: ..., output: ...}}.")
     value = test[key]
@@ -141,7 +146,7 @@ def text_of(test: dict[str, Any], key: str) -> str:
 
 
 def is_same_output(printed: str, wanted: str) -> bool:
-    """True if each line that is not blank has the same words, and numbers within TOLERANCE of those with a point."""
+    """True if each non-blank line has the same words. Numbers with a decimal point may differ by TOLERANCE."""
     ours, theirs = words_of(printed), words_of(wanted)
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
@@ -157,7 +162,7 @@ def is_same_word(word: str, right: str) -> bool:
         return True
     if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(right)):
         return False
-    # Of two integers the text counts: 0101 is not 101, and large ones are not rounded.
+    # Two integers are compared as text: 0101 is not 101, and large ones are not rounded.
     if INTEGER.fullmatch(word) and INTEGER.fullmatch(right):
         return False
     if INTEGER.fullmatch(right):
@@ -168,7 +173,7 @@ def is_same_word(word: str, right: str) -> bool:
 
 @functools.cache
 def folders_of(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the folders of installed packages. ValueError for one that is missing, or that locked text cannot read."""
+    """Return the folders of installed packages. ValueError for one that is missing or outside site-packages."""
     folders = []
     for name in packages:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None

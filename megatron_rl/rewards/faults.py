@@ -1,4 +1,4 @@
-"""The words for a reward function's fault, chosen so that its author finds the line."""
+"""Error messages for faults of a reward function, worded so that its author finds the line."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CONTRACT = (
 
 
 def as_reward(given: Any) -> float:
-    """Return a reward as the number that it is. ValueError for anything else, also for text that spells a number."""
+    """Return a reward as a float. ValueError for anything else, also for text that spells a number."""
     try:
-        # float("0.5") would pass, and a reward that returns text has most likely returned the wrong thing.
+        # float("0.5") would succeed, but a reward that returns text most likely returned the wrong thing.
         value = math.nan if isinstance(given, str | bytes | bytearray) else float(given)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
@@ -31,7 +31,7 @@ def as_reward(given: Any) -> float:
 
 
 def as_score(given: Any) -> float | dict[str, float]:
-    """Return what a reward function gave: a number, or the numbers of its parts. ValueError for anything else."""
+    """Return a reward function's result: a number, or its parts by name. ValueError for anything else."""
     if not isinstance(given, Mapping):
         return as_reward(given)
     if not given or not all(isinstance(name, str) and name for name in given):
@@ -40,9 +40,9 @@ def as_score(given: Any) -> float | dict[str, float]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return `type: words` of what a call raised; with the contract where the call itself did not fit."""
+    """Return `type: message` of an exception. If the call did not fit the function's signature, append CONTRACT."""
     words = f"{type(error).__name__}: {error}"
-    # Raised without a frame of the function's own: the arguments did not fit its signature.
+    # No frame inside the function: the arguments did not fit its signature.
     is_of_the_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
     return f"{words}; {CONTRACT}" if isinstance(error, TypeError) and is_of_the_call else words
 
@@ -53,10 +53,10 @@ def shortened(value: Any) -> str:
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Return `file:line` where `function` went wrong: the last of its own package's lines that the error came through.
+    """Return `file:line` where `function` went wrong: the innermost traceback line within its own package.
 
-    Called where the error was caught that the function raised, or that was raised about what it returned: then it is
-    the function's own line.
+    Call it where the function's error was caught. If the error was raised about the function's result, the place is the
+    line that defines the function. Empty for a function without Python code.
     """
     code = code_of(function)
     if code is None:

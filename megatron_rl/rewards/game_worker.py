@@ -1,7 +1,7 @@
-"""The work of a worker process for one game of the package textarena. Imported without torch.
+"""Plays one game of the package textarena in a worker process. Does not import torch.
 
-A request is `{"seed": 3}`, which begins a game, or `{"move": text}`. An answer is `{"seat": 0, "text": what it hears}`,
-`{"rewards": {"0": 1.0}}` at the end, or `{"error": words}`.
+A request is `{"seed": 3}`, which starts a game, or `{"move": text}`. An answer is `{"seat": 0, "text": observation}`,
+`{"rewards": {"0": 1.0}}` at the end, or `{"error": message}`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_rl.rewards.faults import words_of
 
 
 def playing(game: str, args: dict[str, Any], seats: int) -> Any:
-    """Prepare to play a game, in the process that each game's is forked from."""
+    """Load textarena in the process from which each game's process is forked. Return the function that plays."""
     try:
         import textarena
     except ImportError:
@@ -28,7 +28,7 @@ def unplayable(words: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Table:
-    """One game, from its beginning to its end."""
+    """One game, from start to end."""
 
     def __init__(self, textarena: Any, game: str, args: dict[str, Any], seats: int) -> None:
         self.textarena, self.game, self.args, self.seats = textarena, game, args, seats
@@ -36,7 +36,7 @@ class Table:
     def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._begin(request["seed"]) if "seed" in request else self._move(request["move"])
-        except Exception as error:  # of a game's code
+        except Exception as error:  # raised by the game's code
             return {"error": words_of(error)[:2000]}
 
     def _begin(self, seed: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Table:
         numpy.random.seed(seed)
         random.seed(seed)
         self.world = self.rules = self.textarena.make(self.game, **self.args)
-        # What forms a move stays around the game. What repeats all that was said before does not.
+        # Wrappers that format moves are kept for step(). Those that repeat earlier messages are bypassed.
         while isinstance(self.rules, self.textarena.Wrapper):
             self.rules = self.rules.env
         self.world.reset(num_players=self.seats, seed=seed)

@@ -1,6 +1,7 @@
-"""The question that a judge is asked of a reply, and the grade that its verdict says.
+"""The question put to a judge about a reply, and the grade read from its verdict.
 
-The reply is a model's under optimisation: it cannot bring a grade of its own in, or fill the question's other places.
+The reply comes from a model that is optimised for the grade. So it must not be able to inject a grade of its own, or to
+fill the question's other placeholders.
 """
 
 from __future__ import annotations
@@ -28,24 +29,26 @@ TAG = re.compile(
     r"<(?=\s*(?:/\s*)?(?:score|met\b)|[|\uff5c]|/?s>|/?(?:start|end)_of_turn>|[be]os>)|\[(?=/?(?:INST|SYS))",
     re.IGNORECASE,
 )
-"""Marks of a grade, or of the control tokens of chat templates, which would end the message that shows the reply."""
+"""Tags of a grade, and control tokens of chat templates that would end the message with the reply."""
 
 
 class NoVerdict(RuntimeError):
-    """The judge gave no grade in any of its attempts. A judge that says nothing has judged nothing."""
+    """The judge gave no grade in any of its attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """The grading of replies, from 0 to `best`. The last grade of a verdict counts, and one past the best is none.
+    """Grading of replies from 0 to `best`. The last grade in a verdict counts; one above `best` is not valid.
 
-    grading = Grading(best=5)
-    messages = grading.asked("2+2=", "It is 4.", {})  # for a judge
-    grading.grade_of("Right. <score>4</score>")  # 0.8
+    For example:
+
+        grading = Grading(best=5)
+        messages = grading.asked("2+2=", "It is 4.", {})  # for a judge
+        grading.grade_of("Right. <score>4</score>")  # 0.8
     """
 
     question: str = QUESTION
-    """With {reply}, and {question}, {answer} (the prompt's own) and {best} where they are wanted."""
+    """Template with {reply}, and optionally {question}, {answer} (from the prompt's row) and {best}."""
     best: float = 10.0
     attempts: int = 3
 
@@ -59,22 +62,23 @@ class Grading:
                 raise ValueError(f"{key} = {value!r}: {rule}.")
 
     def asked(self, prompt: str, reply: str, data: dict[str, Any]) -> list[dict[str, str]]:
-        """Return the messages for a judge. ValueError where the question wants an answer and the prompt has none.
+        """Return the messages for a judge. ValueError if the question has {answer} and the prompt has none.
 
-        prompt: its text, which is shown where the data have no `messages`.
+        prompt: its text, which is shown unless the data have `messages`.
         """
         if "messages" in data:
             prompt = "\n".join(str(message["content"]) for message in data["messages"])
         shown = {
             "question": prompt,
-            # The reply's own grades and control tokens lose their first bracket, and read on as text.
+            # In the reply's own grades and control tokens the first bracket is replaced, so that they read as plain
+            # text.
             "reply": TAG.sub(lambda tag: "[" if tag[0] == "<" else "(", reply),
             "best": f"{self.best:g}",
             "criteria": self.criteria_text,
         }
         if "{answer}" in self.question:
             shown["answer"] = gold(data)
-        # All at once: a place that the reply names stays what it is.
+        # In one pass, so that a placeholder inside the reply is not replaced.
         return [{"role": "user", "content": PLACE.sub(lambda place: shown[place[1]], self.question)}]
 
     @property
@@ -82,7 +86,7 @@ class Grading:
         return "{criteria}"
 
     def grade_of(self, verdict: str) -> float | None:
-        """Return a verdict's grade in [0, 1]; None where it has none."""
+        """Return a verdict's grade in [0, 1]; None without a valid one."""
         found = GRADE.findall(verdict)
         grade = float(found[-1]) if found else self.best + 1
         return grade / self.best if grade <= self.best else None
@@ -94,10 +98,10 @@ class Grading:
 
 @dataclass(frozen=True, kw_only=True)
 class RubricGrading(Grading):
-    """The grading by criteria, each met or not: the weights of those met over the sum of the positive ones, in [0, 1].
+    """Grading by criteria: the summed weights of the criteria met, divided by the sum of positive weights; in [0, 1].
 
-    A criterion with a negative weight is one that is bad to meet. The last verdict on each counts, and one must be
-    there.
+    A criterion with a negative weight is bad to meet. The last verdict on each criterion counts. Every criterion needs
+    a verdict.
 
         rubric = RubricGrading(criteria=(("names the river", 2.0), ("is rude", -1.0)))
         rubric.grade_of("<met>1: yes</met> <met>2: no</met>")  # 1.0
@@ -125,7 +129,7 @@ class RubricGrading(Grading):
 
 
 def criteria_of(given: Any, where: str) -> tuple[tuple[str, float], ...]:
-    """Return (text, weight) of `[{criterion: text, weight: 1.0}]`. ValueError names `where` they are."""
+    """Return (text, weight) pairs from `[{criterion: text, weight: 1.0}]`. ValueError names the place `where`."""
     rule = "must be a list of {criterion: text, weight: a number that is not 0}, one weight at least above 0"
     found = []
     for entry in given if isinstance(given, list | tuple) else [given]:

@@ -1,7 +1,7 @@
-"""A generative judge: another model's grade of the reply, from servers that speak OpenAI's chat completions.
+"""A generative judge: another model grades the reply, on servers with OpenAI's chat completions API.
 
-SGLang, vLLM and `megatron-rl serve` do. They are no servers of the run: nobody sends them weights, so that the judge
-stays what it is. They apply the chat template of their own model.
+SGLang, vLLM and `megatron-rl serve` provide that API. The servers are not part of the run: they get no weight updates,
+so the judge does not change. They apply their own model's chat template.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ ENDPOINT = "/v1/chat/completions"
 
 
 class JudgeFailed(NoVerdict, InfrastructureFailure):
-    """A judge that is a server of its own, which nobody trains, gave no grade in any of its attempts."""
+    """The judge is a separate server that is not trained, and gave no grade in any of its attempts."""
 
     KIND = "judge"
 
 
 class Judge(AwaitedReward):
-    """A part of rollout.recipe with `args: {urls: [http://host:port]}`: the grade / best, in [0, 1].
+    """A part of rollout.recipe with `args: {urls: [http://host:port]}`. The reward is grade / best, in [0, 1].
 
-    A verdict without a grade is asked for again, with another seed; NoVerdict, a failed episode, after `attempts`.
+    If a verdict has no grade, the judge is asked again with another seed. After `attempts` NoVerdict is raised, which
+    fails the episode.
 
         judge = Judge(["http://127.0.0.1:31000"], best=5)
         score = await judge("2+2=", "It is 4.", [], [])  # 0.8 for a verdict that ends with <score>4</score>
@@ -48,10 +49,15 @@ class Judge(AwaitedReward):
         timeout_s: float = 30.0,
         token_file: str = "",
     ) -> None:
-        """question, best, attempts: as in Grading. max_tokens: longest verdict, thoughts and all. model: its name where
-        the servers have several. concurrent: verdicts at a time of one server. timeout_s: of one verdict, below the
-        workflow's reward_timeout_s, which holds for all attempts together: a server that hangs counts as failed, and
-        another is asked, before nobody waits any more. token_file: what the servers ask for.
+        """Configure the judge.
+
+        question, best, attempts: as in Grading.
+        max_tokens: limit of a verdict, including thoughts.
+        model: its name, if the servers have several.
+        concurrent: maximum number of simultaneous verdicts per server.
+        timeout_s: limit of one verdict. It must be below the workflow's reward_timeout_s, which limits all attempts
+        together. Then a server that hangs counts as failed, and another is asked in time.
+        token_file: file with the servers' bearer token.
         """
         self._grading = Grading(question=question, best=best, attempts=attempts)
         self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
@@ -78,14 +84,14 @@ class Judge(AwaitedReward):
         grading = self._grading_by(data)
         body = {"messages": grading.asked(prompt, completions, data)} | self._options
         for attempt in range(grading.attempts):
-            # The seed changes with the attempt: at one temperature and seed the same verdict would come again.
+            # The seed changes with the attempt, or the same verdict would be generated again.
             verdict = await self._servers.ask(body | {"seed": attempt}, verdict_in)
             if (grade := grading.grade_of(verdict)) is not None:
                 return grade
         raise JudgeFailed(str(grading.no_verdict))
 
     def _grading_by(self, data: dict[str, Any]) -> Grading:
-        """Return how the reply to a prompt with these columns is graded."""
+        """Return the grading for a prompt with these columns."""
         return self._grading
 
     async def reach(self, patience_s: float) -> bool:
@@ -97,11 +103,11 @@ class Judge(AwaitedReward):
 
 
 class Rubric(Judge):
-    """A judge that says of each criterion whether the reply meets it: the weights of those met over the positive ones.
+    """A judge that decides for each criterion whether the reply meets it, graded as in RubricGrading.
 
-    A part of rollout.recipe with `args: {urls: [...], criteria: [{criterion: "names the river", weight: 2.0}]}`. Those
-    of the prompt's own column `rubric`, of the same form, come after these. Options and what happens without a verdict
-    are the Judge's; the question has {criteria} beside the Judge's places.
+    A part of rollout.recipe with `args: {urls: [...], criteria: [{criterion: "names the river", weight: 2.0}]}`.
+    Criteria in the prompt's column `rubric`, in the same form, are appended. Options and a missing verdict are handled
+    as in Judge. The question has {criteria} in addition to the placeholders of Grading.
 
         criteria = [{"criterion": "Is polite."}, {"criterion": "Rambles.", "weight": -0.5}]
         rubric = Rubric(["http://127.0.0.1:31000"], criteria)
@@ -116,7 +122,7 @@ class Rubric(Judge):
         attempts: int = 3,
         **options: Any,
     ) -> None:
-        """criteria: of every prompt. options: the Judge's further ones."""
+        """criteria: applied to every prompt. options: further options of Judge."""
         super().__init__(urls, attempts=attempts, **options)
         if "{criteria}" not in question:
             raise ValueError(f"question = {question!r}: must have {{criteria}}, where the judge reads them.")
@@ -133,7 +139,7 @@ class Rubric(Judge):
 
 
 def verdict_in(answer: Any) -> str:
-    """The first choice's text; empty where the server took all of it for thoughts."""
+    """Return the first choice's text; empty if the server classified all of it as reasoning."""
     content = answer["choices"][0]["message"]["content"]
     if not isinstance(content, str | None):
         raise TypeError(f"the content is {type(content).__name__}")

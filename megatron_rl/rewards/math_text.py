@@ -1,6 +1,6 @@
-"""Reads a mathematical answer as it is written: its value, its unit, and the parts of sets, intervals and lists.
+"""Parses mathematical answers as text: their value, their unit, and the parts of sets, intervals and lists.
 
-Nothing here computes. `mathematics.py` compares what is read, and leaves values to math-verify.
+Nothing here computes. `mathematics.py` compares the parts, and has math-verify compare values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAME = {
     **{"leqslant": "le", "varnothing": "emptyset", "dbinom": "binom", "tbinom": "binom", "lbrace": "{", "rbrace": "}"},
     **{"gt": ">", "lt": "<", "degree": "^circ", "land": "text{ and }", "lor": "text{ or }", "varphi": "phi"},
 }
-"""Commands of LaTeX that mean the same as another one."""
+"""LaTeX commands that mean the same as another one."""
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|!)(?![A-Za-z])(?:\s*\.)?")
 SPACES = re.compile(r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|(?<=.)~|\s)+")
 TEXT = re.compile(
@@ -103,7 +103,7 @@ NO_UNITS = frozenset(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value with what is written after it. unit: its usual name, or empty. is_percent: it counts hundredths."""
+    """A value and its unit. unit: its canonical name, or empty. is_percent: the value counts hundredths."""
 
     value: str
     unit: str = ""
@@ -111,7 +111,7 @@ class Quantity:
 
 
 def plain(text: str) -> str:
-    """Return an answer without what does not change its value: signs of mathematics, sizes, spaces, kinds of type."""
+    """Normalise an answer's notation without changing its value: mathematical symbols, sizes, spaces, fonts."""
     for sign, command in SIGNS.items():
         text = text.replace(sign, command)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda it: f"^{{{it[0].translate(SUPERSCRIPTS)}}}", text)
@@ -151,7 +151,10 @@ QUOTES = (("`", "`"), ('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("``", "''")
 
 
 def unwrapped(text: str) -> str:
-    """Return what stands in one box, pair of math signs or mark of emphasis that surrounds all of a text."""
+    """Remove one pair of marks around the whole text, or a final full stop.
+
+    The marks are a box, math delimiters, emphasis or quotes.
+    """
     for begin, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), *QUOTES):
         inner = text[len(begin) : len(text) - len(end)]
         if len(text) > len(begin + end) and text.startswith(begin) and text.endswith(end) and begin not in inner:
@@ -162,7 +165,7 @@ def unwrapped(text: str) -> str:
 
 
 def key(text: str) -> str:
-    """Return a plain answer's text as it is compared: without spaces that part no words, and words in small letters."""
+    """Return a plain answer's text for comparison: without unnecessary spaces, and with words in lower case."""
     text = re.sub(r"(?<![A-Za-z])(?<!\d)\s+|\s+(?![A-Za-z\d])|(?<=\d)\s+(?=[A-Za-z])|(?<=[A-Za-z])\s+(?=\d)", "", text)
     text = re.sub(r"\{(\\?[A-Za-z0-9]+)\}", r"{\1}", text.strip(" ."))
     text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
@@ -170,7 +173,7 @@ def key(text: str) -> str:
 
 
 def words_in(text: str) -> list[str]:
-    """Return the words of a plain answer. Letters that are multiplied, as in 2ab and xy, are none."""
+    """Return the words of a plain answer, in lower case. Products of letters, as in 2ab and xy, are no words."""
     is_formula = re.search(r"[\d+*/^=_]|(?<!\s)-|-(?!\s)", text) is not None
     found = []
     for run in RUN.findall(re.sub(r"\\[A-Za-z]+", " ", text)):
@@ -181,7 +184,7 @@ def words_in(text: str) -> list[str]:
 
 
 def quantity(text: str) -> Quantity:
-    """Return a plain answer without its unit."""
+    """Split a plain answer into its value and its unit."""
     money = MONEY.sub("", text)
     sign = "".join(MONEY.search(text).groups("")) if money != text else ""
     unit = MONEY_UNITS.get(sign, "dollar") if sign else ""
@@ -197,7 +200,7 @@ def quantity(text: str) -> Quantity:
 
 
 def unit_name(match: re.Match[str]) -> str:
-    """Return the usual name of a unit; empty for words that are none."""
+    """Return the canonical name of a unit; empty if the words are no unit."""
     words, power = match["unit"].split(), match["power"] or ""
     if words[0] in ("square", "sq", "cubic", "cu"):
         power = "2" if words[0].startswith("sq") else "3"
@@ -209,14 +212,14 @@ def unit_name(match: re.Match[str]) -> str:
     is_known = all(names)
     if not is_known and (not match["gap"] or any(len(word) < 3 for word in words)):
         return ""
-    # 4m is a product, and 4 m is a length.
+    # 4m is a product, but 4 m is a length.
     if not match["gap"] and len(match["unit"]) < 2:
         return ""
     return "/".join(name or part.lower().removesuffix("s") for name, part in zip(names, parts, strict=True)) + power
 
 
 def split_at(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Return the parts of a text between separators that stand in no bracket."""
+    """Split a text at separators outside of brackets."""
     parts, depth, begin, place = [], 0, 0, 0
     while place < len(text):
         if text[place] in "([{":
@@ -232,7 +235,7 @@ def split_at(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def as_set(text: str) -> list[str] | None:
-    """Return the members of a set, or of a list without brackets; None for an answer that is one thing."""
+    """Return the members of a set, or of a list without brackets; None for a single answer."""
     if text.startswith(r"\{") and text.endswith(r"\}"):
         text = text[2:-2]
         return [part.strip() for part in split_at(text, SPLIT)] if text.strip() else []
@@ -242,7 +245,7 @@ def as_set(text: str) -> list[str] | None:
 
 
 def first_end(text: str) -> int:
-    """Return the place of the bracket that ends the one with which a text begins."""
+    """Return the index of the bracket that closes a text's first character; -1 if none does."""
     depth = 0
     for place, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -252,7 +255,10 @@ def first_end(text: str) -> int:
 
 
 def as_bracketed(text: str) -> tuple[str, list[str]] | None:
-    """Return the kind and the entries of a tuple or an interval: of `[0, 1)` it is `[)`, `0` and `1`."""
+    """Return the brackets and the entries of a tuple or an interval: for `[0, 1)`, `[)` with `0` and `1`.
+
+    None for any other text.
+    """
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or first_end(text) != len(text) - 1:
         return None
     entries = [part.strip() for part in split_at(text[1:-1], re.compile(r"[,;]"))]
@@ -263,7 +269,10 @@ RELATION = re.compile(r"\s*(<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))\s*")
 
 
 def as_range(text: str) -> tuple[str, str, list[str]] | None:
-    """Return the letter and the interval of a range such as `2 < x \\le 5`."""
+    """Return a range's variable, brackets and ends; None for other text.
+
+    `2 < x \\le 5` gives `x`, `(]` and `2`, `5`.
+    """
     parts = RELATION.split(text)
     if len(parts) not in (3, 5) or any(not part.strip() for part in parts):
         return None
@@ -291,14 +300,14 @@ CHOICE = re.compile(
 
 
 def as_choice(text: str) -> tuple[str, str] | None:
-    """Return the letter of a multiple choice, and what is written after it."""
+    """Return the letter of a multiple-choice answer and the text after it; None for other text."""
     match = CHOICE.fullmatch(text)
     letter = (match[1] or match[2]) if match else ""
     return (letter, match[3].strip()) if match and letter.isupper() else None
 
 
 def computable(text: str) -> str:
-    """Return a plain value in the form in which math-verify reads it."""
+    """Convert a plain value to the notation that math-verify reads."""
     text = SCIENTIFIC.sub(lambda it: rf"{it[1]} \times 10^{{{it[2].strip('+')}{it[3]}}}", text)
     text = re.sub(r"(?<=\d)\s*\*\s*(?=10\^)", r" \\times ", text)
     text = RECURRING.sub(recurring, text)

@@ -1,9 +1,10 @@
 """Equality of mathematical answers, by the package math-verify (the extra `math`).
 
-Answers are first compared as text, so that one that repeats the right one is right whatever it is. Then their parts are
-read (math_text.py): sets, intervals, units, the letter of a choice. Words are only compared as text. What is left are
-single values, which the package compares. It looks for an answer in whatever it is given: of `\\neq 4` and `5 = 4` it
-takes the 4. So it is only given values, with the letters and signs of the right one and those of numbers.
+Answers are first compared as text, so that a literal copy of the right answer is always right. Then their parts are
+parsed and compared (math_text.py): sets, intervals, units, the letter of a choice. Words are only compared as text.
+
+The package compares the remaining single values. It extracts an answer from any text: from `\\neq 4` and `5 = 4` it
+takes the 4. So it only gets values whose letters and signs occur in the right answer or in numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_rl.sandbox.locked import TextFailed, evaluate
 
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 50_000
-"""Characters of a reply's end that are read: its answer is there."""
+"""Characters read from the end of a reply, where its answer is."""
 
 
 def math_answer(
@@ -41,8 +42,8 @@ def math_answer(
 ) -> float:
     """1 if the reply's answer, in its last `\\boxed{..}`, other LaTeX or plain, equals data["answer"]; else 0.
 
-    1/2 is 0.5 and (x+1)^2 is x^2+2x+1. The package works on the model's text with sympy, so it does that locked in; a
-    text with which it does not come to an end within `time_s` is no right answer.
+    1/2 equals 0.5, and (x+1)^2 equals x^2+2x+1. The package evaluates the model's text with sympy, so it runs locked. A
+    text that it cannot evaluate within `time_s` is wrong.
     """
     warm_up()
     wanted = gold(data)
@@ -55,20 +56,20 @@ def math_answer(
 
 @functools.cache
 def warm_up() -> None:
-    """Import the package and have it read an answer of ours: locked forks begin with all that this has loaded."""
+    """Import the package and parse one answer, so that locked forks start with everything loaded."""
     try:
         import math_verify
     except ImportError as error:
         raise RuntimeError("math-verify is not installed; run pip install 'megatron-rl[math]'.") from error
-    logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its own time limits are off
+    logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its own time limits are disabled
     is_right("\\frac{1}{2} + x", "$x + 0.5$")
 
 
 def is_right(wanted: str, reply: str) -> bool:
-    """True if the answer of a reply equals the right one: that in its last box, or the one that its text ends in."""
+    """Return True if the answer in a reply's last box, or else the one at the end of its text, equals the right one."""
     if reply.strip() == wanted.strip():
         return True
-    # A box has no clear end if the right answer's own brackets do not match.
+    # If the right answer's own brackets do not match, the end of a box cannot be found.
     box = f"{BOXED}{wanted}}}"
     if last_boxed(box) != wanted and reply.rstrip(" .$\n").endswith(box.rstrip(" .$\n")):
         return True
@@ -83,7 +84,7 @@ def is_right(wanted: str, reply: str) -> bool:
 
 
 def parsed(text: str) -> list[Any]:
-    # Its own time limits are alarms that would end up in this process's; the lock has one.
+    # Its own time limits use alarms, which would hit this process's handler. The lock has a time limit anyway.
     from math_verify import parse
 
     return list(parse(text, parsing_timeout=None))
@@ -94,7 +95,7 @@ def is_short(text: str, wanted: str) -> bool:
 
 
 def is_equal(wanted: str, given: str) -> bool:
-    """True if two answers are equal: as text, or as what they mean."""
+    """Return True if two answers are equal, as text or in meaning."""
     if given.strip() == wanted.strip():
         return True
     ours, theirs = (plain(given), plain(wanted)) if is_short(given, wanted) else ("", "")
@@ -102,7 +103,7 @@ def is_equal(wanted: str, given: str) -> bool:
 
 
 def are_equal(wanted: str, given: str) -> bool:
-    """Compare two plain answers by their parts. The order of these questions matters: words before letters."""
+    """Compare two plain answers by their parts. The order of these checks matters: words before letters."""
     if not key(given) or not key(wanted):
         return False
     if key(wanted) == key(given):
@@ -110,7 +111,7 @@ def are_equal(wanted: str, given: str) -> bool:
     names = [named(text) for text in (wanted, given)]
     if all(names) and len({key(name) for name, _ in names}) > 1 and not all(NAME.fullmatch(it) for _, it in names):
         return False
-    # Another equation than one that gives a number its name.
+    # A different equation, not one that only names a number.
     if names[0] and not names[1] and "=" in given and not re.search("[A-Za-z]", names[0][1]):
         return False
     wanted, given = without_name(wanted, given)
@@ -125,7 +126,7 @@ def are_equal(wanted: str, given: str) -> bool:
 
 
 def without_name(wanted: str, given: str) -> tuple[str, str]:
-    """Return two answers without the names that they give to their values, as in f(2) = 5 and x \\in [0, 1]."""
+    """Remove from two answers the names that they give to their values, as in f(2) = 5 and x \\in [0, 1]."""
     wanted, given = (re.sub(r"^\\?[A-Za-z]+\s*\\in(?![A-Za-z])\s*", "", text) for text in (wanted, given))
     left, right = named(wanted), named(given)
     if left is not None and right is not None and key(left[0]) != key(right[0]):
@@ -138,7 +139,7 @@ def without_name(wanted: str, given: str) -> tuple[str, str]:
 
 
 def named(text: str) -> tuple[str, str] | None:
-    """Return the name and the value of `x = 5`."""
+    """Return the name and the value of `x = 5`; None for other text."""
     name, equals, value = text.partition("=")
     # In a list each entry may have a name.
     is_one = equals and NAME.fullmatch(name.strip()) and not (NAME_IN_LIST.search(value) or RELATION.search(value))
@@ -163,12 +164,12 @@ def union_parts(text: str) -> list[str]:
     parts = [part.strip() for part in split_at(text, CUP)]
     either = [part.strip() for part in split_at(text, OR)]
     ranges = [as_range(part) for part in either]
-    # x < -2 or x > 2, of the same letter
+    # such as x < -2 or x > 2, if the letter is the same
     return either if len(either) > 1 and all(ranges) and len({it[0] for it in ranges if it}) == 1 else parts
 
 
 def equal_ranges(wanted: str, given: str) -> bool | None:
-    """Compare inequalities, and an inequality with an interval."""
+    """Compare inequalities, or an inequality with an interval; None if neither answer is an inequality."""
     ours, theirs = as_range(given), as_range(wanted)
     if ours is None and theirs is None:
         return None
@@ -177,7 +178,7 @@ def equal_ranges(wanted: str, given: str) -> bool | None:
     left = theirs[1:] if theirs is not None else as_bracketed(wanted)
     right = ours[1:] if ours is not None else as_bracketed(given)
     if left is None or right is None:
-        # Another inequality, such as x^2 < 4.
+        # Any other inequality, such as x^2 < 4.
         return bool(RELATION.search(wanted)) and equal_values(wanted, given)
     return left[0] == right[0] and equal_in_order(left[1], right[1])
 
@@ -192,7 +193,10 @@ def equal_brackets(wanted: str, given: str) -> bool | None:
 
 
 def equal_sets(wanted: str, given: str) -> bool | None:
-    """Compare sets and lists without brackets, in any order. Both values of `3 \\pm 1` are such a list."""
+    """Compare sets and lists without brackets, in any order; None if neither answer is one.
+
+    The two values of `3 \\pm 1` are such a list.
+    """
     ours, theirs = members(given), members(wanted)
     if ours is None and theirs is None:
         return None
@@ -236,13 +240,13 @@ def equal_in_any_order(wanted: list[str], given: list[str]) -> bool:
 
 
 def equal_quantities(wanted: Quantity, given: Quantity) -> bool:
-    """Compare values with their units. A unit may be left out; where both have one it is the same."""
+    """Compare values with their units. A unit may be missing; if both have one, the units must be equal."""
     if wanted.is_percent or given.is_percent:
         if wanted.is_percent and given.is_percent:
             return equal_values(wanted.value, given.value)
         if given.is_percent:
             return not wanted.unit and equal_values(wanted.value, rf"\frac{{{given.value}}}{{100}}")
-        # Of a question for a percentage the sign may be left out.
+        # If the right answer is a percentage, the sign may be missing.
         return not given.unit and any(
             equal_values(value, given.value) for value in (wanted.value, rf"\frac{{{wanted.value}}}{{100}}")
         )
@@ -251,7 +255,7 @@ def equal_quantities(wanted: Quantity, given: Quantity) -> bool:
 
 
 def equal_values(wanted: str, given: str) -> bool:
-    """Compare single values by math-verify; words, and numbers of other bases, by their text alone."""
+    """Compare single values by math-verify. Words, and numbers in other bases, are only compared as text."""
     if not key(given) or not key(wanted):
         return False
     if key(wanted) in (key(given), key(JOINED.sub("", given))):
@@ -283,23 +287,23 @@ NAME = re.compile(
     r"(?:\\[A-Za-z]+\s*)?[|(]?(?:[A-Za-z]|\\[A-Za-z]+)[A-Za-z' ]*(?:_\s*(?:\w|\{[^{}=]{1,8}\}))?(?:,\s*[A-Za-z])*[|)]?"
     r"(?:\s*\((?:[^()=]|\([^()=]*\))*\))?"
 )
-"""Names that may stand before = and a value: x, a_{10}, f(2), |x|, (x, y), Area."""
+"""Names that may precede = and a value: x, a_{10}, f(2), |x|, (x, y), Area."""
 NAME_IN_LIST = re.compile(r"[,;]\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 MOST_MEMBERS = 30
-"""Members of a set or list that are compared."""
+"""Largest set or list that is compared."""
 SAID = re.compile(r"(?s:.*)(?:\banswer\b(?:\s+is\b)?|####|\bis\b|\bequals\b)[\s:*]*([^\n]+?)[*.\s]*$", re.IGNORECASE)
-"""The end of a reply in plain text, where it says its answer."""
+"""The end of a plain-text reply that states its answer."""
 OR = re.compile(r"\s*\bor\b\s*")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 JOINED = re.compile(r"(?<=\b[a-z])\s*(?:\\cdot\s*|\*\s*|\s)(?=[a-z]\b)")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?(?:_\s*\{?\d+\}?)?\s*){2,}")
-"""A chemical formula, whose order counts."""
+"""A chemical formula, in which order matters."""
 SPACED_DIGITS = re.compile(r"\d\s+\d")
 PLUS_MINUS = re.compile(r"\s*\\pm(?![A-Za-z])\s*")
 BASE = re.compile(r"(?<![A-Za-z}])\d+\s*_\s*\{?\d")
 RATIO = re.compile(r"^(\d+)\s*:\s*(\d+)$")
 LONGEST_ANSWER = 200
-"""Characters, beside four times the right answer's."""
+"""In characters, in addition to four times the right answer's length."""
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 OF_VALUES = frozenset(
     "frac dfrac tfrac cfrac sqrt pi cdot times div left right infty sin cos tan cot sec csc arcsin arccos arctan sinh "
@@ -307,21 +311,21 @@ OF_VALUES = frozenset(
     "boldsymbol circ degree emptyset alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi "
     "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega mathcal hat vec".split()
 )
-"""LaTeX commands that an answer may have though the right one has not: none that relates, hides or is not evaluated."""
+"""LaTeX commands allowed in an answer even if the right one has none. None relates, hides or stays unevaluated."""
 NAMED_FUNCTIONS = re.compile(rf"\b(?:{'|'.join(sorted(FUNCTIONS))})\b")
 SIGNS = frozenset("+-*/^_(){}.!|&\\$'=,;: ~\t\n0123456789%[]")
-"""The characters of plain values. The last three have rules of their own."""
+"""Characters of plain values. The last three have rules of their own."""
 KNOWN_SIGNS = frozenset("\u03c0\u221a\u00d7\u00b7\u00f7\u221e\u00b0\u2212ie")
 TAKEN_BACK = re.compile(
     r"(?:\u2260|!=|[<>\u2264\u2265\u2248~\u00b1]|\\(?:neq?|not|[lg]e(?:q|qslant)?|approx|sim|pm)|n't|\b(?:not|never|or|nor|"
     r"than|about|approximately|around|minus)|[0-9]\s*[,;|]|(?<![-+*/^0-9.\s])\s*[0-9.]+\s*=)"
     r"\s*(?:equal(?:s|\sto)?|is|be)?[\s$*({{\\]*$"
 )
-"""Before an answer in plain text: what makes it something else."""
+"""Text before a plain-text answer that turns it into something else."""
 
 
 def is_taken_back(reply: str, found: str) -> bool:
-    """True where the text beside an answer found outside of a box denies it, or makes it one of several or a share."""
+    """True if the text around an answer outside a box negates it, or makes it one of several or a percentage."""
     place = reply.rfind(found)
     before, after = reply[max(0, place - 40) : place], reply[place + len(found) :][:10]
     return place >= 0 and bool(TAKEN_BACK.search(f" {before}") or re.match(r"[\s$*\\]*%|\s*(?:or|=|!=)(?!\w)", after))
@@ -332,7 +336,7 @@ def commands_of(text: str) -> set[str]:
 
 
 def is_value(text: str, right: str) -> bool:
-    """True where only one value is written, with the letters and signs of the right answer and those of numbers."""
+    """True if the text is a single value whose letters and signs occur in the right answer or in numbers."""
     letters = NAMED_FUNCTIONS.sub("", COMMAND.sub(" ", re.sub(r"\\sqrt\[\d\]", "", text)))
     foreign = set(letters) - set(right) - SIGNS - KNOWN_SIGNS
     has_others = any(mark in text and mark not in right for mark in (",", ";", "[", "]", "\\{", "\\}", "="))

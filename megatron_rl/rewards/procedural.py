@@ -1,4 +1,4 @@
-"""Rewards of procedural tasks: reasoning-gym's own scorers, and countdown without them."""
+"""Rewards of procedural tasks: reasoning-gym's own scorers, and countdown, which needs no package."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def reasoning_gym(
     time_s: float = 5.0,
     **data: Any,
 ) -> float:
-    """Score the reply's `<answer>..</answer>`, or all of it, by the task's own scorer: 1 or 0, or with `partial` any
-    score between.
+    """Score the reply's `<answer>..</answer>`, or the whole reply without one, by the task's own scorer.
 
-    Some scorers evaluate the text as code, so they run locked in. Text that makes one raise or hang is no right answer.
+    The result is 1 or 0, or with `partial` any score in between. Some scorers evaluate the text as code, so they run
+    sandboxed. Text that makes a scorer raise or hang scores 0.
     """
     entry = {"question": question, "answer": answer, "metadata": metadata}
     said = answer_of(prompt, completions)
@@ -41,7 +41,7 @@ def reasoning_gym(
         score = float(evaluate(scorer(task), text, entry, time_s=time_s, memory_bytes=MEMORY_BYTES))
     except TextFailed:
         return 0.0
-    # Scorers give a little for an answer of the right form too.
+    # Scorers also give a little for a wrong answer in the right form.
     return score if partial else float(score == 1.0)
 
 
@@ -63,9 +63,10 @@ def countdown(
     metadata: dict[str, Any],
     **data: Any,
 ) -> float:
-    """1 if the reply's `<answer>..</answer>`, or all of it, makes metadata["target"] of metadata["numbers"]; else 0.
+    """1 if the reply's expression makes metadata["target"] of metadata["numbers"]; else 0.
 
-    With + - * / and parentheses, each number at most as often as it is given. Nothing is evaluated but these.
+    The expression is the content of `<answer>..</answer>`, or the whole reply without that. It may use + - * / and
+    parentheses, and each number at most as often as it is given. Nothing else is evaluated.
     """
     said = answer_of(prompt, completions)
     found = find_tagged(said)

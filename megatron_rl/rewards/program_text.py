@@ -1,6 +1,6 @@
 """Finds the program in a reply: the code block that the prompt's tests can run.
 
-Blocks are found as CommonMark defines them, by markdown-it-py. Nothing here runs the model's text.
+markdown-it-py finds blocks as CommonMark defines them. Nothing here runs the model's text.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megatron_rl.rewards import THINK, THOUGHT, answer_of
 
 PYTHON = frozenset({"py", "py3", "python", "python3", "ipython", "ipython3", "pypy", "pypy3"})
 LANGUAGE = re.compile(r"[\s{.]*(?:lang(?:uage)?-)?([A-Za-z][A-Za-z0-9-]*)?")
-"""The language in a fence's info string: `python`, `{.python .numberLines}`, `python3.11`, `python:main.py`."""
+"""Matches the language in a fence's info string: `python`, `{.python .numberLines}`, `python3.11`, `python:main.py`."""
 FENCE = "```"
 READS = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\(\s*0|\bfileinput\b")
 FAR_FENCE = re.compile(r"^[ \t]{4,}(?=`{3}|~{3})", re.MULTILINE)
 ITEM = re.compile(r"^[ \t]*(?:[-*+]|[0-9]{1,3}[.)])[ \t]+(?=`{3}|~{3})", re.MULTILINE)
 LONGEST_PROGRAM = 100_000
-"""Characters. A longer text is not compiled here."""
+"""In characters. A longer text is not compiled here."""
 MOST_CHARACTERS = 200_000
-"""Characters of a reply's end in which blocks are found."""
+"""Characters at the end of a reply in which blocks are searched."""
 MOST_BLOCKS = 50
-"""The last so many blocks of a reply are considered."""
+"""Only this many last blocks of a reply are considered."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a reply. language: None if the block names none. is_closed: a fence ends it."""
+    """A code block of a reply. language: None if it names none. is_closed: whether a fence closes it."""
 
     source: str
     language: str | None = None
@@ -48,25 +48,27 @@ class Block:
 
 
 def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", reads_input: bool = False) -> str:
-    """Return the program of a reply: the last code block that is best by `fitness`, or all of the reply if it has none.
+    """Return the program of a reply.
 
-    names: what the program must define. prompt: its text, which may have opened the reply's thought. Text in a thought
-    is no program.
+    It is the whole reply if that compiles, else the code block with the highest `fitness`, else all text after
+    thoughts. Text in a thought is not part of the program.
+
+    names: what the program must define. prompt: its text, which may have opened the reply's thought.
     """
     is_thought = prompt.rstrip().endswith(THINK) and THOUGHT not in reply
     if not is_thought and len(reply) <= LONGEST_PROGRAM and compiles(reply):
-        return reply  # with whatever fences its strings have
+        return reply  # including any fences in its strings
     text = behind_thoughts(re.sub("\r\n?", "\n", reply), prompt)
     blocks = [block for block in blocks_of(text[-MOST_CHARACTERS:])[-MOST_BLOCKS:] if block.source.strip()]
     if not blocks:
         return text
-    # The last one of several that are as good.
+    # Ties go to the last block.
     place = max(range(len(blocks)), key=lambda it: (fitness(blocks[it], names, reads_input=reads_input), it))
     return blocks[place].source
 
 
 def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple[int, ...]:
-    """Return what speaks for a block being the program, what matters most first."""
+    """Return a block's merits as a program, most important first."""
     is_python = block.language is None or block.language in PYTHON
     facts = facts_of(block.source)
     if facts is None:
@@ -85,7 +87,7 @@ def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple
 
 @dataclass(frozen=True)
 class Facts:
-    """What a program's text says of it. missing: global names that it uses and does not define."""
+    """Properties of a program's text. missing: global names that it uses but does not define."""
 
     defined: frozenset[str]
     missing: frozenset[str]
@@ -94,7 +96,7 @@ class Facts:
 
 @functools.lru_cache(maxsize=64)
 def facts_of(source: str) -> Facts | None:
-    """Return the facts of a program; None if it does not compile."""
+    """Return the properties of a program; None if it does not compile."""
     if len(source) > LONGEST_PROGRAM or not compiles(source):
         return None
     tree, table = ast.parse(source), symtable.symtable(source, "program", "exec")
@@ -106,17 +108,17 @@ def facts_of(source: str) -> Facts | None:
             for alias in node.names:
                 has_star |= alias.name == "*"
                 imported.add((alias.asname or alias.name).partition(".")[0])
-                # A name imported from a file that a usage example assumes is not defined by it.
+                # A usage example may import a name from an assumed file, which does not define the name.
                 if (module or alias.name).partition(".")[0] in sys.stdlib_module_names:
                     defined.add(alias.asname or alias.name)
     missing = set() if has_star else global_names(table) - defined - imported - set(vars(builtins)) - {"__file__"}
-    # Output such as `3` or `[1, 2]` is valid Python and does nothing.
+    # Output such as `3` or `[1, 2]` is valid Python without any effect.
     acts = any(isinstance(node, ast.Call | ast.FunctionDef | ast.ClassDef | ast.Import) for node in ast.walk(tree))
     return Facts(frozenset(defined), frozenset(missing), acts or bool(defined))
 
 
 def global_names(table: symtable.SymbolTable) -> set[str]:
-    """Return the names that a program reads from its module."""
+    """Return the names that a program reads from its module's globals."""
     names, tables = set(), [table]
     while tables:
         each = tables.pop()
@@ -130,7 +132,7 @@ def global_names(table: symtable.SymbolTable) -> set[str]:
 def compiles(source: str) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the model's escapes and comparisons
+            warnings.simplefilter("ignore")  # about the model's escape sequences and comparisons
             compile(source, "program", "exec", dont_inherit=True)
     # compile raises all of these for some text: a null byte, half a character, many operators in a row.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -139,7 +141,7 @@ def compiles(source: str) -> bool:
 
 
 def behind_thoughts(reply: str, prompt: str) -> str:
-    """Return what comes after the thoughts of a reply; a mark of a thought inside a program is the program's own."""
+    """Return the text after a reply's thoughts. Thought tags inside a program are part of the program."""
     if THOUGHT not in reply and THINK not in reply:
         return answer_of(prompt, reply)
     begin, end = reply[:-MOST_CHARACTERS], reply[-MOST_CHARACTERS:]
@@ -154,12 +156,12 @@ def behind_thoughts(reply: str, prompt: str) -> str:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """Return the code blocks of a text, in their order."""
-    # A block that begins on the line of a list's item is indented like the rest of the item.
+    """Return the code blocks of a text, in order."""
+    # A block that begins on the line of a list item is indented like the rest of the item.
     text = ITEM.sub(lambda mark: " " * len(mark[0]), text)
     found = [block_of(token) for token in parser().parse(text) if token.type in ("fence", "code_block")]
     if FAR_FENCE.search(text):
-        # Four spaces before a fence make it text or indented code in CommonMark. Models mean a fence.
+        # After four spaces, CommonMark takes a fence as text or indented code. Models mean a fence.
         blocks = [block_of(it) for it in parser().parse(FAR_FENCE.sub("", text)) if it.type == "fence"]
         found = [replace(block, source=dedent(block.source)) for block in blocks] + found
     if not any(block.source.strip() and compiles(block.source[:LONGEST_PROGRAM]) for block in found):
@@ -168,9 +170,10 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def split_blocks(text: str) -> list[Block]:
-    """Return what stands between fences wherever they are, as some models write them.
+    """Return the text between fences at any position, as some models write them.
 
-    CommonMark sees no fence behind other words of its line, none that follows another at once, and none on one line.
+    CommonMark recognises no fence after other text on its line, directly after another fence, or with its end on one
+    line.
     """
     parts = text.split(FENCE)
     found = []
@@ -196,7 +199,10 @@ def block_of(token: Token) -> Block:
 
 
 def rejoined(blocks: list[Block], lines: list[str]) -> list[Block]:
-    """Return programs that a fence in one of their strings has cut: from where a block begins to the last fence."""
+    """Return the programs that were cut by a fence in one of their strings.
+
+    Each goes from the start of its block to the last fence of the text.
+    """
     ends = [number for number, line in enumerate(lines) if re.fullmatch(r"\s*(?:`{3,}|~{3,})\s*", line)]
     cut = [it for it in blocks if it.language in PYTHON][-4:]
     cut = [it for it in cut if not compiles(it.source[:LONGEST_PROGRAM])]
@@ -206,6 +212,6 @@ def rejoined(blocks: list[Block], lines: list[str]) -> list[Block]:
 
 @functools.cache
 def parser() -> MarkdownIt:
-    """Return a parser of code blocks alone."""
-    # Lists are left out: a block inside of an item is found by its fence, and long lists take seconds.
+    """Return a parser that finds only code blocks."""
+    # Lists are disabled: a block inside an item is found by its fence, and long lists take seconds to parse.
     return MarkdownIt("commonmark").disable(["inline", "html_block", "reference", "lheading", "list"])

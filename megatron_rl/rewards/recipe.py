@@ -1,7 +1,7 @@
 """The reward that a config asks for: one function, or a weighted sum of several.
 
-Plain functions are computed by the reward service, all of a reply in one call. Coroutine functions, which wait for
-something else, are awaited beside it in the rollout process, and so are objects whose call is one (AwaitedReward).
+The reward service computes plain functions, all of a reply in one call. Coroutine functions, which wait for something
+external, are awaited concurrently in the rollout process. So are objects with a coroutine `__call__` (AwaitedReward).
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from megatron_rl.rewards.worker import with_args
 from megatron_rl.types import Reward
 
 Part = dict[str, Any]
-"""`{reward: import path, weight: 1.0, args: {}, name: the function's}` of a config; of a function that returns several
-numbers by name, weight may be an object of theirs."""
+"""`{reward: import path, weight: 1.0, args: {}, name: the function's}` of a config.
+
+For a function that returns several named numbers, weight may be a dict of weights by those names.
+"""
 
 
 class AwaitedReward(abc.ABC):
-    """A reward that waits for something else and holds on to it, such as connections. Used in one event loop.
+    """Reward that waits for something external and holds resources such as connections. Used in one event loop.
 
-    class Known(AwaitedReward):  # rollout.recipe: [{reward: "my_rewards:Known"}]
-        async def __call__(self, prompt, completions, prompt_ids, completion_ids, **data):
-            return float(await self.index.knows(completions))
+    For example:
 
-        async def close(self):
-            await self.index.close()
+        class Known(AwaitedReward):  # rollout.recipe: [{reward: "my_rewards:Known"}]
+            async def __call__(self, prompt, completions, prompt_ids, completion_ids, **data):
+                return float(await self.index.knows(completions))
+
+            async def close(self):
+                await self.index.close()
     """
 
     @abc.abstractmethod
@@ -43,18 +47,18 @@ class AwaitedReward(abc.ABC):
     ) -> float: ...
 
     def check_deadline(self, timeout_s: float) -> None:  # noqa: B027  (most do with any)
-        """Raise ValueError where this cannot be computed well within a workflow's `reward_timeout_s`."""
+        """Raise ValueError if a workflow's `reward_timeout_s` is too short for this reward."""
 
     async def reach(self, patience_s: float) -> bool:
-        """Return True once what this waits for answers, False where that cannot be asked.
+        """Wait until the external service answers and return True. Return False if there is no way to ask it.
 
-        InfrastructureFailure, which names what it is, where it gives no answer within these seconds.
+        InfrastructureFailure names the service if it does not answer within `patience_s`.
         """
         return False
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Let go of it. In the same event loop; may be called twice."""
+        """Release the resources. Called in the same event loop; may be called twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +68,10 @@ class Ingredient:
     name: str
     path: str
     function: Callable[..., Any]
-    """That knows its arguments."""
+    """Already bound to `args`."""
     weight: float | dict[str, float] = 1.0
     args: dict[str, Any] = field(default_factory=dict)
-    """For the worker, which resolves the path itself."""
+    """Sent to the worker, which resolves the path itself."""
 
     def weight_of(self, part: str) -> float:
         return self.weight.get(part, 1.0) if isinstance(self.weight, dict) else self.weight
@@ -78,12 +82,12 @@ class Ingredient:
 
     @property
     def task(self) -> tuple[str, str, dict[str, Any]]:
-        """The reward as the service is told of it: name, import path, arguments."""
+        """Name, import path and arguments, as the reward service takes them."""
         return self.name, self.path, self.args
 
 
 def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) -> list[Ingredient]:
-    """Resolve the parts of a recipe. ValueError names what is wrong below `key`."""
+    """Resolve the parts of a recipe. ValueError names the wrong entry below `key`."""
     found = []
     for number, part in enumerate(parts):
         path = part["reward"]
@@ -104,33 +108,35 @@ def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) 
 
 @dataclass
 class Scored:
-    """A reward with what it is made of."""
+    """A reward with its parts."""
 
     value: Reward
-    """With the parts where there are several."""
+    """Also holds the parts if there are several."""
     parts: dict[str, float]
-    """By the ingredient's name; NAME/PART where it gives parts of its own."""
+    """By ingredient name, or NAME/PART if the ingredient returns parts."""
     seconds: dict[str, float]
-    """By the ingredient's name."""
+    """Computing time by ingredient name."""
 
 
 class Recipe:
-    """A weighted sum of rewards, called like one reward function, from any thread; a RewardCall awaits `score`.
+    """A weighted sum of rewards. Called like one reward function, from any thread; a RewardCall awaits `score`.
 
-    found = ingredients("rollout.recipe", [{"reward": "megatron_rl.rewards:exact_match", "weight": 2.0}], [])
-    service = RewardService([one.task for one in found if not one.is_awaited], workers=4)
-    scored = await Recipe(found, service).score(arguments, timeout_s=60.0)  # scored.value, scored.parts
+    For example:
+
+        found = ingredients("rollout.recipe", [{"reward": "megatron_rl.rewards:exact_match", "weight": 2.0}], [])
+        service = RewardService([one.task for one in found if not one.is_awaited], workers=4)
+        scored = await Recipe(found, service).score(arguments, timeout_s=60.0)  # scored.value, scored.parts
     """
 
     def __init__(self, found: list[Ingredient], service: RewardService) -> None:
-        """service: of the ingredients that are not awaited, in their order."""
+        """service: computes the ingredients that are not awaited, in their order."""
         self.ingredients, self.service = found, service
         self.name = ", ".join(ingredient.path for ingredient in found)
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
-        """Compute the reward, waiting for it. RuntimeError where a part has to be awaited."""
+        """Compute the reward, blocking until it is computed. RuntimeError if a part must be awaited."""
         awaited = [ingredient.path for ingredient in self.ingredients if ingredient.is_awaited]
         if awaited:
             raise RuntimeError(f"reward {awaited[0]}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
@@ -139,7 +145,10 @@ class Recipe:
         return self.added(self.service.call_now(own | data)).value
 
     async def score(self, arguments: dict[str, Any], timeout_s: float) -> Scored:
-        """Compute all parts, each within `timeout_s` of its begin. RewardFailed and RewardTimeout name what failed."""
+        """Compute all parts concurrently, each within `timeout_s`.
+
+        RewardFailed or RewardTimeout names the part that failed.
+        """
         awaited = [ingredient for ingredient in self.ingredients if ingredient.is_awaited]
         if not awaited:
             return self.added(await self.service.call(arguments, timeout_s))
@@ -147,23 +156,26 @@ class Recipe:
         parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in awaited]
         if plain:
             parts.append(self.service.call(arguments, timeout_s))
-        # Of several that fail, the first one's error counts, and the others are ended.
+        # The first error is raised, and the other parts are cancelled.
         scores = sum(await together(parts), [])
         by_name = {ingredient.name: score for ingredient, score in zip([*awaited, *plain], scores, strict=True)}
         return self.added([by_name[ingredient.name] for ingredient in self.ingredients])
 
     async def reach(self, patience_s: float) -> None:
-        """Return once what the awaited parts wait for is there. InfrastructureFailure names what is not for so long."""
+        """Wait until the services of the awaited parts answer.
+
+        InfrastructureFailure names the first that does not within `patience_s`.
+        """
         await reach(self.ingredients, patience_s)
 
     async def close(self) -> None:
-        """End what computes the parts. In the event loop in which they were awaited; may be called twice."""
+        """Release all resources. Called in the event loop of the awaited parts; may be called twice."""
         for reward in self._awaited_rewards():
             await reward.close()
         self.service.close()
 
     def check_deadline(self, timeout_s: float) -> None:
-        """Raise ValueError where a part cannot be computed well within a workflow's `reward_timeout_s`."""
+        """Raise ValueError if a workflow's `reward_timeout_s` is too short for a part."""
         for reward in self._awaited_rewards():
             reward.check_deadline(timeout_s)
 
@@ -189,9 +201,9 @@ class Recipe:
 
 
 async def reach(found: Sequence[Ingredient], patience_s: float) -> list[str]:
-    """Ask what awaited rewards wait for whether it is there; return the import paths of those that cannot be asked.
+    """Wait until the services of awaited rewards answer. Return the import paths of rewards that cannot be checked.
 
-    InfrastructureFailure begins with the path of the first one that gets no answer for so long.
+    InfrastructureFailure begins with the path of the first reward whose service does not answer within `patience_s`.
     """
     unknown = []
     for ingredient in (it for it in found if it.is_awaited):
@@ -210,7 +222,7 @@ async def wait_for(ingredient: Ingredient, arguments: dict[str, Any], timeout_s:
     try:
         async with limit:
             value = as_score(await ingredient.function(**arguments))
-    except Exception as error:  # users' code may raise anything, a TimeoutError of its own too
+    except Exception as error:  # users' code may raise anything, including its own TimeoutError
         if limit.expired() and isinstance(error, TimeoutError):
             raise RewardTimeout(f"reward {ingredient.name}: no reward within {timeout_s:g} s.") from error
         place, failure = place_of(error, ingredient.function), infrastructure_in(error)

@@ -1,6 +1,6 @@
-"""Rewards that a server gives, such as a reward model's: asked over HTTP in batches, from the rollout process.
+"""Rewards from a server, such as a reward model's scores, requested over HTTP in batches from the rollout process.
 
-docs/workflows.md has what is sent and what is to be answered.
+docs/workflows.md documents the format of requests and answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.rewards.reward_servers import RemoteFailure, RemoteRefusal, Ser
 
 @dataclass
 class Asked:
-    """A reply that waits for its score."""
+    """A reply waiting for its score."""
 
     item: orjson.Fragment
     score: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -28,9 +28,11 @@ class Asked:
 class RemoteReward(AwaitedReward):
     """A part of rollout.recipe with `args: {urls: [..]}`.
 
-    remote = RemoteReward(["http://127.0.0.1:8000/score"])
-    score = await remote("2+2=", "It is 4.", [], [], answer="4")  # what the server gives for these three
-    await remote.close()
+    For example:
+
+        remote = RemoteReward(["http://127.0.0.1:8000/score"])
+        score = await remote("2+2=", "It is 4.", [], [], answer="4")  # the server's score of prompt, reply and answer
+        await remote.close()
     """
 
     def __init__(
@@ -43,9 +45,13 @@ class RemoteReward(AwaitedReward):
         token_file: str = "",
         columns: Sequence[str] = ("answer",),
     ) -> None:
-        """most_items: of one batch. patience_s: how long a reply waits for others to join it. concurrent: batches at a
-        time to one server. timeout_s: of one batch; a recipe's deadline holds beside it. columns: the row's own that
-        are sent with the prompt and the reply.
+        """Configure the requests.
+
+        most_items: maximum size of a batch.
+        patience_s: how long a reply waits for others to join its batch.
+        concurrent: maximum number of simultaneous batches per server.
+        timeout_s: limit of one batch, in addition to the recipe's deadline.
+        columns: columns of the prompt's row to send in addition to prompt and reply.
         """
         if isinstance(columns, str) or {"prompt", "reply"} & set(columns):
             raise ValueError(
@@ -61,14 +67,14 @@ class RemoteReward(AwaitedReward):
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
-        # As JSON at once: what cannot be written so is the fault of this reply, and not of its batch.
+        # Serialised now, so that an error fails only this reply and not its batch.
         item = {"prompt": prompt, "reply": completions} | {name: data.get(name) for name in self._columns}
         asked = Asked(orjson.Fragment(orjson.dumps(item, default=str)))
         self._waiting.append(asked)
         if len(self._waiting) >= self._most_items:
             self._send()
         elif len(self._waiting) == 1:
-            # Not cancelled where the batch fills before: it then sends a later one early, which does no harm.
+            # Not cancelled if the batch fills up first. It then sends a later batch early, which does no harm.
             asyncio.get_running_loop().call_later(self._patience_s, self._send)
         return await asked.score
 
@@ -82,10 +88,10 @@ class RemoteReward(AwaitedReward):
         await self._servers.close()
 
     def _send(self) -> None:
-        """Let what waits go, all but what nobody waits for any more."""
+        """Send the waiting replies as one batch, except those whose callers have stopped waiting."""
         waiting, self._waiting = [asked for asked in self._waiting if not asked.score.done()], []
         if waiting:
-            # Kept, as the event loop itself holds a task only weakly.
+            # The event loop holds only a weak reference to a task.
             task = asyncio.get_running_loop().create_task(self._score(waiting))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
@@ -103,13 +109,13 @@ class RemoteReward(AwaitedReward):
         try:
             scores = await self._servers.ask({"items": [asked.item for asked in batch]}, read, is_wanted)
         except RemoteFailure as error:
-            if isinstance(error, RemoteRefusal) and len(batch) > 1:  # of one of them, as too long, or of too many
+            if isinstance(error, RemoteRefusal) and len(batch) > 1:  # one item may be too long, or the batch too large
                 half = len(batch) // 2
                 await asyncio.gather(self._score(batch[:half]), self._score(batch[half:]))
                 return
             for asked in batch:
                 if not asked.score.done():
-                    # One of its own for each: raised in several tasks, one error would gather all of their tracebacks.
+                    # A separate exception each: one raised in several tasks would accumulate all of their tracebacks.
                     asked.score.set_exception(type(error)(str(error)))
             return
         for asked, score in zip(batch, scores, strict=True):

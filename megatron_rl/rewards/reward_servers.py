@@ -1,4 +1,4 @@
-"""Servers that rewards ask over HTTP: another one where one fails, and none for a while that fails again and again."""
+"""HTTP client of the servers that rewards ask, with retries on other servers and a circuit breaker per server."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 CONNECT_S = 5.0
 MOST_ANSWER_BYTES = 16 << 20
 REFUSALS = (400, 413, 422)
-"""Statuses that say something of the request, and nothing of the server."""
+"""Status codes that blame the request, not the server."""
 
 
 class RemoteFailure(InfrastructureFailure):
-    """A server did not give what it was asked for."""
+    """A server did not return a valid answer."""
 
     KIND = "service"
 
 
 class RemoteRefusal(RemoteFailure):
-    """A server, and so any other, does not take this request."""
+    """A server rejected this request, so every other would too."""
 
 
 @dataclass
 class Circuit:
-    """The circuit of one server: open, so that it is not asked, for a while after failures in a row; then one trial."""
+    """Circuit breaker of one server. After several failures in a row it is open: the server is not asked for a while.
+
+    Then it gets one trial request at a time until one succeeds.
+    """
 
     url: str
     in_flight: int = 0
@@ -47,7 +50,7 @@ class Circuit:
     rests_until: float = 0.0
 
     def is_open(self) -> bool:
-        # After its rest one request at a time, until one succeeds.
+        # After the pause, one request at a time is allowed until one succeeds.
         return self.failures >= FAILURES_TO_OPEN and (self.rests() or self.in_flight > 0)
 
     def rests(self) -> bool:
@@ -57,7 +60,7 @@ class Circuit:
         self.failures, self.rests_until = 0, 0.0
 
     def fail(self) -> None:
-        if self.failures >= FAILURES_TO_OPEN and self.rests():  # of a request that was sent before the rest
+        if self.failures >= FAILURES_TO_OPEN and self.rests():  # a request sent before the pause
             return
         self.failures += 1
         rest_s = FIRST_REST_S * 2 ** max(0, self.failures - FAILURES_TO_OPEN)
@@ -65,15 +68,20 @@ class Circuit:
 
 
 class Servers:
-    """Several that answer the same. Used in one event loop; `close` it there.
+    """Interchangeable servers. Used in one event loop; `close` it there.
 
-    servers = Servers(["http://a:8000/score", "http://b:8000/score"], concurrent=4, timeout_s=30)
-    scores = await servers.ask({"items": items}, lambda answer: answer["scores"])
+    For example:
+
+        servers = Servers(["http://a:8000/score", "http://b:8000/score"], concurrent=4, timeout_s=30)
+        scores = await servers.ask({"items": items}, lambda answer: answer["scores"])
     """
 
     def __init__(self, urls: Sequence[str], *, concurrent: int, timeout_s: float, token_file: str = "") -> None:
-        """concurrent: requests at a time to one server. timeout_s: of one request. token_file: holds what they ask for
-        as a bearer token.
+        """Configure the client. ValueError without a URL.
+
+        concurrent: maximum number of simultaneous requests per server.
+        timeout_s: limit of one request.
+        token_file: file with the servers' bearer token.
         """
         if not urls:
             raise ValueError("args.urls = []: no server to ask; give at least one URL.")
@@ -86,15 +94,15 @@ class Servers:
     async def ask(
         self, body: dict[str, Any], read: Callable[[Any], T], is_wanted: Callable[[], bool] = lambda: True
     ) -> T:
-        """Return what `read` makes of the JSON that one server after another answers, at most ATTEMPTS of them.
+        """Return `read` of a server's JSON answer, after at most ATTEMPTS attempts.
 
-        RemoteFailure says why the last of them gave nothing. `read` raises ValueError, TypeError, KeyError or
-        IndexError for what is no answer. What is not wanted any more is not sent: while all servers rest it would
-        gather, and keep them from what is.
+        RemoteFailure says why the last attempt failed. `read` must raise ValueError, TypeError, KeyError or IndexError
+        for an invalid answer. A request is dropped once `is_wanted` returns False. Otherwise such requests would
+        accumulate while all servers pause, and delay those that are still wanted.
         """
         for attempt in range(1, ATTEMPTS + 1):
             circuit = await self._choose(is_wanted)
-            # Nothing is awaited since it was chosen, so that no other task has chosen the same place.
+            # No await since it was chosen, so no other task has taken the same slot.
             circuit.in_flight += 1
             try:
                 found = await self._post(circuit.url, body, read)
@@ -114,9 +122,10 @@ class Servers:
         raise AssertionError("unreachable")
 
     async def reach(self, patience_s: float) -> None:
-        """Return once a server takes a connection. RemoteFailure names the first one where none does for so long.
+        """Wait until a server accepts a connection.
 
-        A connection alone: a question may cost money, and an answer to a made-up one says nothing.
+        RemoteFailure names the first server if none does within `patience_s`. The check only connects: a request might
+        cost money, and an answer to a made-up one would prove nothing.
         """
         deadline = time.monotonic() + patience_s
         while faults := [fault for circuit in self._circuits if (fault := await unreachable(circuit.url))]:
@@ -127,21 +136,22 @@ class Servers:
             await asyncio.sleep(FIRST_RETRY_S)
 
     async def close(self) -> None:
-        """May be called twice."""
+        """Close the connections. May be called twice."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def _choose(self, is_wanted: Callable[[], bool]) -> Circuit:
-        """Return the server with the fewest requests; wait while all have their fill or rest."""
+        """Return the usable server with the fewest requests. Wait while all are busy or pausing."""
         while is_wanted():
             free = [it for it in self._circuits if it.in_flight < self._concurrent and not it.is_open()]
             if free:
                 return min(free, key=lambda it: (it.in_flight, it.failures))
-            # One event for all that wait: it may be cleared under another's eyes, which looks again a little later.
+            # One event for all waiters: another may clear it before this one wakes, which then looks again after the
+            # timeout.
             self._has_room.clear()
             try:
-                async with asyncio.timeout(FIRST_RETRY_S):  # a rest ends without a word
+                async with asyncio.timeout(FIRST_RETRY_S):  # nothing signals the end of a pause
                     await self._has_room.wait()
             except TimeoutError:
                 pass
@@ -167,14 +177,14 @@ class Servers:
             token = token_in(self._token_file, key="args.token_file") if self._token_file else ""
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout,
-                connector=aiohttp.TCPConnector(limit=0),  # the circuits have the bound
+                connector=aiohttp.TCPConnector(limit=0),  # the circuits bound the requests
                 headers={"Authorization": f"Bearer {token}"} if token else None,
             )
         return self._session
 
 
 async def unreachable(url: str) -> str:
-    """Say why nothing takes a connection at a URL; empty where something does."""
+    """Return why nothing accepts a connection at a URL; empty if something does."""
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -189,7 +199,7 @@ async def unreachable(url: str) -> str:
 
 
 async def whole(answer: aiohttp.ClientResponse) -> bytes:
-    """Return all of an answer's body. RemoteFailure where it is longer than one may be."""
+    """Return an answer's whole body. RemoteFailure if it exceeds MOST_ANSWER_BYTES."""
     content = bytearray()
     async for part in answer.content.iter_any():
         content += part

@@ -1,7 +1,7 @@
-"""Computes rewards in worker processes: at most so many at a time, each really killed at its deadline.
+"""Computes rewards in a bounded number of worker processes. A worker is killed at its deadline.
 
-A worker whose call was late, cancelled or made no sense is killed with all that it started, and another takes its place
-(worker_pool.py).
+A worker is killed, with all processes it started, if its call timed out, was cancelled or returned an invalid answer.
+Another takes its place (worker_pool.py).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ WORKER_MEMORY_BYTES = 4 << 30
 
 
 class RewardTimeout(InfrastructureFailure):
-    """A reward took longer than it may."""
+    """A reward exceeded its deadline."""
 
     KIND = "reward"
 
 
 class RewardFailed(RuntimeError):
-    """A reward raised. Never a reward of 0."""
+    """A reward function raised. This is a failed episode, never a reward of 0."""
 
     def __init__(self, message: str, reward: str = "", place: str = "") -> None:
-        """place: file:line of the reward's own code."""
+        """reward: the reward's name. place: file:line in its code."""
         super().__init__(message)
         self.reward, self.place = reward, place
 
     @classmethod
     def by(cls, error: str, reward: str, place: str, kind: str = "") -> RewardFailed:
-        """Say what a reward raised, and where. kind: of the infrastructure's failure that it was, if it was one."""
+        """Build the error for what a reward raised. kind: of the infrastructure failure; empty if it was none."""
         found = (RewardLost if kind else cls)(
             f"{error} (reward {reward}{f', {place}' if place else ''})", reward, place
         )
@@ -51,13 +51,13 @@ class RewardFailed(RuntimeError):
 
 
 class RewardLost(RewardFailed, InfrastructureFailure):
-    """A reward's process died, or the reward has lost what it runs on."""
+    """A reward's process died, or the reward lost the infrastructure it depends on."""
 
     KIND = "reward"
 
 
 class WorkersTraceback(Exception):
-    """The traceback of what a worker raised: the cause of the error that its caller is given."""
+    """A worker's traceback, set as the cause of the error raised to the caller."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -66,17 +66,19 @@ class WorkersTraceback(Exception):
 @dataclass(frozen=True)
 class Score:
     value: float | dict[str, float]
-    """Or those of its parts."""
+    """A number, or the numbers of the reward's parts by name."""
     seconds: float
 
 
 class RewardService:
-    """Worker processes that compute rewards: one call computes all of them, in their order. From any thread and loop.
+    """Worker processes that compute rewards. One call computes all of them, in order. From any thread and loop.
 
-    service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
-    arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
-    [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
-    service.close()
+    For example:
+
+        service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
+        arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
+        [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
+        service.close()
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class RewardService:
         import_from: list[str] | None = None,
         stacks: int | None = None,
     ) -> None:
-        """rewards: of each its name, import path and further arguments. stacks: an open file for `show_stacks`."""
+        """rewards: (name, import path, further arguments) of each. stacks: an open file for `show_stacks`."""
         refuse_while_importing("a reward service")
         self.names = [name for name, _, _ in rewards]
         self.pool = WorkerPool(
@@ -101,7 +103,10 @@ class RewardService:
         self.show_stacks, self.close = self.pool.show_stacks, self.pool.close
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> list[Score]:
-        """Compute the rewards of one reply; the time begins when a worker does."""
+        """Compute the rewards of one reply. The time limit starts once a worker is free.
+
+        RewardTimeout after `timeout_s`, RewardLost if the worker died, RewardFailed if a reward raised.
+        """
         frame = self.pool.frame(arguments)
         with self._deaths():
             worker = await self.pool.acquire()
@@ -111,9 +116,9 @@ class RewardService:
         return self._scores(content)
 
     def call_now(self, arguments: dict[str, Any], timeout_s: float = SYNCHRONOUS_S) -> list[Score]:
-        """The same without an event loop, or blocking the one that runs: then no worker can be waited for.
+        """Compute like `call`, but blocking. Works without an event loop, or inside a running one.
 
-        One more than the bound is started where all are busy.
+        Does not wait for a free worker: if all are busy, it starts one above the limit.
         """
         frame = self.pool.frame(arguments)
         with self._deaths():
@@ -131,7 +136,7 @@ class RewardService:
 
     @contextmanager
     def _given_back(self, worker: Worker, timeout_s: float) -> Iterator[None]:
-        """Release a worker that has answered here, and discard any other."""
+        """Release the worker if it answered; discard it otherwise."""
         is_whole = False
         try:
             yield
@@ -144,11 +149,11 @@ class RewardService:
         except WorkerDied as error:
             raise RewardLost(f"reward {', '.join(self.names)}: {self.pool.died()}") from error
         finally:
-            # After a cancellation too: an answer that is still on its way would be taken for the next caller's.
+            # Also after a cancellation: its late answer would be taken for the next caller's.
             self.pool.release(worker) if is_whole else self.pool.discard(worker)
 
     def _scores(self, content: bytes) -> list[Score]:
-        """Read an answer; it says what a worker found, which is no reason to believe its form."""
+        """Parse and validate a worker's answer. Its form is not trusted."""
         try:
             answer = orjson.loads(content)
             if "error" in answer:

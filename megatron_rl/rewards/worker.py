@@ -1,13 +1,14 @@
 """The processes of a worker pool: python -m megatron_rl.rewards --control FD [--stacks FD]
 
-One process imports what its workers run and forks one whenever the pool asks for it, so that a killed worker is
-replaced within milliseconds. It ends, with all its workers, as soon as the other end of its control socket is gone.
+A parent process imports what the workers run, and forks a worker whenever the pool asks for one. So a killed worker is
+replaced within milliseconds. The parent exits with all its workers as soon as the pool's end of the control socket
+closes.
 
-A frame is its length in 4 bytes and its content. Requests are pickled, as they come from the run itself. Answers are
-JSON, as what a worker says may be what a model wrote. Those of rewards are `{"values": [[value, seconds], ..]}`, one
-for each reward, a value being a number or an object of those of its parts, or `{"error": [reward, words, traceback,
-file:line, kind]}`, kind being that of the infrastructure's failure that it was. `"logged"` has what was given to
-log_metric.
+A frame is a length in 4 bytes and its content. Requests are pickled, since they come from the run itself. Answers are
+JSON, since an answer may contain text that a model wrote. An answer with rewards is `{"values": [[value, seconds],
+..]}`, one entry per reward, where a value is a number or an object of its parts' numbers. An answer with an error is
+`{"error": [reward, message, traceback, file:line, kind]}`, where kind is that of an infrastructure failure or empty.
+`"logged"` holds what was passed to log_metric.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from megatron_rl.telemetry import stats_tracker
 LENGTH = struct.Struct("<I")
 PR_SET_CHILD_SUBREAPER = 36
 MOST_MESSAGE_BYTES = 8192
-"""Of a command with a file's path."""
+"""Limit of a control message; it may contain a file path."""
 MOST_PRINTED_BYTES = 256 << 10
-"""Of one worker; what comes later is dropped."""
+"""Limit per worker; later output is dropped."""
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Answering = Callable[[Any], dict[str, Any]]
 """Takes a request, returns its answer."""
@@ -56,16 +57,16 @@ Answering = Callable[[Any], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The settings that a pool gives its processes at their start."""
+    """Settings that a pool passes to its processes at start."""
 
     prepare: str
-    """Import path of a function of `given` that returns what answers requests; called once, before the forks."""
+    """Import path of a function that takes `given` and returns the answering function. Called before the forks."""
     given: dict[str, Any]
     sys_path: list[str]
     folder: str
-    """The folder in which each worker has one of its own."""
+    """Folder in which each worker gets its own subfolder."""
     memory_bytes: int
-    """Most memory that a worker may take beside what its imports have taken; 0 for any."""
+    """Memory limit of a worker on top of what its imports use; 0 for no limit."""
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True, help="open end of a socket pair")
     parser.add_argument("--stacks", type=int, help="open file for the stacks of workers")
     args = parser.parse_args()
-    for number in THE_TRAINERS:  # not SIG_IGN, which programs that a worker starts would inherit
+    for number in THE_TRAINERS:  # not SIG_IGN, which the programs that a worker starts would inherit
         signal.signal(number, lambda *_: None)
     for descriptor in filter(None, (args.control, args.stacks)):
         os.set_inheritable(descriptor, False)
@@ -83,31 +84,31 @@ def main() -> None:
     module, _, name = setup.prepare.partition(":")
     with importing():
         answering = vars(importlib.import_module(module))[name](**setup.given)
-    if args.stacks is not None:  # here, so that no worker is without it when the signal comes
+    if args.stacks is not None:  # registered before the forks, so that every worker has it when the signal arrives
         faulthandler.register(signal.SIGUSR2, file=args.stacks, all_threads=True)
-    # What a worker leaves behind becomes this process's child, and is found here.
+    # Orphans of a worker become this process's children, which it can find and kill.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     Parent(control, answering, setup).run()
 
 
 def computing(rewards: list[tuple[str, str, dict[str, Any]]], import_from: list[str] | None) -> Answering:
-    """Prepare to compute rewards: each with its name, import path and further arguments."""
+    """Load the rewards, each with name, import path and further arguments. Return the answering function."""
     functions = {
         name: with_args(resolve(path, key="reward", kind="reward", import_from=import_from), arguments)
         for name, path, arguments in rewards
     }
-    # What a model wrote may run in a child of a worker; it cannot read a worker's memory then, where the answers are.
+    # A worker's child may run model-written code. It must not read the worker's memory, which holds the answers.
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
     return functools.partial(answer, functions)
 
 
 def with_args(reward: Callable[..., Any], args: dict[str, Any]) -> Callable[..., Any]:
-    """Give a reward its further arguments; a class, whose objects are the rewards, takes them itself."""
+    """Bind a reward to its further arguments. A class is instantiated with them."""
     return reward(**args) if inspect.isclass(reward) else functools.partial(reward, **args)
 
 
 class Parent:
-    """Forks workers, kills them and removes their folders, as the pool says."""
+    """Forks workers, kills them and removes their folders, on the pool's commands."""
 
     def __init__(self, control: socket.socket, answering: Answering, setup: Setup) -> None:
         self._control, self._answering, self._setup = control, answering, setup
@@ -115,7 +116,7 @@ class Parent:
         self._printed: dict[str, Printed] = {}
 
     def run(self) -> NoReturn:
-        # Without threads of our own: a fork would take along whatever lock another one holds.
+        # No threads in this process: a fork would copy any lock that another thread holds.
         with selectors.DefaultSelector() as self._selector:
             self._selector.register(self._control, selectors.EVENT_READ)
             while all(self._hear(key) for key, _ in self._selector.select()):
@@ -127,7 +128,7 @@ class Parent:
         os._exit(0)
 
     def _hear(self, key: selectors.SelectorKey) -> bool:
-        """Do what the pool says, or keep what a worker prints; False where the pool is gone."""
+        """Handle a command of the pool, or a worker's output. Return False once the pool is gone."""
         if key.data is not None:
             if key.data in self._printed and not self._printed[key.data].read():
                 self._forget_printed(key.data)
@@ -171,7 +172,8 @@ class Parent:
             self._printed[number] = Printed(reader, log)
             self._selector.register(reader, selectors.EVENT_READ, number)
         try:
-            # Here and in the worker, whoever is first: it may be killed, with its group, before it has run at all.
+            # Both here and in the worker, whoever is first: the worker's group may be killed before the worker has run
+            # at all.
             os.setpgid(pid, pid)
         except (PermissionError, ProcessLookupError):
             pass  # it has done so itself
@@ -185,15 +187,16 @@ class Parent:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         if number in self._printed:
-            while self._printed[number].read():  # its last words
+            while self._printed[number].read():  # read the rest of its output
                 pass
             self._forget_printed(number)
         shutil.rmtree(folder, ignore_errors=True)
 
     def _kill_strays(self) -> None:
-        """Kill what dead workers started and was not of their process group any more."""
+        """Kill processes that dead workers started and that had left their process group."""
         known = {pid for pid, _ in self._workers.values()}
-        # Living workers keep their own orphans, so any child that is no worker is a dead one's. Its children come next.
+        # Living workers adopt their own orphans, so any other child here stems from a dead worker. Killing it may
+        # reparent more.
         while strays := children_here() - known:
             for pid in strays:
                 with suppress(ProcessLookupError):
@@ -202,56 +205,56 @@ class Parent:
 
 
 class Printed:
-    """The words that a worker and its children print, on their way to a file that the first one makes."""
+    """Output of a worker and its children, copied to a log file. The file is created when the first output arrives."""
 
     def __init__(self, reader: int, log: str) -> None:
         self.reader, self._log, self._left = reader, log, MOST_PRINTED_BYTES
         os.set_blocking(reader, False)
 
     def read(self) -> bool:
-        """Take what has come; False where nothing has, or nothing more will."""
+        """Copy the available output. Return False if there is none, or at its end."""
         try:
             part = os.read(self.reader, 1 << 16)
         except BlockingIOError:
             return False
         if part[: self._left]:
-            with suppress(OSError), open(self._log, "ab") as file:  # a full disk ends no agent
+            with suppress(OSError), open(self._log, "ab") as file:  # a full disk must not end an agent
                 file.write(part[: self._left])
         self._left = max(0, self._left - len(part))
         return bool(part)
 
 
 def children_here() -> set[int]:
-    """Return this process's children, dead ones that nobody has waited for as well."""
+    """Return the process ids of this process's children, including zombies."""
     found, here = set(), str(os.getpid())
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-            if file.read().rpartition(")")[2].split()[1] == here:  # behind its state
+            if file.read().rpartition(")")[2].split()[1] == here:  # the field after the state
                 found.add(int(name))
     return found
 
 
 def work(end: socket.socket, folder: str, answering: Answering, memory_bytes: int, parent: int) -> None:
-    """Answer requests until the pool hangs up. The first frame says that this worker is ready."""
+    """Answer requests until the pool closes the socket. The first frame announces that this worker is ready."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have died before the kernel was told to watch it.
+    # The parent may have died before prctl took effect.
     if os.getppid() != parent:
         return
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(folder)
     limit(resource.RLIMIT_CORE, 0)
-    if memory_bytes:  # beside what it has: a module such as torch maps gigabytes that it never touches
+    if memory_bytes:  # on top of its present size, since a module such as torch maps gigabytes that it never touches
         limit(resource.RLIMIT_AS, address_space() + memory_bytes)
     send(end, {"ready": os.getpid()})
     while (request := receive(end)) is not None:
         send(end, answering(pickle.loads(request)))
-        del request  # which may be large
+        del request  # it may be large
 
 
 def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) -> dict[str, Any]:
     values = []
-    stats_tracker.take()  # what one that failed has left
+    stats_tracker.take()  # leftovers of a failed call
     for name, reward in rewards.items():
         begin = time.monotonic()
         try:
@@ -265,7 +268,7 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
 
 
 def logged() -> dict[str, Any]:
-    """Return an answer's part with the sums and counts of log_metric: as texts, since JSON has no NaN."""
+    """Return the part of an answer with the sums and counts of log_metric, as strings, since JSON has no NaN."""
     return {"logged": {name: list(map(repr, sums)) for name, sums in stats_tracker.take().items()}}
 
 
@@ -275,7 +278,7 @@ def send(end: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(end: socket.socket) -> bytearray | None:
-    """Return the next frame's content; None where the pool is gone."""
+    """Return the next frame's content; None if the pool is gone."""
     length = read(end, LENGTH.size)
     return None if length is None else read(end, LENGTH.unpack(length)[0])
 

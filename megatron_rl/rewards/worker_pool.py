@@ -1,8 +1,7 @@
-"""A pool of worker processes: at most so many at a time, each really killed by who gives it up, with all it started.
+"""A bounded pool of worker processes. A discarded worker is killed, with all processes it started.
 
-The event loop writes to a worker's socket and waits for its answer, without a thread between. A worker that is
-discarded makes room for another. The process that forks them (worker.py) is replaced too where it dies, unless each
-dies at once.
+The event loop writes to a worker's socket and awaits its answer, without threads. A discarded worker makes room for
+another. The process that forks the workers (worker.py) is also replaced if it dies, unless it keeps dying at once.
 """
 
 from __future__ import annotations
@@ -31,23 +30,25 @@ from megatron_rl.rewards.worker import LENGTH, Setup
 logger = logging.getLogger(__name__)
 
 START_S = 120.0
-"""For a first worker, which waits for the imports of what it runs."""
+"""Timeout for the start of a worker. The first one waits for the imports."""
 STOP_S = 5.0
 MOST_QUICK_DEATHS, QUICK_S = 3, 60.0
-"""A process that forks workers and lives less than QUICK_S is followed by another at most so many times in a row."""
+"""A forking process that lives less than QUICK_S is replaced at most so many times in a row."""
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 256 << 20, 1 << 20
 
 
 class WorkerDied(RuntimeError):
-    """A worker's process ended unasked, or the process that forks them did."""
+    """A worker process, or the process that forks the workers, exited unexpectedly."""
 
 
 class WorkerPool:
     """Forked workers that answer requests, for any thread and loop.
 
-    pool = WorkerPool("reward", "megatron_rl.rewards.worker:computing", {"rewards": rewards}, workers=4)
-    worker = await pool.acquire()
-    content = await worker.ask(pool.frame(request))  # then pool.release(worker), or pool.discard(worker)
+    For example:
+
+        pool = WorkerPool("reward", "megatron_rl.rewards.worker:computing", {"rewards": rewards}, workers=4)
+        worker = await pool.acquire()
+        content = await worker.ask(pool.frame(request))  # then pool.release(worker), or pool.discard(worker)
     """
 
     def __init__(
@@ -60,8 +61,11 @@ class WorkerPool:
         memory_bytes: int = 0,
         stacks: int | None = None,
     ) -> None:
-        """kind: of work, in words. prepare, given, memory_bytes: as Setup has them. stacks: an open file for
-        `show_stacks`.
+        """Start the pool's processes.
+
+        kind: the kind of work, for messages.
+        prepare, given, memory_bytes: as in Setup.
+        stacks: an open file for `show_stacks`.
         """
         self.kind = kind
         self._setup = Setup(
@@ -82,35 +86,33 @@ class WorkerPool:
         self._start()
 
     def close(self) -> None:
-        """End all workers. May be called twice."""
+        """Kill all workers and free the pool's resources. May be called twice."""
         self._is_closed = True
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         try:
             self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:  # in a module's import
+        except subprocess.TimeoutExpired:  # it is still importing a module
             self.process.kill()
             self.process.wait()
         self._control.close()
         for worker in self._idle:
             worker.socket.close()
         self._idle.clear()
-        shutil.rmtree(self._setup.folder, ignore_errors=True)  # where it was killed
+        shutil.rmtree(self._setup.folder, ignore_errors=True)  # still there if the process was killed
 
     def show_stacks(self) -> None:
-        """Have every worker write its stacks to the file `stacks`."""
-        with suppress(OSError):  # they are all gone
+        """Have every worker write its stack traces to the file `stacks`."""
+        with suppress(OSError):  # the processes are gone
             tell(self._control, "stacks")
 
-    # -- workers
-
     def _start(self) -> None:
-        """Start the process that forks workers; it removes their folder at its end."""
-        shutil.rmtree(self._setup.folder, ignore_errors=True)  # what one before, which was killed, has left
+        """Start the process that forks workers. It removes their folder when it exits."""
+        shutil.rmtree(self._setup.folder, ignore_errors=True)  # left by a killed predecessor
         os.mkdir(self._setup.folder, 0o700)
-        # A message is received as it was sent, so that a descriptor comes with the command that it belongs to.
+        # Message boundaries are kept, so that a descriptor arrives with the command that it belongs to.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # -P: without the current folder in front of the path, which comes with the setup.
+        # -P keeps the current folder out of the import path, which comes with the setup.
         command = [sys.executable, "-P", "-m", "megatron_rl.rewards", "--control", str(theirs.fileno())]
         command += [] if self._stacks is None else ["--stacks", str(self._stacks)]
         self.process = subprocess.Popen(
@@ -118,24 +120,25 @@ class WorkerPool:
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": python_path()},
             pass_fds=[theirs.fileno(), *([] if self._stacks is None else [self._stacks])],
-            # A terminal's Ctrl-C is the run's to answer; this process ends with its socket.
+            # Ctrl-C in a terminal must only reach the run. This process ends when its socket closes.
             start_new_session=True,
         )
         theirs.close()
         self._control, self._started_s = ours, time.monotonic()
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as pipe:  # one that died is found out by who needs it
+        # if the process has died, the next acquire finds out
+        with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(pickle.dumps(self._setup))
 
     def _revive(self) -> None:
-        """Start the process that forks workers again where it has died; they died with it."""
+        """Restart the process that forks workers if it has died, which also ended its workers."""
         with self._lock:
             if self._is_closed or self.process.poll() is None:
                 return
             lived_s = time.monotonic() - self._started_s
             self._quick_deaths = self._quick_deaths + 1 if lived_s < QUICK_S else 0
             if self._quick_deaths > MOST_QUICK_DEATHS:
-                return  # who asks for a worker is told so
+                return  # the next acquire raises WorkerDied
             logger.warning(
                 "the %s service's process ended (exit code %d) after %.0f s; it is started again.",
                 self.kind,
@@ -144,16 +147,16 @@ class WorkerPool:
             )
             for worker in self._idle:
                 worker.socket.close()
-            # The busy ones are counted on until their callers find them dead.
+            # Busy workers still count until their callers find them dead.
             self._count -= len(self._idle)
             self._idle.clear()
             self._control.close()
             self._start()
 
     async def acquire(self, log: str = "") -> Worker:
-        """Wait for a worker that is idle, or start one. WorkerDied where none can be started.
+        """Wait for an idle worker, or start one if there is room. WorkerDied if none can be started.
 
-        log: file to which is added what one that is started prints, up to worker.MOST_PRINTED_BYTES.
+        log: file to which a newly started worker's output is appended, up to worker.MOST_PRINTED_BYTES.
         """
         self._revive()
         with self._lock:
@@ -172,7 +175,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(START_S):
                 await worker.hear()
-        # A cancelled caller gives the place back too, or there would be one worker less for ever.
+        # A cancelled caller must give its slot back too, or the pool would shrink for good.
         except BaseException as error:
             self.discard(worker)
             if isinstance(error, TimeoutError):
@@ -184,7 +187,7 @@ class WorkerPool:
         return worker
 
     def acquire_now(self) -> Worker:
-        """The same without waiting: one more than the bound is started where all are busy."""
+        """Return an idle worker without waiting. If all are busy, start one above the limit."""
         self._revive()
         with self._lock:
             worker = self._idle.pop() if self._idle else None
@@ -192,20 +195,20 @@ class WorkerPool:
         return worker or self._new_worker()
 
     async def _wait(self, waiter: Future[Worker | None]) -> Worker | None:
-        """Return the worker that another call gives up, or None for the place of one."""
+        """Return the worker that another call releases, or None if only its slot is free."""
         try:
             return await asyncio.wrap_future(waiter)
         except asyncio.CancelledError:
             with self._lock:
-                # Given at the moment of the cancellation, it is known to nobody else.
+                # A worker assigned at the moment of the cancellation is known to nobody else.
                 is_given = waiter.done() and not waiter.cancelled()
             if is_given:
                 self.release(waiter.result())
             raise
 
     def _new_worker(self, log: str = "") -> Worker:
-        """Start a worker in a place that is counted already."""
-        self._revive()  # it may have died while the place was waited for
+        """Start a worker in a slot that is already counted."""
+        self._revive()  # it may have died while this call waited for the slot
         ours, theirs = socket.socketpair()
         worker = Worker(next(self._numbers), ours, self._control)
         try:
@@ -219,17 +222,17 @@ class WorkerPool:
         return worker
 
     def release(self, worker: Worker | None) -> None:
-        """Give a worker, or the place of one that is gone, to who waits first."""
+        """Give a worker, or the free slot of a dead one, to the first waiter."""
         with self._lock:
-            if worker is not None and worker.control is not self._control:  # dead with the process that forked it
+            if worker is not None and worker.control is not self._control:  # died with the process that forked it
                 worker.socket.close()
                 worker = None
-            if self._count > self._workers and worker is None:  # one that did not wait
+            if self._count > self._workers and worker is None:  # the slot of one above the limit
                 self._count -= 1
                 return
             while self._waiting:
                 waiter = self._waiting.popleft()
-                # False for one that was cancelled; later it no longer can be.
+                # Returns False for a cancelled waiter. After True it can no longer be cancelled.
                 if waiter.set_running_or_notify_cancel():
                     waiter.set_result(worker)
                     return
@@ -241,16 +244,14 @@ class WorkerPool:
             self.discard(worker)
 
     def discard(self, worker: Worker, *, is_alone: bool = False) -> None:
-        """Kill a worker and all that it has started. is_alone: it has said that it has no child left."""
+        """Kill a worker and all processes it started. is_alone: the worker has reported that it has no child left."""
         worker.socket.close()
-        with suppress(OSError):  # they are all gone
+        with suppress(OSError):  # the processes are gone
             tell(worker.control, f"{'end' if is_alone else 'sweep'} {worker.number}")
         self.release(None)
 
-    # -- words
-
     def frame(self, request: Any) -> bytes:
-        """Return what `Worker.ask` sends. ValueError for more than MOST_REQUEST_BYTES."""
+        """Return a request as the frame for `Worker.ask`. ValueError if it exceeds MOST_REQUEST_BYTES."""
         content = pickle.dumps(request, protocol=5)
         if len(content) > MOST_REQUEST_BYTES:
             raise ValueError(
@@ -260,7 +261,7 @@ class WorkerPool:
         return LENGTH.pack(len(content)) + content
 
     def died(self) -> str:
-        """Say that a worker's end came unasked."""
+        """Return a message that a worker exited unexpectedly."""
         code = self.process.poll()
         who = "a worker" if code is None else f"the service's process (exit code {code})"
         return (
@@ -270,20 +271,20 @@ class WorkerPool:
 
 
 def tell(control: socket.socket, message: str, *descriptors: int) -> None:
-    """Say something to the process that forks workers. OSError where it is gone."""
+    """Send a command to the process that forks workers. OSError if it is gone."""
     socket.send_fds(control, [message.encode()], descriptors)
 
 
 class Worker:
-    """The service's end of one worker."""
+    """The pool's end of one worker."""
 
     def __init__(self, number: int, end: socket.socket, control: socket.socket) -> None:
-        """control: of the process that forked it, which ends it."""
+        """control: socket of the process that forked the worker, and that also kills it."""
         self.number, self.socket, self.control, self.is_ready = number, end, control, False
         end.setblocking(False)
 
     async def ask(self, frame: bytes) -> bytes:
-        """Return the content of the answer."""
+        """Send a frame and return the content of the answer."""
         try:
             await asyncio.get_running_loop().sock_sendall(self.socket, frame)
         except OSError as error:
@@ -298,7 +299,7 @@ class Worker:
         return bytes(frame[LENGTH.size :])
 
     def ask_now(self, frame: bytes, timeout_s: float) -> bytes:
-        """Blocking. A worker that is new says first that it is ready."""
+        """Ask like `ask`, but blocking. If the worker is new, first wait until it reports that it is ready."""
         try:
             if not self.is_ready:
                 self._hear_now(time.monotonic() + START_S)
@@ -317,7 +318,7 @@ class Worker:
     def _hear_now(self, deadline: float) -> bytes:
         frame = bytearray()
         while (missing := missing_bytes(frame)) > 0:
-            # 0 would be non-blocking, and its error not a timeout's.
+            # 0 would mean non-blocking, which raises another error than a timeout.
             self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
             part = self.socket.recv(missing)
             if not part:
@@ -337,12 +338,13 @@ async def received(receiving: Awaitable[bytes]) -> bytes:
 
 
 def missing_bytes(frame: bytearray) -> int:
-    """Return how many bytes to ask for next; 0 where the frame is whole. A frame has the next one not before an answer.
+    """Return how many bytes to ask for next; 0 if the frame is complete.
 
-    WorkerDied for one that is longer than an answer may be: its worker is not to be listened to any more.
+    A worker sends one frame per request, so what is read never belongs to the next frame. WorkerDied if an answer
+    exceeds MOST_ANSWER_BYTES, since the worker cannot be trusted any more.
     """
     if len(frame) < LENGTH.size:
-        # With its length a small answer has come as a whole: one call of the system instead of two.
+        # A small answer arrives together with its length: one system call instead of two.
         return 1 << 16
     (length,) = LENGTH.unpack_from(frame)
     if length > MOST_ANSWER_BYTES:

@@ -1,1 +1,1 @@
-"""Runs what a model wrote so that it can do no harm: in a locked process, a fork of one, or a container."""
+"""Runs model-written code so that it can do no harm: in a locked process, in a locked fork, or in a container."""

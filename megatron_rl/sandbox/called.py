@@ -1,9 +1,9 @@
-"""A program whose functions another process calls, and the form in which values pass between the two.
+"""Serves calls to a program's functions from another process, and defines how values pass between the two.
 
-This file is the program's interpreter's script (of the standard library alone: it has nothing else), and the judge's
-end imports its `encode` and `decode`. What passes is plain data of built-in types, each with its tag; anything else
-stays where it is and is named by a handle. The program runs in the same interpreter as `serve` and can make it say what
-it likes: all of that is what its functions might have returned.
+This file is the script that the program's interpreter runs. It only imports the standard library, since nothing else is
+available there. The judge (trial.py) imports its `encode` and `decode`. Values pass as tagged plain data of built-in
+types. Any other object stays where it is and is referred to by a handle. The program runs in the same interpreter as
+`serve` and can forge any answer. A forged answer is only what its functions might have returned.
 """
 
 import builtins
@@ -20,16 +20,16 @@ from typing import Any, BinaryIO
 
 MOST_LINE_BYTES = 16 << 20
 MOST_ITEMS = 100_000
-"""Most items taken of an iterator, which may have no end."""
+"""Limit of items taken from an iterator, which may be endless."""
 READY = "ready"
 NAME = "program"
-"""The program's `__name__`. It is imported, as tests import a module: what it guards by `__main__` does not run."""
+"""The program's `__name__`. Tests import a program as a module, so its code guarded by `__main__` does not run."""
 TYPING = ("Any", "Callable", "Deque", "DefaultDict", "Dict", "FrozenSet", "Iterable", "Iterator", "List", "Optional")
 TYPING += ("Sequence", "Set", "Tuple", "Union")
-"""Names for annotations that a program may use without an import: a task's head of the function often has it."""
+"""Names for annotations that a program may use without an import, because a task's function signature often does."""
 
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "bool": (bool, str, lambda text: text == "True"),  # before int, which it is, too
+    "bool": (bool, str, lambda text: text == "True"),  # before int, of which bool is a subclass
     "int": (int, hex, lambda text: int(text, 16)),
     "float": (float, float.hex, float.fromhex),
     "str": (str, str.__str__, str),
@@ -38,8 +38,10 @@ TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "Decimal": (Decimal, str, Decimal),
     "Fraction": (Fraction, str, Fraction),
 }
-"""For each tag the type, how one is written, and how one is read. Only this much is sent of a subclass,
-whose own comparisons could make it equal to anything."""
+"""For each tag: the type, a function that writes a value, and one that reads it.
+
+An object of a subclass is sent as the type itself, because its own comparisons could make it equal to anything.
+"""
 GROUPS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -49,7 +51,7 @@ def complex_of(text: str) -> complex:
 
 
 def encode(value: Any, handle_of: Callable[[Any], int]) -> list[Any]:
-    """Return what JSON carries of a value. handle_of: names what is no plain data, or raises."""
+    """Convert a value to JSON data. handle_of: returns the handle of an object that is not plain data, or raises."""
     if value is None:
         return ["None"]
     for tag, (kind, write, _) in TEXTS.items():
@@ -64,7 +66,7 @@ def encode(value: Any, handle_of: Callable[[Any], int]) -> list[Any]:
         return ["range", [hex(value.start), hex(value.stop), hex(value.step)]]
     if isinstance(value, Iterator):
         return ["iterator", [encode(entry, handle_of) for entry in itertools.islice(value, MOST_ITEMS)]]
-    # Numbers and arrays of packages, such as numpy's, are sent as the plain ones that they stand for.
+    # Numbers and arrays of packages such as numpy are sent as the equivalent plain values.
     if isinstance(value, numbers.Integral):
         return ["int", hex(int(value))]
     if isinstance(value, numbers.Real):
@@ -76,7 +78,10 @@ def encode(value: Any, handle_of: Callable[[Any], int]) -> list[Any]:
 
 
 def decode(sent: Any, thing_of: Callable[[int], Any]) -> Any:
-    """Return the value; of exactly the built-in types, whatever was sent. thing_of: what a handle stands for."""
+    """Convert JSON data to a value of exactly the built-in types. thing_of: returns what a handle refers to.
+
+    ValueError for an unknown tag.
+    """
     tag = sent[0]
     if tag == "None":
         return None
@@ -103,7 +108,7 @@ def builtin_name(error: Exception) -> str:
 
 
 class Host:
-    """Answers questions about a program that has run: `[verb, handle or name, arguments ..]`, one to a line."""
+    """Answers questions about a program that has run, one per line: `[verb, handle or name, arguments ..]`."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self._scope = scope
@@ -119,7 +124,7 @@ class Host:
         try:
             value = self._do(verb, *given)
             answer = ["value", encode(value, self._handle_of)]
-            if verb == "call" and value is None:  # a function that works on what it is given returns nothing
+            if verb == "call" and value is None:  # the function may have modified its arguments instead
                 answer.append([encode(entry, self._handle_of) for entry in given[1]])
             return answer
         except Exception as error:
@@ -142,11 +147,11 @@ class Host:
 
 
 def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
-    """Run a program, and answer what is asked of it until nobody asks."""
-    # Dataclasses and others look its module up, by its name or as the main one.
+    """Run a program, and answer questions about it until the other side closes."""
+    # Dataclasses and others look the module up, by its name or as `__main__`.
     program = types.ModuleType(NAME)
     sys.modules[NAME] = sys.modules["__main__"] = program
-    builtins.exit = builtins.quit = sys.exit  # which `site` has, and a locked interpreter runs without it
+    builtins.exit = builtins.quit = sys.exit  # defined by `site`, which a locked interpreter does not import
     scope = vars(program)
     scope["__builtins__"] = builtins
     if any(name in source for name in TYPING):
@@ -155,7 +160,7 @@ def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
     try:
         exec(compile(source, NAME, "exec", dont_inherit=True), scope)
     except (SystemExit, EOFError):
-        pass  # a demo that ends itself or asks for input: what is defined by then can be called
+        pass  # a demo that exits or asks for input: names defined by then can be called
     host = Host(scope)
     answers.write(json.dumps([READY]).encode() + b"\n")
     while line := questions.readline():
@@ -163,7 +168,7 @@ def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Arguments: descriptors of the program's text, of the questions and of the answers, and folders of packages."""
+    """Serve a program. Arguments: descriptors of its text, the questions and the answers; then folders of packages."""
     text, questions, answers = map(int, sys.argv[1:4])
     sys.path[len(sys.path) :], sys.argv[1:] = sys.argv[4:], []
     with open(text, encoding="utf-8", errors="replace") as file:

@@ -1,14 +1,15 @@
-"""A container without docker: the system's programs, read-only, beside a disk in memory, for what a model lets run.
+"""A container without Docker for commands that a model runs: the host's programs, read-only, and a disk in memory.
 
-A keeper makes it and stays outside. It is asked over its stdin and answers over its stdout, a line of JSON each. What
-runs inside has namespaces of its own (users, processes, files, network without a way out), no capabilities, no system
-calls that would get it more of either, and a user who owns nothing outside. Its processes live in a phase: they see
-each other, and at the phase's end the kernel kills them all, however they were started. A later phase finds their
-files and nothing else of theirs.
+A keeper process creates the container and stays outside. It takes requests on stdin and answers on stdout, each a line
+of JSON. Processes inside have their own namespaces (users, processes, files, and a network without a way out) and no
+capabilities. A filter refuses system calls that would regain rights. Their user owns nothing outside.
 
-Linux on x86_64, as root or where users may make namespaces. Memory is bounded for each process, not for all together;
-calls for memory that no limit of a process counts are refused. The standard library alone, as the keeper is started
-without packages.
+They live in a phase. Within a phase they see each other, and at its end the kernel kills them all, however they were
+started. A later phase finds their files and nothing else of theirs.
+
+This works on Linux on x86_64, as root or if users may create namespaces. Memory is limited per process, not in total;
+calls for memory that no process limit counts are refused. Only the standard library is imported, because the keeper is
+started without packages.
 """
 
 from __future__ import annotations
@@ -69,16 +70,22 @@ from megatron_rl.sandbox.lock import (
 NOBODY = 65534
 MOST_PROCESSES, MOST_OPEN_FILES = 256, 1024
 MOST_FILE_BYTES = 1 << 16
-"""Of a file that the keeper is asked for."""
+"""Largest part of a file that the keeper returns."""
 DRAIN_S, LATE_S = 0.2, 10.0
-"""How long a command's output is read after its end, as a process that it left may hold the pipe; and how much longer
-than its time the keeper waits for a phase's word."""
+"""DRAIN_S: how long output is read after a command's end, since a process that it left may hold the pipe open.
+
+LATE_S: how much longer than a command's time limit the keeper waits for the phase's answer.
+"""
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl")
 DEVICES = {name: name for name in ("null", "full", "random", "urandom")} | {"zero": "full"}
-"""By their names inside. /dev/full reads as zeros too, and cannot be mapped, which would be memory without a limit."""
+"""Host device for each device name inside.
+
+Inside, /dev/zero is the host's /dev/full. It also reads as zeros but cannot be mapped, which would bypass the memory
+limit.
+"""
 RESERVED = ("tests", "logs", "solution")
-"""Empty and read-only until a phase has a fresh disk there."""
+"""Folders that are empty and read-only until a phase mounts a fresh disk on them."""
 FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
     "etc/group": "root:x:0:\nnogroup:x:65534:\n",
@@ -92,25 +99,28 @@ RDONLY, NOSUID, NODEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16
 DETACH, PIVOT_ROOT, SUBREAPER, DROP_BOUND = 2, 155, 36, 24
 AT_LEAST, SOCKET, X32 = 0x35, 41, 0x40000000
 FAMILIES = (1, 2, 10, 16)
-"""Of sockets: UNIX, IPv4, IPv6, netlink. Others, such as a hypervisor's, know no namespace of the network."""
+"""Allowed socket families: UNIX, IPv4, IPv6, netlink. Others, such as a hypervisor's, ignore network namespaces."""
 REFUSED = (
     *(103, 135, 153, 155, 159, 161, 163, 164, 165, 166, 167, 168, 169, 172, 173, 175, 176, 179, 180, 212, 227, 246),
     *(248, 249, 250, 272, 298, 303, 304, 305, 308, 313, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433),
     *(442, 443, 467),
 )
-"""System calls of x86_64 for mounts, namespaces, keys, modules, clocks, tracing of the kernel, and its rings."""
+"""Refused system calls of x86_64: mounts, namespaces, keys, modules, clocks, kernel tracing, io_uring."""
 UNLIMITED = (29, 64, 68, 240, 278, 319, 444, 447)
-"""System calls whose memory no limit of a process counts: shared memory, semaphores and queues of System V, POSIX
-queues, memory files, pages given to pipes, rules of Landlock. They fail as on a kernel that lacks them."""
+"""System calls for memory that no process limit counts. They fail as on a kernel that lacks them.
+
+They are shared memory, semaphores and queues of System V, POSIX queues, memory files, pages given to pipes, and
+Landlock rules.
+"""
 MMAP, IS_SHARED, IS_ANONYMOUS, IS_HUGE = 9, 0x1, 0x20, 0x40000
 PR_SET_THP_DISABLE = 41
 SETSOCKOPT, SOL_SOCKET, BUFFER_SIZES = 54, 1, (7, 8, 32, 33)
 NET_LIMITS = {
-    "core/somaxconn": "16",  # each connection that nobody has accepted holds what was sent
+    "core/somaxconn": "16",  # every connection not yet accepted holds the data sent to it
     "ipv4/tcp_rmem": "4096 65536 212992",
     "ipv4/tcp_wmem": "4096 65536 212992",
 }
-"""Settings below /proc/sys/net, for the container's network alone."""
+"""Settings below /proc/sys/net for the container's network namespace."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -129,18 +139,21 @@ def mount(source: str, target: str, kind: str = "none", flags: int = 0, options:
 def bind(source: str, target: str, *, read_only: bool) -> None:
     mount(source, target, flags=BIND | RECURSIVE)
     if read_only:
-        # Flags that the source has may not be dropped where its namespace belongs to others.
+        # The kernel forbids dropping the source's mount flags if another user's namespace owns it.
         kept = os.statvfs(target).f_flag & 0xF
         mount("none", target, flags=REMOUNT | BIND | RDONLY | NOSUID | kept)
 
 
 class Keeper:
-    """The process outside. `place` is an empty folder that it may mount on, in a namespace of its own."""
+    """The process outside the container. `place` is an empty folder that it mounts on, in its own mount namespace."""
 
     def __init__(
         self, place: str, *, writable: list[str], visible: list[str], disk_bytes: int, memory_bytes: int
     ) -> None:
-        """writable: names of folders under / on the disk. visible: further paths that are shown, read-only."""
+        """Create the container's file system.
+
+        writable: folders under / to put on the disk. visible: further paths shown read-only.
+        """
         self.memory_bytes, self.root, disk = memory_bytes, f"{place}/root", f"{place}/disk"
         self.pid, self.phase = 0, socket.socket()
         self.fresh: list[str] = []
@@ -172,14 +185,15 @@ class Keeper:
         mount("none", self.root, flags=REMOUNT | BIND | RDONLY | NOSUID)
 
     def new_disk(self, target: str) -> None:
-        # An empty file takes no room on the disk, and a kilobyte of the kernel's.
+        # An empty file takes no space on the disk, but a kilobyte of kernel memory.
         files = min(100_000, self.disk_bytes >> 11)
         options = f"size={self.disk_bytes},mode=755,nr_inodes={files},uid={self.user},gid={self.user}"
         mount("tmpfs", target, "tmpfs", NOSUID | NODEV, options)
 
     def show(self, path: str, shown_as: str | None = None, *, read_only: bool = True) -> None:
         target = self.root + (shown_as or path)
-        if os.path.islink(path) and os.path.dirname(path) == "/":  # as /bin is where it is a part of /usr
+        # For example, /bin is a link into /usr on many systems.
+        if os.path.islink(path) and os.path.dirname(path) == "/":
             os.symlink(os.readlink(path), target)
         elif os.path.isdir(path):
             os.makedirs(target, exist_ok=True)
@@ -190,7 +204,10 @@ class Keeper:
             bind(path, target, read_only=read_only)
 
     def begin(self, fresh: list[str]) -> None:
-        """Begin a phase, with an empty disk at each of the reserved folders named."""
+        """Begin a phase, with an empty disk on each of the reserved folders in `fresh`. Ends the one before.
+
+        RuntimeError if the phase does not start.
+        """
         self.end()
         for name in fresh:
             self.new_disk(f"{self.root}/{name}")
@@ -198,7 +215,7 @@ class Keeper:
         self.phase, theirs = socket.socketpair()
         between = os.fork()
         if between == 0:
-            self.phase.close()  # held in the phase, too, it would stay open when this process is killed
+            self.phase.close()  # an inherited copy would keep the channel open after this process is killed
             leave_with(lambda: start_phase(theirs, self.root, self.user, self.memory_bytes))
         theirs.close()
         os.waitpid(between, 0)
@@ -207,10 +224,10 @@ class Keeper:
             raise RuntimeError(f"the container's phase did not begin: {said.get('error', said)}")
         self.pid = said["pid"]
         send(self.phase, {})
-        receive(self.phase, LATE_S)  # it is locked in, and dies with this process
+        receive(self.phase, LATE_S)  # now the phase is locked, and dies with this process
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Have the phase do something. A phase that does not answer is ended."""
+        """Send the phase a request and return its answer. A phase that does not answer is ended."""
         try:
             send(self.phase, asked)
             return receive(self.phase, asked["time_s"] + LATE_S)
@@ -219,15 +236,18 @@ class Keeper:
             return {"code": None, "output": "", "error": f"the container's first process is gone: {error}"}
 
     def end(self) -> None:
-        """Kill all processes of the phase, and see them dead. Its fresh disks stay until the next one begins."""
+        """Kill all processes of the phase and wait for their death. Its fresh disks stay until the next phase."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)  # the kernel reports the first process once all others are gone
+            os.waitpid(self.pid, 0)  # the kernel reports the first process only once all others are gone
             self.phase.close()
             self.pid = 0
 
     def read(self, path: list[str]) -> str | None:
-        """Return a regular file's text by the names on its way, none of which may be a link."""
+        """Return a regular file's text, up to MOST_FILE_BYTES; None if there is no such file.
+
+        `path` lists the names on its way. Links are not followed.
+        """
         place = os.open(self.root, os.O_PATH | os.O_DIRECTORY)
         try:
             for name in path[:-1]:
@@ -247,7 +267,10 @@ class Keeper:
 
 
 def enter_namespaces() -> int:
-    """Give this process mounts of its own; return the user that what runs inside is to be, as this process counts."""
+    """Give this process its own mount namespace.
+
+    Return the uid that the container's processes have in this process's user namespace.
+    """
     if libc.unshare(NEWNS) == 0:
         return NOBODY if os.getuid() == 0 else os.getuid()
     uid, gid = os.getuid(), os.getgid()
@@ -263,13 +286,16 @@ def map_to_root(uid: int, gid: int) -> None:
 
 
 def start_phase(channel: socket.socket, root: str, user: int, memory_bytes: int) -> NoReturn:
-    """In a child of the keeper: become the user, and start the phase's first process, which the keeper inherits."""
+    """In a child of the keeper: switch to the container's user and fork the phase's first process.
+
+    The keeper adopts that process when this one exits.
+    """
     try:
         if os.getuid() != user:
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
-        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # or its maps would be root's
+        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # otherwise root would own its uid_map
         check(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP), "unshare")
         map_to_root(user, user)
         pid = os.fork()
@@ -283,31 +309,31 @@ def start_phase(channel: socket.socket, root: str, user: int, memory_bytes: int)
 
 
 def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> None:
-    """Lock this process in, and do what the keeper asks until it is killed."""
+    """Lock this process, and serve the keeper's requests until it is killed."""
     receive(channel, LATE_S)  # from now on the keeper is the parent
-    # One that was killed before this line sends no signal, but the channel's end is read below.
+    # If the keeper was killed before this line, no signal comes, but reading the channel below ends.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rename_process("container")
     nothing = os.open("/dev/null", os.O_RDWR)
-    for number in (0, 1):  # the keeper's own, which who waits for its end waits to see closed
+    for number in (0, 1):  # the keeper's pipes; whoever waits for the keeper's end waits for them to close
         os.dup2(nothing, number)
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
     for name, value in NET_LIMITS.items():
         with suppress(OSError), open(f"{root}/proc/sys/net/{name}", "w") as file:
             file.write(value)
-    for name in ("sys", "sysrq-trigger", "irq", "bus"):  # which root may write, where the container's user is one
+    for name in ("sys", "sysrq-trigger", "irq", "bus"):  # root may write these, and the container's user may be root
         if os.path.exists(f"{root}/proc/{name}"):
             bind(f"{root}/proc/{name}", f"{root}/proc/{name}", read_only=True)
-    # Bound to itself: a mount that came from outside may not become the root.
+    # Bound onto itself, because a mount inherited from outside cannot become the root.
     mount(root, root, flags=BIND | RECURSIVE)
     os.chdir(root)
     check(libc.syscall(PIVOT_ROOT, b".", b"."), "pivot_root")
     check(libc.umount2(b".", DETACH), "umount2")
     os.chdir("/")
-    with socket.socket() as any_socket:  # loopback is up: its flags are UP and RUNNING
+    with socket.socket() as any_socket:  # bring loopback up: its flags become UP and RUNNING
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 0x41))
     shared = SharedMemory(give_up_rights(memory_bytes), memory_bytes)
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody inside looks into it, or holds it
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process inside may trace this one
     tasks: dict[str, Callable[..., dict[str, Any]]] = {"run": functools.partial(run, shared=shared), "put": put}
     send(channel, {})
     while True:
@@ -317,7 +343,7 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
 
 
 def rename_process(name: str) -> None:
-    """Write over this process's command line, which names paths of the host and is read in /proc."""
+    """Overwrite this process's command line, which names paths of the host and can be read in /proc."""
     with open("/proc/self/stat", "rb") as file:
         begin, end = (int(field) for field in file.read().rpartition(b")")[2].split()[45:47])
     text = name.encode()[: end - begin - 1]
@@ -325,13 +351,13 @@ def rename_process(name: str) -> None:
 
 
 class SharedMemory:
-    """Grants a phase's shared mappings, up to a number of bytes in all.
+    """Grants a phase's shared mappings up to a total number of bytes.
 
-    A process that unmaps nearly all of such a mapping keeps its memory, and no limit of the process counts that.
+    A process that has unmapped nearly all of a shared mapping still holds its memory, and no process limit counts that.
     """
 
     def __init__(self, listener: int, left_bytes: int) -> None:
-        """listener: of the filter, which asks before each one. Below 0 the filter refuses them all."""
+        """listener: of the filter, which asks about each shared mapping; below 0, the filter refuses them all."""
         self.listener, self.left_bytes = listener, left_bytes
 
     def register(self, poll: select.poll) -> None:
@@ -339,7 +365,7 @@ class SharedMemory:
             poll.register(self.listener, select.POLLIN)
 
     def grant(self) -> None:
-        """Answer one process that waits for its mapping, if there is one."""
+        """Answer one process that waits for its mapping, if any."""
         with suppress(OSError, EOFError):
             question = hear_question(self.listener)
             if question is None:
@@ -351,7 +377,7 @@ class SharedMemory:
             answer_question(self.listener, question, 0 if has_room else errno.ENOMEM)
 
     def grant_until(self, channel: socket.socket) -> None:
-        """Grant mappings until something arrives from the keeper."""
+        """Grant mappings until the keeper sends something."""
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         self.register(poll)
@@ -361,31 +387,34 @@ class SharedMemory:
 
 
 def give_up_rights(memory_bytes: int) -> int:
-    """Return the listener of the filter that this process and its children have from now on, -1 where it asks none."""
+    """Drop all capabilities, set the limits and install the filter, for this process and its children.
+
+    Return the filter's listener, or -1 if the filter refuses shared mappings without asking.
+    """
     for number in range(64):
         libc.prctl(DROP_BOUND, number, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     check(libc.capset(header, none), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     limit(resource.RLIMIT_CORE, 0)
-    # If they are all sockets, they hold no more than a process may take itself.
+    # Even if all open files are sockets, they hold no more memory than a process may take.
     limit(resource.RLIMIT_NOFILE, max(64, min(MOST_OPEN_FILES, memory_bytes // socket_bytes())))
     limit(resource.RLIMIT_NPROC, MOST_PROCESSES)
     limit(resource.RLIMIT_AS, memory_bytes)
     limit(resource.RLIMIT_MEMLOCK, 1 << 16)
     limit(resource.RLIMIT_SIGPENDING, MOST_OPEN_FILES)
-    # A huge page of which one small page is in use is wholly held.
+    # A huge page occupies all of its memory even if only one small page is in use.
     libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
     program = as_program(filter_steps(ASK))
     listener = libc.syscall(SECCOMP, SET_FILTER, NEW_LISTENER, ctypes.byref(program))
-    if listener < 0:  # before Linux 5.5, or in a container that has a listener itself
+    if listener < 0:  # before Linux 5.5, or inside a container that already has a listener
         program = as_program(filter_steps(FAIL | errno.ENOMEM))
         check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), 0, 0), "seccomp")
     return int(listener)
 
 
 def socket_bytes() -> int:
-    """Return what a socket holds at most, unless it sets the sizes of its buffers."""
+    """Return the most bytes that a socket holds, unless it changes the sizes of its buffers."""
     sizes = []
     for name in ("rmem_default", "wmem_default"):
         with open(f"/proc/sys/net/core/{name}") as file:
@@ -398,9 +427,10 @@ def as_program(steps: list[Step]) -> Program:
 
 
 def filter_steps(of_shared: int) -> list[Step]:
-    """Refuse what would make namespaces or mounts, reach the kernel past its rights, or take memory past all limits.
+    """Return the filter that keeps processes inside the container.
 
-    of_shared: the verdict on shared mappings of no file. All else is allowed.
+    It refuses calls that create namespaces or mounts, regain rights, or take memory past all limits. All other calls
+    are allowed. of_shared: the verdict on anonymous shared mappings.
     """
     steps: list[Step] = [(LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL_PROCESS)]
     steps += [(LOAD, 0, 0, NUMBER_AT), (AT_LEAST, 0, 1, X32), *refuse(errno.EPERM)]
@@ -412,13 +442,13 @@ def filter_steps(of_shared: int) -> list[Step]:
     mapping += [(ANY_BIT, 0, 2, IS_SHARED), (ANY_BIT, 0, 1, IS_ANONYMOUS), (RETURN, 0, 0, of_shared)]
     mapping += [(RETURN, 0, 0, ALLOW)]
     steps += [(EQUAL, 0, len(mapping), MMAP), *mapping]
-    # It seems to succeed, and changes nothing: programs ask for more than they need.
+    # Seems to succeed but changes nothing, because programs ask for larger buffers than they need.
     size = [*argument(1), (EQUAL, 0, 2 + 2 * len(BUFFER_SIZES), SOL_SOCKET), *argument(2)]
     for name in BUFFER_SIZES:
         size += [(EQUAL, 0, 1, name), *refuse(0)]
     size += [(RETURN, 0, 0, ALLOW)]
     steps += [(EQUAL, 0, len(size), SETSOCKOPT), *size]
-    # glibc starts processes by clone where there is no clone3, whose flags a filter cannot see.
+    # A filter cannot see clone3's flags. Without clone3, glibc starts processes by clone.
     steps += [(EQUAL, 0, 1, CLONE3), *refuse(errno.ENOSYS)]
     steps += [(EQUAL, 0, 4, CLONE), *argument(0), (ANY_BIT, 0, 1, ANY_NAMESPACE & ~0x80), *refuse(errno.EPERM)]
     steps += [(RETURN, 0, 0, ALLOW), (EQUAL, 0, 2 + 2 * len(FAMILIES), SOCKET), *argument(0)]
@@ -430,9 +460,9 @@ def filter_steps(of_shared: int) -> list[Step]:
 def run(
     *, command: str, cwd: str, env: dict[str, str], time_s: float, most_bytes: int, shared: SharedMemory
 ) -> dict[str, Any]:
-    """Run a command of bash. `code` is its exit status, below 0 a signal's number; None where its time was over.
+    """Run a bash command and return its `output` and `code`: the exit status, or minus the number of a signal.
 
-    `is_full`: nothing was run, as there are too many processes.
+    `code` is None if the time limit was exceeded. `is_full`: nothing was run, because there are too many processes.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -500,7 +530,7 @@ def become_bash(command: str, cwd: str, env: dict[str, str], writer: int) -> Non
 
 
 def put(*, archive: str, folder: str, time_s: float) -> dict[str, Any]:
-    """Unpack a tar file into a folder, which is made where it is missing."""
+    """Unpack a base64-encoded tar file into a folder, which is created if missing."""
     pid = os.fork()
     if pid == 0:
         os.makedirs(folder, exist_ok=True)
@@ -513,7 +543,7 @@ def put(*, archive: str, folder: str, time_s: float) -> dict[str, Any]:
 
 
 def reap() -> None:
-    """Bury the orphans that have ended: they are the first process's."""
+    """Reap orphans that have exited. The phase's first process inherits them."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -551,7 +581,7 @@ def receive_exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """Keep one container: the first line says of which kind, each other one asks for something."""
+    """Keep one container. Each line on stdin is a request; the first one, `make`, creates the container."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     keeper: Keeper | None = None
     for line in sys.stdin:

@@ -1,13 +1,16 @@
-"""Takes from a process what text of a model must not do: it computes, reads what is installed, prints, and no more.
+"""Locks a process that runs model-written text: it can compute, read installed files and print, and nothing else.
 
-A filter of the kernel (seccomp) allows it a list of system calls: no second process, no socket, no file opened for
-writing, none removed or renamed, no signal to others. With no second process to hide in, killing it ends it. A program
-has so many threads as its `Threads` grant, and none on a kernel that does not ask (Linux before 5.5). Landlock
-(Linux 5.13) lets it open the interpreter, installed packages and the system's libraries, and no other file. Linux on
-x86_64 only; elsewhere such text is not run at all. What it can still do: learn which files there are; read them on a
-kernel without Landlock; and, as text that is evaluated beside its own scorer, forge that scorer's verdict.
+A kernel filter (seccomp) allows a fixed list of system calls. The process cannot start another process, open a socket,
+open a file for writing, remove or rename one, or send signals to others. Since it has no second process, killing it
+ends everything. Its `Threads` grant a limited number of threads, and none on a kernel that cannot ask them (Linux
+before 5.5). Landlock (Linux 5.13) lets it open only the interpreter, installed packages and the system's libraries.
 
-`locked.py` runs programs so. This file is also the script of a tool's launcher, which has the standard library alone.
+This works on Linux on x86_64 only; elsewhere such text is not run at all. Locked text can still find out which files
+exist, and read them on a kernel without Landlock. Text that is evaluated in the same process as its scorer can forge
+that scorer's verdict.
+
+`locked.py` runs programs this way. This file is also the script of a tool's launcher, so it only imports the standard
+library.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ from typing import Any
 
 MOST_OPEN_FILES = 64
 MOST_THREADS = 63
-"""That a program may start in its life, beside its first one. The limit that the system has (RLIMIT_NPROC) counts all
-processes of a user, and does not bind root."""
+"""Threads that a program may start in its life, in addition to its first.
+
+RLIMIT_NPROC would not do: it counts all processes of a user, and does not bind root.
+"""
 READY, LOCKED = b"+", b"!"
-"""Said with a listener, or to a tool; and by a process once it is locked in."""
+"""READY is sent along with a listener, and to a tool's caller. LOCKED is sent by a process once it is locked."""
 
 FREE = (
     *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 32, 33, 34),
@@ -43,36 +48,36 @@ FREE = (
     *(115, 121, 124, 127, 130, 131, 158, 186, 201, 202, 204, 217, 218, 219, 228, 229, 230, 231, 232, 233, 262, 267),
     *(269, 270, 271, 273, 274, 281, 290, 291, 292, 293, 295, 309, 318, 324, 332, 334, 436, 439),
 )
-"""System calls of x86_64 allowed with any arguments: reading, memory, time, waiting, what threads need, exec, exit.
+"""System calls of x86_64 allowed with any arguments: reading, memory, time, waiting, thread support, exec, exit.
 
-Writing is one of them: to the pipe it is given, as no other file can be opened for it.
+Writing is also allowed. It only reaches the given pipe, since no other file can be opened for it.
 """
 OPEN, IOCTL, CLONE, KILL, FCNTL, TGKILL, OPENAT, PRLIMIT, CLONE3 = 2, 16, 56, 62, 72, 234, 257, 302, 435
 FOR_WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 IS_THREAD = 0x10000  # CLONE_THREAD
 HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)  # duplicate, and get or set flags; none that sends a signal
-HARMLESS_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of terminals and pipes: ask, block, close on exec
+HARMLESS_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of terminals and pipes: query, block, close on exec
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 BENEATH, ASK_VERSION = 1, 1
 EXECUTE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 ALL_RIGHTS = (1 << 13) - 1
-"""The rights of Landlock's first version, which later ones know too."""
+"""The rights of Landlock's first version, which later versions know too."""
 
-# Of <linux/prctl.h>, <linux/bpf_common.h> and <linux/seccomp.h>, for which Python has no names.
+# From <linux/prctl.h>, <linux/bpf_common.h> and <linux/seccomp.h>. Python has no names for them.
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, KILL_PROCESS, FAIL, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 SECCOMP, SET_FILTER, NEW_LISTENER = 317, 1, 1 << 3
 HEAR_QUESTION, ANSWER_QUESTION, GO_ON = 0xC0502100, 0xC0182101, 1
 QUESTION_BYTES, ASKED_ARGUMENTS_AT = 80, 32
-"""The size of `struct seccomp_notif`, which begins with the question's number; where the call's arguments begin."""
+"""Size of `struct seccomp_notif`, which begins with the question's id; and offset of the call's arguments in it."""
 X86_64 = 0xC000003E
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 
 
 class Instruction(ctypes.Structure):
-    """`struct sock_filter`: classic BPF."""
+    """`struct sock_filter`: an instruction of classic BPF."""
 
     _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("value", ctypes.c_uint32)]
 
@@ -84,11 +89,11 @@ class Program(ctypes.Structure):
 
 
 Step = tuple[int, int, int, int]
-"""Operation, how many steps to skip where its test holds, how many where it does not, and the value."""
+"""Operation, steps to skip if its test holds, steps to skip if not, and the value."""
 
 
 def allow_if(test: int, value: int) -> list[Step]:
-    """Allow the call if the loaded argument passes; else go on."""
+    """Allow the call if the loaded argument passes; otherwise continue with the next step."""
     return [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]
 
 
@@ -97,26 +102,26 @@ def refuse(error: int) -> list[Step]:
 
 
 def argument(index: int, *, high: bool = False) -> list[Step]:
-    """Load one half of an argument; the low one holds all of a flag, a command or a process id."""
+    """Load one half of an argument. The low half holds all of a flag, a command or a process id."""
     return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index + 4 * high)]
 
 
 def asking_steps() -> list[Step]:
-    """The filter that asks a listener for each thread, and leaves all else to the other one."""
-    # Of two filters the stricter verdict counts: what the whole filter refuses is not asked about.
+    """Return the filter that asks a listener about each new thread, and leaves all else to the other filter."""
+    # Of two filters the stricter verdict wins, so a call that the complete filter refuses is never asked about.
     steps: list[Step] = [(LOAD, 0, 0, NUMBER_AT), (EQUAL, 0, 3, CLONE), *argument(0)]
     return [*steps, (ANY_BIT, 0, 1, IS_THREAD), (RETURN, 0, 0, ASK), (RETURN, 0, 0, ALLOW)]
 
 
 def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
-    """The whole filter, for the process `pid`, which may send signals to itself."""
+    """Return the complete filter for the process `pid`, which may send signals to itself."""
     of_thread = [(RETURN, 0, 0, ALLOW)] if has_threads else refuse(errno.EAGAIN)
     only_reading = [(ANY_BIT, 0, 1, FOR_WRITING), *refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)]
-    # But SIGKILL, by which a process that the host has killed is known.
+    # Except SIGKILL, so that a process killed by the host can be recognised.
     to_itself = [*argument(0), *allow_if(EQUAL, pid), *refuse(errno.EPERM)]
     no_kill = [(EQUAL, 0, 1, signal.SIGKILL), *refuse(errno.EPERM)]
-    # glibc starts threads by clone where there is no clone3, whose flags a filter cannot see.
-    # Each block ends in a verdict, or a call would run on into the next block with an argument for its number.
+    # A filter cannot see clone3's flags. Without clone3, glibc starts threads by clone.
+    # Each block ends in a verdict. Otherwise the next block would compare an argument with a system call number.
     decided: dict[int, list[Step]] = {
         OPEN: [*argument(1), *only_reading],
         OPENAT: [*argument(2), *only_reading],
@@ -126,24 +131,24 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
         TGKILL: [*argument(2), *no_kill, *to_itself],
         FCNTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_FCNTL), []), *refuse(errno.EPERM)],
         IOCTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_IOCTL), []), *refuse(errno.ENOTTY)],
-        # Limits may be read: there is no pointer to new ones.
+        # Limits may be read, which means that the pointer to new limits is null.
         PRLIMIT: [*argument(2), (EQUAL, 0, 3, 0), *argument(2, high=True), *allow_if(EQUAL, 0), *refuse(errno.EPERM)],
     }
-    # The numbers mean other calls for programs of 32 bits, which the kernel runs too.
+    # The numbers mean other calls in 32-bit programs, which the kernel runs too.
     steps: list[Step] = [(LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL_PROCESS)]
     steps += [(LOAD, 0, 0, NUMBER_AT)]
     for number in FREE:
         steps += allow_if(EQUAL, number)
     for number, block in decided.items():
         steps += [(EQUAL, 0, len(block), number), *block]
-    # A list of what is allowed: a call that a later kernel adds is refused.
+    # An allow list, so that a call added by a later kernel is refused.
     return [*steps, *refuse(errno.EPERM)]
 
 
 class Threads:
-    """Grants a locked program its threads: for each the kernel asks the process that has the program's listener.
+    """Grants a locked program its threads. The kernel asks the process with the program's listener about each thread.
 
-    Once MOST_THREADS are granted, nobody listens any more, and the kernel refuses what it would ask for.
+    After MOST_THREADS the listener is closed, and the kernel refuses further threads.
 
         with closing(Threads()) as threads:
             process = subprocess.Popen(command, preexec_fn=lambda: lock(..., threads=threads.theirs))
@@ -152,16 +157,19 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        """theirs: for `lock`, which sends the listener through it."""
+        """theirs: socket for `lock`, which sends the listener through it."""
         self._ours, self.theirs = socket.socketpair()
         self._left, self.listener = MOST_THREADS, -1
         self.is_locked = False
-        """The process has said that it is locked in."""
+        """Whether the process has reported that it is locked."""
 
     def take_listener(self) -> None:
-        """Call it once the process is locked, or has ended. Without a listener, the program has no thread."""
+        """Receive the listener. Call it once the process is locked, or has exited.
+
+        Without a listener the program gets no threads.
+        """
         self.theirs.close()
-        # Not waited for: it was sent before the process was locked, or never, where the kernel cannot ask.
+        # Does not wait: the listener was sent before the process was locked, or never, if the kernel cannot ask.
         self._ours.setblocking(False)
         said = b"?"
         while said not in (b"", LOCKED):
@@ -173,17 +181,17 @@ class Threads:
         self.is_locked = said == LOCKED
 
     def grant(self) -> None:
-        """Answer a question of the kernel if one waits to be heard; stop listening where the program has ended."""
+        """Answer the kernel's question, if there is one. Close the listener once the program has exited."""
         try:
             question = hear_question(self.listener)
             if question is None:
                 return
-            # Safe here: what the filter has looked at is in a register, where no other thread can change it.
+            # No race here: the filter checked a register, which no other thread can change.
             answer_question(self.listener, question)
         except EOFError:
             self._stop_listening()
             return
-        except OSError:  # it has ended, or the kernel can only ask
+        except OSError:  # it has exited, or the kernel cannot let a call continue
             self._left = 0
         self._left -= 1
         if self._left <= 0:
@@ -201,11 +209,14 @@ class Threads:
 
 
 def hear_question(listener: int) -> bytearray | None:
-    """Return what the kernel asks a filter's listener, None if nobody asks. EOFError once all who could have ended."""
+    """Return a question of the kernel to a filter's listener; None if there is none.
+
+    EOFError once all processes that could ask have exited.
+    """
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     events = dict(poll.poll(0)).get(listener, 0)
-    # Before Linux 6.11 hearing waits for ever where nobody asks, as when who asked was killed meanwhile.
+    # Before Linux 6.11 the ioctl blocks for ever without a question, such as after the asker was killed.
     if not events & select.POLLIN:
         if events & select.POLLHUP:
             raise EOFError
@@ -213,20 +224,23 @@ def hear_question(listener: int) -> bytearray | None:
     question = bytearray(QUESTION_BYTES)
     try:
         fcntl.ioctl(listener, HEAR_QUESTION, question)
-    except FileNotFoundError:  # who asked was killed meanwhile
+    except FileNotFoundError:  # the asker was killed meanwhile
         return None
     return question
 
 
 def answer_question(listener: int, question: bytearray, error: int = 0) -> None:
-    """Let the call that was asked about go on, or fail with an error."""
+    """Let the call in question continue, or make it fail with an error."""
     answer = struct.pack("<QqiI", *struct.unpack_from("<Q", question), 0, -error, 0 if error else GO_ON)
-    with contextlib.suppress(FileNotFoundError):  # who asked was killed meanwhile
+    with contextlib.suppress(FileNotFoundError):  # the asker was killed meanwhile
         fcntl.ioctl(listener, ANSWER_QUESTION, answer)
 
 
 def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
-    """Have the kernel ask for each thread who gets the listener through `asked`; False where it cannot."""
+    """Install the filter that asks about each new thread, and send its listener through `asked`.
+
+    Return False if the kernel cannot ask.
+    """
     steps = asking_steps()
     program = Program(len(steps), (Instruction * len(steps))(*steps))
     listener = libc.syscall(ctypes.c_long(SECCOMP), SET_FILTER, NEW_LISTENER, ctypes.byref(program))
@@ -238,49 +252,49 @@ def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
 
 
 def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socket | None = None) -> None:
-    """Take from this process all that text must not do, for good. It dies with its parent.
+    """Irrevocably remove from this process all rights that model-written text must not have. It dies with its parent.
 
-    threads: the end that its Threads have for it; None allows no thread.
+    threads: the socket `Threads.theirs`; None allows no threads.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     nothing = ctypes.c_ulong(0)
     header, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), nothing, nothing, nothing)
-    # It may have died before the kernel was told to watch it.
+    # The parent may have died before prctl took effect.
     if os.getppid() != parent:
         os._exit(1)
-    # Root's own would open files whatever their modes say.
+    # Root's capabilities would open files regardless of their modes.
     libc.capset(header, no_capabilities)
-    # A process without capabilities is given Landlock and filters only so: they could trick a setuid program.
+    # Without capabilities, Landlock and filters require no_new_privs, since they could trick a setuid program.
     libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), nothing, nothing, nothing)
     if hides_files():
         hide_files()
-    # All limits before the filter, which refuses to change them.
+    # All limits come before the filter, which refuses to change them.
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_NOFILE, MOST_OPEN_FILES)
-    # The parent's deadline counts; this one ends what a parent is too busy to end.
+    # The parent's deadline is what counts. This limit acts if the parent is too busy to enforce it.
     limit(resource.RLIMIT_CPU, cpu_limit_s(time_s))
     limit(resource.RLIMIT_AS, memory_bytes)
-    # The listener's filter first: the whole one allows neither a further filter nor to send anything.
+    # The listener's filter comes first: the complete one allows neither another filter nor sending a descriptor.
     steps = filter_steps(os.getpid(), has_threads=threads is not None and ask_for_threads(libc, threads))
     program = Program(len(steps), (Instruction * len(steps))(*steps))
     if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), nothing, nothing):
-        os._exit(1)  # better no verdict than one beside free text
+        os._exit(1)  # better no verdict than unlocked text
     if threads is not None:
-        os.write(threads.fileno(), LOCKED)  # all that the filter allows to be done with a socket
+        os.write(threads.fileno(), LOCKED)  # the filter allows nothing but write on a socket
 
 
 def cpu_limit_s(time_s: float) -> int:
-    """Return the seconds of processor time after which a locked process is killed."""
+    """Return the processor time in seconds after which a locked process is killed."""
     return math.ceil(time_s) + 1
 
 
 def landlock(call: int, *arguments: Any) -> int:
-    """Return what one of Landlock's system calls gives: -1 where it fails, as on a kernel without them."""
+    """Make one of Landlock's system calls and return its result: -1 if it fails, as on a kernel without Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    # An int would be passed in 32 bits, and the call reads 64.
+    # An int would be passed as 32 bits, but the call reads 64.
     as_given = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     return int(libc.syscall(ctypes.c_long(call), *as_given))
 
@@ -290,58 +304,58 @@ def hides_files() -> bool:
 
 
 def readable() -> list[str]:
-    """The paths that locked text may open: the interpreter, installed packages and the system's libraries."""
+    """Return the paths that locked text may open: the interpreter, installed packages and the system's libraries."""
     programs = os.path.dirname(sys.executable)
     python = [sys.base_prefix, sys.base_exec_prefix, programs, os.path.join(os.path.dirname(programs), "pyvenv.cfg")]
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
-    # A Python that is installed under / would open everything.
+    # A Python installed under / would make every file readable.
     return [path for path in (*python, *packages, *system) if os.path.realpath(path) != "/"]
 
 
 def hide_files() -> None:
-    """Have this process open nothing but what is readable, for good; it has no new privileges already."""
+    """Irrevocably restrict this process to opening the readable paths. It must have set no_new_privs."""
     rules = landlock(CREATE_RULESET, ctypes.byref(ctypes.c_uint64(ALL_RIGHTS)), 8, 0)
     for path in readable():
         try:
             place = os.open(path, os.O_PATH)
         except OSError:
-            continue  # not every system has all of them
+            continue  # not every system has all of these paths
         rights = READ_FILE | EXECUTE_FILE | (READ_FOLDER if stat.S_ISDIR(os.fstat(place).st_mode) else 0)
         landlock(ADD_RULE, rules, BENEATH, struct.pack("<Qi", rights, place), 0)
         os.close(place)
     if landlock(RESTRICT_SELF, rules, 0):
-        os._exit(1)  # better no verdict than one beside free text
+        os._exit(1)  # better no verdict than unlocked text
     os.close(rules)
 
 
 def limit(what: int, value: int) -> None:
-    """Lower a limit; one that is lower stays."""
+    """Lower a limit. A limit that is already lower stays."""
     _, hard = resource.getrlimit(what)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (value, value))
 
 
 def address_space() -> int:
-    """Bytes of address space that this process has."""
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 @functools.cache
 def check_lockable() -> None:
-    """Raise RuntimeError where this host cannot lock a process."""
+    """Raise RuntimeError if this host cannot lock a process. Warn if it has no Landlock."""
     host = f"{sys.platform} on {platform.machine()}"
     if host != "linux on x86_64":
         raise RuntimeError(
             f"this reward runs what the model writes, which can be locked in on Linux on x86_64 alone, and this is "
             f"{host}; take a reward that compares text."
         )
-    parent, pid = os.getpid(), os.fork()  # whether it works is known once it has been tried
+    parent, pid = os.getpid(), os.fork()  # only a trial shows whether it works
     if pid == 0:
         try:
             lock(parent=parent, time_s=10, memory_bytes=1 << 46)
-            os.kill(parent, 0)  # harmless, and not allowed: a kernel may take a filter and not heed it
+            os.kill(parent, 0)  # harmless but forbidden: a kernel may accept a filter and not enforce it
         except PermissionError:
             os._exit(0)
         finally:
@@ -361,10 +375,10 @@ def check_lockable() -> None:
 
 
 def become_program() -> None:
-    """Lock this process in, say so, and become the Python program that stdin holds. The launcher of a tool's calls.
+    """Lock this process, report READY, and become the Python program on stdin. Used by the launcher of a tool's calls.
 
-    Arguments: the parent's process id, seconds of processor time, bytes of address space, and the descriptor of the end
-    that its Threads have for it.
+    Arguments: the parent's process id, processor time in seconds, address space in bytes, and the descriptor of the
+    socket `Threads.theirs`.
     """
     parent, time_s, memory_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     with socket.socket(fileno=int(sys.argv[4])) as threads:

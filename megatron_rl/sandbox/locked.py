@@ -1,4 +1,4 @@
-"""Runs what a model wrote, locked in (lock.py): a program in an interpreter of its own, or a function in a fork."""
+"""Runs model-written code in locked processes (lock.py): a program in its own interpreter, or a function in a fork."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from megatron_rl.sandbox.lock import (
 MOST_RESULT_BYTES = 1 << 16
 MOST_PRINTED_BYTES = 1 << 22
 CLOCK_S = 0.1
-"""Within which the kernel's two ways to count processor time agree."""
+"""Tolerance between the kernel's two counters of processor time."""
 RESULT = 3
-"""File descriptor of a locked fork's result."""
+"""File descriptor of the result in a locked fork."""
 
 
 PROGRAM = """
@@ -46,25 +46,25 @@ def read_program():
         return compile(file.read(), "program", "exec", dont_inherit=True)
 exec(read_program())
 """
-"""The script that runs a program as `__main__`. Arguments: the descriptor of its text, and folders of packages."""
+"""Script that runs a program as `__main__`. Arguments: the file descriptor of its text, and folders of packages."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment in which BLAS, which numpy has, starts no thread for each core: text may have few or none."""
+"""Environment that keeps numpy's BLAS from starting a thread per core. Locked text may have few threads or none."""
 START_S = 30.0
-"""Longest that a process may take until it is locked in. That is not the text's doing."""
+"""Longest time until a process is locked. Exceeding it is the host's fault, not the text's."""
 ENDING_S = 0.5
-"""Longest between the end of a process's output and its own."""
+"""Longest time between the end of a process's output and its exit."""
 
 
 class TextFailed(RuntimeError):
-    """The model's text raised, crashed, or took more time, memory or output than it may."""
+    """The model's text raised, crashed, or exceeded its limit of time, memory or output."""
 
 
 class NoResult(TextFailed):
-    """A locked fork ended, and said nothing."""
+    """A locked fork exited without a result."""
 
 
 class SandboxFailed(InfrastructureFailure):
-    """Text could not be locked in, or the host has killed its process: nothing that the text did. Never a reward."""
+    """Text could not be locked, or the host killed its process. Not the text's fault, and never a reward."""
 
     KIND = "sandbox"
 
@@ -77,13 +77,15 @@ def evaluate(
     keep: Sequence[int] = (),
     threads: Threads | None = None,
 ) -> Any:
-    """Return what `function(*args)` gives in a locked fork of this process, as JSON carries it. TextFailed otherwise.
+    """Return `function(*args)`, computed in a locked fork of this process and sent back as JSON.
 
-    memory_bytes: that it may take beside what this process has. keep: open files that it keeps; `function` has their
-    descriptors there as its last arguments. threads: of another program, which are granted meanwhile.
+    TextFailed if the function fails, SandboxFailed if the host does.
+
+    memory_bytes: memory limit on top of this process's usage. keep: open files that the fork keeps; `function` gets
+    their descriptors as its last arguments. threads: thread requests of another program, granted meanwhile.
     """
     check_host()
-    # A fork has what the caller has imported. A pipe alone leads back from it, so that it can do nothing but answer.
+    # The fork inherits the caller's imports. A single pipe leads back, so that it can do nothing but answer.
     parent = os.getpid()
     with host_errors():
         reader, writer = os.pipe()
@@ -98,7 +100,7 @@ def evaluate(
             refuse_killed(pid, time_s)
     finally:
         os.close(reader)
-        # Also where it has ended: until it is waited for, its number is given to no other process.
+        # Kill it even if it has exited: its process id is not reused before waitpid.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if content is None:
@@ -124,24 +126,25 @@ def answer_and_exit(
     time_s: float,
     memory_bytes: int,
 ) -> None:
-    """The locked fork: all it keeps of its parent's files is the pipe for its result, and what it is told to."""
+    """Run in the fork: lock it, write the result, exit. The only open files kept are the result pipe and `keep`."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # another locked process cannot read its memory
-        high = [fcntl.fcntl(kept, fcntl.F_DUPFD, MOST_OPEN_FILES) for kept in (writer, *keep)]  # out of the way
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # other locked processes cannot read its memory
+        # out of the way of the descriptors set below
+        high = [fcntl.fcntl(kept, fcntl.F_DUPFD, MOST_OPEN_FILES) for kept in (writer, *keep)]
         kept = range(RESULT, RESULT + len(high))
         for old, new in zip(high, kept, strict=True):
             os.dup2(old, new)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nowhere, standard)
-        # Sockets and files of the parent would stay open past the lock, which only keeps new ones from being opened.
+        # The lock only prevents opening new files. The parent's open sockets and files must be closed here.
         os.closerange(kept.stop, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         lock(parent=parent, time_s=time_s, memory_bytes=address_space() + memory_bytes)
         os.write(RESULT, LOCKED)
         os.environ.update(ONE_THREAD)
         try:
             answer = {"value": function(*args, *kept[1:])}
-        except BaseException as error:  # the text's own, whatever it is
+        except BaseException as error:  # the text may raise anything
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         os.write(RESULT, json.dumps(answer).encode())
     finally:
@@ -151,10 +154,10 @@ def answer_and_exit(
 def run_program(
     source: str, stdin: str, *, time_s: float, memory_bytes: int, folders: Sequence[str] = ()
 ) -> str | None:
-    """Run Python source in an interpreter of its own, locked; return what it printed.
+    """Run Python source in its own locked interpreter and return what it printed.
 
-    None where it ended with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It has the
-    standard library and the packages in `folders`. SandboxFailed where it was not its own doing.
+    None if it exited with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It can import
+    the standard library and the packages in `folders`. SandboxFailed if the failure is the host's.
     """
     deadline = time.monotonic() + time_s
     with host_errors():
@@ -169,7 +172,7 @@ def run_program(
             printed = read_to_the_end(process.stdout.fileno(), deadline, MOST_PRINTED_BYTES, threads)
             if printed is not None:
                 refuse_killed(process.pid, time_s)
-            # It may have closed its output and go on.
+            # It may have closed its output and still be running.
             code = None if printed is None else process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         code = None
@@ -190,7 +193,7 @@ def started_program(
     stdout: int = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
 ) -> Iterator[tuple[subprocess.Popen[bytes], Threads]]:
-    """Start Python source in an interpreter of its own, locked, and kill it in the end. `threads` are to be granted."""
+    """Start Python source in its own locked interpreter, and kill it on exit. The caller must grant its `threads`."""
     check_host()
     parent = os.getpid()
     with host_errors():
@@ -198,7 +201,7 @@ def started_program(
     with closing(threads):
         try:
             process = started(
-                # Isolated, without site packages or what they run at the start, and without writing .pyc files.
+                # Isolated, without site-packages and their start-up code, and without writing .pyc files.
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", f"/proc/self/fd/{script}", *arguments],
                 stdin=stdin,
                 stdout=stdout,
@@ -212,7 +215,7 @@ def started_program(
         finally:
             os.close(script)
         try:
-            # Popen has returned: the program was executed, and so has locked itself.
+            # Popen has returned, so preexec_fn has finished, and the program has locked itself.
             threads.take_listener()
             if not threads.is_locked:
                 raise SandboxFailed("a program's process ended before it was locked in; look for a lack of memory.")
@@ -225,7 +228,7 @@ def started_program(
 
 
 def check_host() -> None:
-    """SandboxFailed where this host cannot lock a process."""
+    """Raise SandboxFailed if this host cannot lock a process."""
     try:
         check_lockable()
     except (RuntimeError, OSError) as error:
@@ -234,7 +237,7 @@ def check_host() -> None:
 
 @contextmanager
 def host_errors() -> Iterator[None]:
-    """Say of errors of the system that they are the host's, such as a lack of memory, processes or files."""
+    """Turn operating system errors, such as a lack of memory, processes or files, into SandboxFailed."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
@@ -242,7 +245,7 @@ def host_errors() -> Iterator[None]:
 
 
 def wait_until_locked(reader: int) -> None:
-    """SandboxFailed where a fork does not say that it is locked in."""
+    """Raise SandboxFailed if a fork does not report within START_S that it is locked."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     if not poll.poll(START_S * 1000):
@@ -252,13 +255,13 @@ def wait_until_locked(reader: int) -> None:
 
 
 def refuse_killed(pid: int, time_s: float) -> None:
-    """SandboxFailed for a child whose output has ended, and that somebody outside killed, such as for want of memory.
+    """Raise SandboxFailed if a child whose output has ended was killed from outside, such as for lack of memory.
 
-    Text cannot kill itself so, and is not killed so by any limit but that of its processor time.
+    Locked text cannot send itself SIGKILL, and only its limit of processor time kills it that way.
     """
     until = time.monotonic() + ENDING_S
     while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
-        if time.monotonic() > until:  # it has closed its output, and goes on
+        if time.monotonic() > until:  # it has closed its output but still runs
             return
         time.sleep(0.001)
     was_killed = ended.si_code == os.CLD_KILLED and ended.si_status == signal.SIGKILL
@@ -270,7 +273,7 @@ def refuse_killed(pid: int, time_s: float) -> None:
 
 
 def processor_s(pid: int) -> float:
-    """Return the processor time of a child that has ended and is not waited for yet."""
+    """Return the processor time in seconds of a child that has exited but not been waited for."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         user, system = file.read().rpartition(b")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -282,8 +285,8 @@ def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def memory_file(text: str) -> int:
-    """Return the descriptor of a file in memory, at its beginning."""
-    # No folder has it, so that no other program finds it and nothing is left of it.
+    """Return the descriptor of an in-memory file with this text, positioned at its start."""
+    # It is in no folder, so no other program finds it, and it vanishes when closed.
     file = os.memfd_create("text")
     content = memoryview(text.encode("utf-8", "replace"))
     while content:
@@ -293,9 +296,9 @@ def memory_file(text: str) -> int:
 
 
 def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | None = None) -> bytes | None:
-    """Return all that comes through a pipe; None where it does not end in time or is more than `most` bytes.
+    """Read a pipe to its end. Return None if it does not end before the deadline or exceeds `most` bytes.
 
-    Meanwhile its program is granted its threads.
+    Meanwhile the program's `threads` are granted.
     """
     content, poll = bytearray(), select.poll()
     poll.register(end, select.POLLIN)
@@ -303,7 +306,7 @@ def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | Non
     if listener >= 0:
         poll.register(listener, select.POLLIN)
     while (left_s := deadline - time.monotonic()) > 0:
-        # Rounded up, or the last millisecond would be spent asking again and again.
+        # Rounded up, or the last millisecond would be a busy loop.
         ready = dict(poll.poll(math.ceil(left_s * 1000)))
         if threads is not None and listener in ready:
             threads.grant()

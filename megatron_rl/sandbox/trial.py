@@ -1,9 +1,9 @@
-"""Tests in Python of what a model wrote, judged where the program cannot reach.
+"""Runs Python tests of a model-written program, out of the program's reach.
 
-A test runs in a locked fork of this process, the judge. The names that it takes from the program stand for what is in
-the program's own process, locked too: a call of one is a question through a pipe, and the answer is plain data of
-built-in types (called.py). The program sees the arguments of calls and nothing else of a test: not its text, nor what
-it compares with. What a function returns is compared as what it is; an object of the program's own equals nothing.
+A test runs in a locked fork of this process, the judge. The program runs in another locked process. In the judge, each
+name from the program is a stand-in. Calling one sends a question through a pipe, and the answer is plain data of
+built-in types (called.py). The program sees the arguments of calls, but neither the test's text nor the values it
+compares with. A stand-in for one of the program's own objects equals nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.sandbox.locked import (
 
 
 def holds(source: str, test: str, *, time_s: float, memory_bytes: int, folders: Sequence[str] = ()) -> bool:
-    """True where `test` ends without an error beside the program `source`. ValueError for a test that is no Python.
+    """Return True if `test` passes with the names of the program `source`. ValueError if the test is not valid Python.
 
     folders: of packages that the program may import.
     """
@@ -47,7 +47,7 @@ def holds(source: str, test: str, *, time_s: float, memory_bytes: int, folders: 
     given, bounds = (text, asked, answered), {"time_s": time_s, "memory_bytes": memory_bytes}
     try:
         with started_program(script(), (*map(str, given), *folders), pass_fds=given, **bounds) as (process, threads):
-            # At once: as long as anyone has the other ends open, neither side hears that the other one has gone.
+            # Closed at once: while any process holds the other ends open, neither side notices that the other is gone.
             for end in given:
                 os.close(end)
             given = ()
@@ -55,7 +55,7 @@ def holds(source: str, test: str, *, time_s: float, memory_bytes: int, folders: 
             try:
                 return evaluate(run_test, test, names, modules, keep=ends, threads=threads, **bounds) is True
             except NoResult:
-                refuse_killed(process.pid, time_s)  # the judge gives up where the program is gone
+                refuse_killed(process.pid, time_s)  # the judge exits without a result when the program is gone
                 return False
     except TextFailed:
         return False
@@ -70,7 +70,7 @@ def script() -> str:
 
 
 def parsed_names(test: str) -> tuple[list[str], list[str]]:
-    """`names_of_program`, with a ValueError that says what to do about a test that is no Python."""
+    """Call `names_of_program`. For a test that is not valid Python, ValueError says what to do."""
     try:
         return names_of_program(test)
     except (SyntaxError, ValueError) as error:
@@ -80,8 +80,9 @@ def parsed_names(test: str) -> tuple[list[str], list[str]]:
 def names_of_program(test: str) -> tuple[list[str], list[str]]:
     """Return the names that a test takes from the program, and the standard modules that it uses without an import.
 
-    They are those that the test does not make itself. Built-in ones are Python's own, however the program defines them;
-    but a test that has no other name to try is one of a function that is called like a built-in one.
+    The names are those that the test does not define itself. A built-in name means Python's built-in, even if the
+    program redefines it. But if a test takes no other name, the first built-in that it calls, with no call among its
+    arguments, is the program's.
     """
     tree = ast.parse(test)
     loaded, bound, called_names, holders = set(), set(), [], set()
@@ -105,14 +106,14 @@ def names_of_program(test: str) -> tuple[list[str], list[str]]:
     names = {name for _, name in called_names}
     modules = sorted((free & holders & sys.stdlib_module_names) - names)
     of_program = sorted(free - set(vars(builtins)) - set(modules) - {"__name__"})
-    # `assert sum([1, 2]) == 3` tests a function of the task that is called as a built-in one is.
+    # `assert sum([1, 2]) == 3` tests the program's own `sum`.
     if not of_program:
         of_program = [name for has_calls, name in called_names if not has_calls and name in free][:1]
     return of_program, modules
 
 
 def run_test(test: str, names: list[str], modules: list[str], questions: int, answers: int) -> bool:
-    """In the judge: run a test to its end. What it raises, an assertion's error too, is an evaluation that failed."""
+    """Run a test to its end, in the judge. An exception, including AssertionError, fails the evaluation."""
     program = Program(questions, answers)
     scope: dict[str, Any] = {"__name__": "test", "__builtins__": builtins}
     scope |= {name: importlib.import_module(name) for name in modules}
@@ -120,15 +121,15 @@ def run_test(test: str, names: list[str], modules: list[str], questions: int, an
         try:
             scope[name] = program.ask("name", name)
         except NameError:
-            continue  # for the test to raise, if it comes to that
-    # optimize=0 keeps assertions whatever flags this process was started with.
+            continue  # the test itself raises NameError if it uses the name
+    # optimize=0 keeps assertions, whichever flags this process was started with.
     exec(compile(test, "test", "exec", dont_inherit=True, optimize=0), scope)
     run_defined(test, scope)
     return True
 
 
 def run_defined(test: str, scope: dict[str, Any]) -> None:
-    """Run what a test only defines: functions that pytest would call, and cases of unittest."""
+    """Run what a test only defines: functions that pytest would collect, and unittest cases."""
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     for name, found in list(scope.items()):
         if name in used:
@@ -142,7 +143,7 @@ def run_defined(test: str, scope: dict[str, Any]) -> None:
 
 
 class Program:
-    """The judge's end of a program in another process."""
+    """The judge's connection to a program in another process."""
 
     def __init__(self, questions: int, answers: int) -> None:
         self._questions, self._answers = questions, open(answers, "rb")
@@ -150,7 +151,7 @@ class Program:
             give_up()
 
     def ask(self, verb: str, *given: Any) -> Any:
-        """Return what the program answers, as plain data and Things; raise what it says that it raised."""
+        """Return the program's answer, as plain data and Things, or raise the exception that it reports."""
         line = json.dumps([verb, *(encode(entry, handle_of) for entry in given)]).encode() + b"\n"
         while line:
             line = line[self._write(line) :]
@@ -164,7 +165,7 @@ class Program:
                 return value
             name, words = map(str, told)
         except (ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError):
-            give_up()  # the program has written there itself
+            give_up()  # the program itself has written an invalid answer
         raise raised(name, words)
 
     def _thing(self, handle: int) -> Thing:
@@ -187,23 +188,23 @@ class Program:
 
 
 def give_up() -> NoReturn:
-    """The program is gone or makes no sense: the test has failed, also where it would catch what is raised here."""
+    """Exit without a result: the program is gone or sends nonsense. The test cannot catch this, and has failed."""
     os._exit(0)
 
 
 def raised(name: str, words: str) -> Exception:
-    """Return the built-in error of that name; no such thing as an exit, which would not be an error of the test."""
+    """Return the built-in error of that name. Only an Exception, since SystemExit would not fail the test."""
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(words)
-        except TypeError:  # a few want more than words
+        except TypeError:  # a few need other arguments
             pass
     return RuntimeError(f"{name}: {words}")
 
 
 def take_over(ours: Any, theirs: Any) -> None:
-    """Do to an argument what the program's function did to its copy."""
+    """Apply to an argument the changes that the program's function made to its copy."""
     if type(ours) is list and type(theirs) is list:
         ours[:] = theirs
     elif (type(ours) is dict and type(theirs) is dict) or (type(ours) is set and type(theirs) is set):
@@ -218,7 +219,10 @@ def handle_of(value: Any) -> int:
 
 
 class Thing:
-    """A stand-in for an object of the program's process, such as a function. Its own comparisons are never asked."""
+    """Stand-in for an object of the program's process, such as a function.
+
+    The object's own comparisons are never used.
+    """
 
     def __init__(self, program: Program, handle: int) -> None:
         vars(self).update(_program=program, _handle=handle)
