@@ -1,4 +1,4 @@
-"""The interfaces a researcher implements or calls. Signatures follow AReaL-lite's; implementations live elsewhere."""
+"""Interfaces that a researcher implements or calls. Signatures follow AReaL-lite's; implementations live elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class RequestRefused(ValueError):
-    """The server understood the request and refused it (4xx); sending it again would be refused again."""
+    """The server refused the request (4xx). A retry would be refused again."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -34,16 +34,16 @@ class RequestRefused(ValueError):
 
 
 class ContextOutgrown(RequestRefused):
-    """A prompt leaves no room for a reply: of a dialogue that has replies, this is the end."""
+    """The prompt leaves no room for a reply. A dialogue that already has replies ends here."""
 
 
 class InfrastructureFailure(RuntimeError):
-    """A sample has lost what it runs on, such as a server, a container, a service or a worker process.
+    """A sample lost something that it depends on, such as a server, a container, a service or a worker process.
 
-    It is no fault of the policy and never a reward. The sample is tried again, a metric counts the failures by kind,
-    and a run with too many of them stops (rollout.max_infrastructure_failures).
+    The policy is not at fault, so this never becomes a reward. The sample is retried, and a metric counts the failures
+    by kind. A run with too many of them stops (rollout.max_infrastructure_failures).
 
-    For example, in a reward, a tool or an environment of your own:
+    Example for your own reward, tool or environment:
 
         raise InfrastructureFailure("the compiler at build7 gives no answer", kind="compiler")
     """
@@ -51,13 +51,13 @@ class InfrastructureFailure(RuntimeError):
     KIND: ClassVar[str] = "other"
 
     def __init__(self, message: str = "", *, kind: str = "") -> None:
-        """kind: one word, of the metric's name rollout/infrastructure_failures/KIND."""
+        """kind: one word, which ends the metric's name rollout/infrastructure_failures/KIND."""
         super().__init__(message)
         self.kind = kind or self.KIND
 
 
 def infrastructure_in(error: BaseException | None) -> InfrastructureFailure | None:
-    """Return the infrastructure's failure that an error is, or the first one in a group of errors."""
+    """Return `error` if it is an infrastructure failure, the first one in an exception group, or None."""
     if isinstance(error, BaseExceptionGroup):
         found = map(infrastructure_in, error.exceptions)
         return next((failure for failure in found if failure is not None), None)
@@ -65,7 +65,7 @@ def infrastructure_in(error: BaseException | None) -> InfrastructureFailure | No
 
 
 class RolloutWorkflow(abc.ABC):
-    """The episode of one prompt: the data that is generated for it.
+    """Generates the training data of one prompt, which is one episode.
 
     For example:
 
@@ -76,43 +76,45 @@ class RolloutWorkflow(abc.ABC):
     """
 
     IMPORT_PATHS: ClassVar[tuple[str, ...]] = ()
-    """Arguments of its constructor that a config gives as an import path, or as a mapping from import paths: it is
-    called with the objects that these name."""
+    """Constructor arguments that the config gives as an import path, or as a mapping from import paths. The constructor
+    receives the imported objects."""
 
     @classmethod
     def evaluating(cls, **arguments: Any) -> RolloutWorkflow:
-        """Build what answers held-out prompts, from the arguments of the constructor: the same, unless a workflow
-        chooses by reward what it returns."""
+        """Build the workflow that answers held-out prompts, from the constructor's arguments.
+
+        Override this if the training workflow selects by reward what it returns.
+        """
         return cls(**arguments)
 
     @abc.abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | list[Trajectory] | None:
-        """Generate the trajectories of one prompt: all of them are one group.
+        """Generate the trajectories of one prompt. Together they form one group.
 
         Return trajectories, or a padded `[n, L]` TensorDict with `input_ids`, `attention_mask`, `loss_mask`, `rewards`
-        (`[n]` or `[n, L]`) and optionally `logprobs` and `versions`; None rejects the prompt. Exceptions go to the
-        executor, which retries the episode and counts it.
+        (`[n]` or `[n, L]`) and optionally `logprobs` and `versions`. Return None to reject the prompt. Exceptions go to
+        the executor, which counts them and retries the episode.
         """
 
 
 class KeptSteps(Protocol):
-    """The steps that an unfinished episode's world did, in this process and in the one that was killed before it."""
+    """Environment steps of an unfinished episode, kept across a crash of the process."""
 
     def take_step(self, name: str) -> dict[str, Any] | None:
-        """Return what an earlier process kept under that name."""
+        """Return the step that an earlier process kept under `name`, or None."""
 
     def keep_step(self, name: str, step: dict[str, Any]) -> None: ...
 
 
 class Sampler(abc.ABC):
-    """The engine as a workflow meets it: replies, and the version of the policy that gives them."""
+    """The part of the engine that a workflow uses: it generates replies and knows the policy version."""
 
     steps: KeptSteps | None = None
-    """Where the steps of this episode's worlds are kept, if they are."""
+    """Storage for the environment steps of this episode; None if they are not kept."""
 
     @abc.abstractmethod
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Generate one reply; an interrupted one is continued from its partial output."""
+        """Generate one reply. An interrupted reply is continued from its partial output."""
 
     @abc.abstractmethod
     def get_version(self) -> int: ...
@@ -120,10 +122,10 @@ class Sampler(abc.ABC):
     def samples(
         self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]
     ) -> Coroutine[Any, Any, list[T]]:
-        """Await `make(sampler, item)` for each item at the same time, and return what they give, in order.
+        """Await `make(sampler, item)` for all items concurrently, and return the results in order.
 
-        Inside an episode each sample that fails is tried again alone, with the replies that it had: so `make` asks the
-        sampler that it is given, and not this one.
+        Inside an episode a failed sample is retried alone, and its earlier replies are reused. Therefore `make` must
+        use the sampler that it receives, not this one.
         """
         return together([make(self, item) for item in items])
 
@@ -145,28 +147,32 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode; its trajectories come back from `wait`."""
+        """Queue one episode. `wait` returns its trajectories."""
 
     @abc.abstractmethod
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return the first `count` groups to finish, older versions first. TimeoutError leaves them where they are."""
+        """Return the first `count` groups to finish, older versions first.
+
+        After a TimeoutError the groups stay available.
+        """
 
     @abc.abstractmethod
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
-        """Run one episode per prompt and return the groups in the order of `data` (rejected ones left out)."""
+        """Run one episode per prompt and return the groups in the order of `data`, without the rejected ones."""
 
     @abc.abstractmethod
     def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
-        """Run the episodes in the slots that training's episodes leave; the caller need not wait for the future."""
+        """Run episodes in slots that training leaves free. The caller need not wait for the future."""
 
     @abc.abstractmethod
     def prepare_batch(
         self, prompts: Iterable[Any], workflow: RolloutWorkflow, count: int | None = None
     ) -> TrajectoryBatch:
-        """Keep episodes in flight as staleness allows and return the next `count` groups.
+        """Keep as many episodes in flight as staleness allows, and return the next `count` groups.
 
-        prompts: gives rows, or lists of rows as a DataLoader does. One that can be begun anew, as a list, is endless.
-        count: where none is given, batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
+        prompts: yields rows, or lists of rows as a DataLoader does. An iterable that can be restarted, such as a list,
+        is repeated without end.
+        count: by default batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
         """
 
     @abc.abstractmethod
@@ -181,57 +187,59 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def update_weights(self, path: str | Path, version: int) -> None:
-        """Load a HF safetensors folder into all servers. Updates over a process group: `TrainEngine.update_weights`."""
+        """Load a HF safetensors folder into all servers. `TrainEngine.update_weights` can also publish over a process
+        group."""
 
 
 class NoServerLeft(RuntimeError):
-    """Not one rollout server holds the weights that were to be published."""
+    """No rollout server holds the published weights."""
 
 
 SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
 SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
-"""Functions that SGLang is started with, as its --custom-weight-loader, to take changes, and several senders' buckets
-at the same time."""
+"""Functions passed to SGLang's --custom-weight-loader: one loads weight changes, the other loads buckets of several
+senders concurrently."""
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """A server's word on its own weights."""
+    """The weights that a server reports to hold."""
 
     version: str | None
-    """None where it does not say."""
+    """None if the server does not report it."""
     checksums: dict[str, str]
-    """Tensor -> checksum in the server's `ChecksumForm`; empty where it cannot say."""
+    """Tensor -> checksum in the server's `ChecksumForm`. Empty if the server cannot compute checksums."""
 
 
 @dataclass(frozen=True)
 class ChecksumForm:
-    """A server's way of taking checksums, so that the trainer can take them of what it sends in the same way."""
+    """How a server computes checksums, so that the trainer can compute the same ones of what it sends."""
 
     kind: str
-    """`embedded`: update_group.checksum of each HF tensor. `sglang_cpu`, `sglang_gpu`: of what each rank of SGLang
-    keeps (weights/sglang_checksums.py)."""
+    """`embedded`: update_group.checksum of each HF tensor. `sglang_cpu`, `sglang_gpu`: checksums of the tensors that
+    each SGLang rank keeps (weights/sglang_checksums.py)."""
     dtype: str | None
-    """The dtype that the server holds the weights in, such as bfloat16; None: the dtype that is sent."""
+    """Dtype in which the server holds the weights, such as bfloat16. None: the dtype that is sent."""
     ranks: int = 1
-    """Its tensor-parallel ranks."""
+    """Tensor-parallel ranks of the server."""
     kv_heads: int | None = None
-    """Of the model, where several ranks share them and it is known."""
+    """The model's key/value heads. Set if the server has several ranks and the number is known."""
     experts: int | None = None
-    """Of each of the model's mixtures, where the server keeps them as they are sent and it is known."""
+    """Experts in each MoE layer, set if the server keeps them as they are sent and the number is known."""
     expert_ranks: int = 1
-    """The groups of ranks that share a mixture's experts out; the ranks of a group each have a part of every one."""
+    """Groups of ranks among which a layer's experts are divided. The ranks of one group each hold a part of every
+    expert."""
 
     def name_on(self, name: str, rank: int) -> str:
-        """Return the name of the checksum of a rank's part of a tensor."""
+        """Return the checksum's name for the part of tensor `name` that a rank holds."""
         return name if self.ranks == 1 else f"{name} (rank {rank})"
 
 
 class WeightReceiver(Protocol):
-    """The rollout servers as the publisher sees them, each known by its URL.
+    """The rollout servers as the weight publisher sees them, each identified by its URL.
 
-    A call addresses every server that takes part. A call that waits drops those that fail and is well if another is
-    left; the others give a future for each server. A publication, as weights/publish.py makes it:
+    A call addresses every participating server. A call that waits drops the servers that fail, and succeeds if one is
+    left. The other calls return a future per server. One publication, as weights/publish.py does it:
 
         receiver.pause()
         receiver.begin_weight_update(version=7)
@@ -243,35 +251,40 @@ class WeightReceiver(Protocol):
 
     @property
     def membership(self) -> int:
-        """Changes with the set of servers that take part; a weight group made under another number no longer fits."""
+        """A number that changes with the set of participating servers.
+
+        A weight group made under another number is obsolete.
+        """
 
     @property
     def server_ranks(self) -> dict[str, int]:
-        """The ranks that each server brings to a weight-update group, in their order there, after rank 0."""
+        """Ranks that each server adds to a weight-update group, in group order after rank 0."""
 
     def trainer_address(self) -> str:
-        """The trainer's host as the servers reach it."""
+        """Return the trainer's address as the servers reach it."""
 
     def drop(self, server: str, reason: str) -> None:
-        """Leave a server out until a later publication: it failed, or holds other weights than were sent."""
+        """Exclude a server until a later publication, because it failed or its weights differ from those sent."""
 
     def unreachable(self) -> dict[str, str]:
-        """Ask every server for a sign of life; return those that give none, with what happened instead."""
+        """Ping every server. Return those that do not respond, with the error of each."""
 
     def pause(self) -> None: ...
 
     def resume(self) -> None:
-        """Let the servers go on. After an update that was not finished they end what they were generating and get
-        nothing more."""
+        """Resume generation.
+
+        After an incomplete update the servers' current requests are aborted, and the servers receive no new ones.
+        """
 
     def begin_weight_update(self, version: int) -> None:
-        """Open a weight session where the server's protocol has them."""
+        """Open a weight-update session, if the server's protocol has one."""
 
     def end_weight_update(self, version: int) -> None:
-        """Close the session."""
+        """Close the weight-update session."""
 
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
-        """Ask the servers to join a group; the trainer is its rank 0 and hosts it at `address:port`."""
+        """Ask the servers to join a process group. The trainer is rank 0 and hosts the group at `address:port`."""
 
     def leave_weight_group(self, *, name: str) -> dict[str, Future[None]]: ...
 
@@ -285,14 +298,20 @@ class WeightReceiver(Protocol):
         version: int,
         flattened: bool = True,
     ) -> dict[str, Future[None]]:
-        """Ask the servers to receive a bucket from rank 0: in one broadcast of all bytes, or one for each tensor."""
+        """Ask the servers to receive a bucket from rank 0.
+
+        flattened: one broadcast of all bytes, otherwise one broadcast per tensor.
+        """
 
     def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
-        """Ask the servers to receive buckets of several groups, each given as to `load_bucket`: at the same time where
-        they can, and in this order where they cannot. pickled: the same for SGLANG_ROUND_LOADER."""
+        """Ask the servers to receive buckets of several groups, each given as in `load_bucket`.
+
+        Servers that can receive them concurrently do so; others receive them in this order. pickled: the same buckets
+        for SGLANG_ROUND_LOADER.
+        """
 
     def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
-        """Return how each server takes a bucket in shared memory, `handle` or `pickle`; None for one on another host.
+        """Return how each server accepts a shared-memory bucket: `handle`, `pickle`, or None on another host.
 
         at_hand: URLs of servers that are known to have a source of buckets on their own host.
         """
@@ -300,51 +319,61 @@ class WeightReceiver(Protocol):
     def load_shared(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
     ) -> dict[str, Future[None]]:
-        """Ask the servers to read one flat bucket; buckets: what each is told of it, a handle or a pickle per rank."""
+        """Ask the servers to read one flat bucket.
+
+        buckets: what each server receives, either a handle or one pickle per rank.
+        """
 
     def change_forms(self) -> dict[str, str | None]:
-        """Return how each server takes changes: `body`, or `pickle` for an SGLang with SGLANG_DELTA_LOADER; None for
-        one that takes none."""
+        """Return how each server accepts weight changes.
+
+        `body`, or `pickle` for an SGLang with SGLANG_DELTA_LOADER, or None if it accepts none.
+        """
 
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
-        """Ask the servers to change the weights that they hold; bodies: each one's changes (delta_code.py), or a pickle
-        for each of its ranks."""
+        """Ask the servers to apply changes to their weights.
+
+        bodies: each server's changes (delta_code.py), or one pickle for each of its ranks.
+        """
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
-        """Ask the servers to load a HF folder, which they must be able to read."""
+        """Ask the servers to load a HF folder. They must be able to read it."""
 
     def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
-        """Ask the servers to compute with the adapters of a folder in PEFT's format, which they must be able to read,
-        in place of those before."""
+        """Ask the servers to load adapters in PEFT format in place of their previous ones.
+
+        path: a folder that the servers must be able to read.
+        """
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
-        """Return how each server takes checksums; None where the trainer cannot do the same."""
+        """Return how each server computes checksums; None if the trainer cannot compute the same."""
 
     def held_weights(self) -> dict[str, Future[HeldWeights]]: ...
 
     def finish_update(self, version: int) -> None:
-        """Every server that takes part has proved that it holds `version`: from here on new tokens are its."""
+        """Confirm that all participating servers hold `version`. New tokens are attributed to it from now on."""
 
 
 class LogitsTerm(Protocol):
-    """A term of a loss that whole logits are needed for; `ops.TeacherTargets` is one."""
+    """A loss term that needs full logits, such as `ops.TeacherTargets`."""
 
     def of(
         self, rows: TensorDict, device: torch.device
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Return the term of a microbatch, whose rows are on the host, for a model on the device.
+        """Return the term of one microbatch as a function.
 
-        (logits `[c, V_local]`, their places among the rows) -> the loss's part, its sums, and its gradient by the
-        logits, which stay as they are. The engine calls it with some trained rows at a time.
+        The microbatch's rows are on the host, the model on `device`. The function maps (logits `[c, V_local]`, their
+        row indices) to the loss part, its sums, and its gradient with respect to the logits. It must not modify the
+        logits. The engine calls it with a few trained rows at a time.
         """
 
 
 @dataclass(frozen=True)
 class LogprobLoss:
-    """A loss that needs log-probabilities only, so that the engine never forms `[T, V]` logits for it.
+    """A loss that needs only log-probabilities, so that the engine never forms `[T, V]` logits for it.
 
-    fn(logprobs, entropy, data) -> (loss_sum, sums): logprobs and entropy are `[T]` float32 (0 in rows that are not
-    trained), data is the microbatch's rows; `loss_sum` is a sum over trained rows, not a mean; `sums` maps names to
+    fn(logprobs, entropy, data) -> (loss_sum, sums). logprobs and entropy are `[T]` float32, 0 in rows that are not
+    trained. data is the microbatch's rows. `loss_sum` is a sum over trained rows, not a mean. `sums` maps names to
     0-dim tensors that are added over microbatches and ranks.
 
         def negative_log_likelihood(logprobs, entropy, rows):
@@ -355,21 +384,23 @@ class LogprobLoss:
 
     fn: Callable[[Tensor, Tensor, TensorDict], tuple[Tensor, dict[str, Tensor]]]
     temperature: float = 1.0
-    """Divides the logits, as the sampler did."""
+    """Divides the logits, as in the sampler."""
     by_row: bool = False
-    """`fn` is a sum over rows without a look at their neighbours: the engine may call it with some trained rows at a
-    time, where data holds no `cu_seqlens`, and forms the gradient together with the loss, which saves forming the
-    logits twice."""
+    """True if `fn` is a sum over independent rows.
+
+    The engine may then call it with a few trained rows at a time, with data that has no `cu_seqlens`. It computes the
+    gradient together with the loss, so that it forms the logits only once.
+    """
     beside: LogitsTerm | None = None
-    """Added to the loss."""
+    """Another term that is added to the loss."""
 
 
 @dataclass(frozen=True)
 class ValueLoss:
     """The loss of an engine with a value head.
 
-    fn(values, data) -> (loss_sum, sums): values are `[T]` float32, row t's the value of the state in which `labels[t]`
-    is chosen (0 in rows that are not trained); the rest is as in LogprobLoss.
+    fn(values, data) -> (loss_sum, sums). values are `[T]` float32: row t is the value of the state in which `labels[t]`
+    is chosen, or 0 in rows that are not trained. The rest is as in LogprobLoss.
 
         def squared_error(values, rows):
             return (values - rows["returns"]).square().masked_fill(rows["labels"] < 0, 0.0).sum(), {}
@@ -381,9 +412,9 @@ class ValueLoss:
 
 
 class TrainEngine(abc.ABC):
-    """One model, its layout and its optimizer.
+    """One model with its parallel layout and its optimizer.
 
-    All ranks call every method, with their data-parallel share of the data.
+    Collective: every rank calls every method, with its data-parallel share of the data.
 
         engine.initialize(ft_spec=spec)
         stats = engine.train_batch(batch, LogprobLoss(lambda logprobs, entropy, rows: (-logprobs.sum(), {})))
@@ -410,15 +441,15 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn | LogprobLoss | ValueLoss,
         loss_weight_fn: LossWeightFn | None = None,
     ) -> StepStats:
-        """Apply one optimizer step to `data`.
+        """Apply one optimizer step on `data`.
 
-        `loss_fn(logits, rows)` returns a mean that weighs `loss_weight_fn(rows)` (an integer count of rows on the host,
-        by default the trained ones); the gradient is that of the weighted mean over all microbatches and ranks,
-        whatever the layout or split. A `LogprobLoss` returns sums, and so does a `ValueLoss`, the one that an engine
-        with a value head takes.
+        `loss_fn(logits, rows)` returns a mean, whose weight is `loss_weight_fn(rows)`: an integer count of rows on the
+        host, by default the trained ones. The gradient is that of the weighted mean over all microbatches and ranks,
+        independent of layout and split. A `LogprobLoss` or `ValueLoss` returns sums instead. An engine with a value
+        head takes a `ValueLoss`.
 
-        Where the loss or the gradient's norm is not finite on any rank, nothing changes: weights, optimizer and version
-        stay, `applied` is False and `fault` says why.
+        If the loss or the gradient norm is not finite on any rank, weights, optimizer and version do not change. Then
+        `applied` is False and `fault` says why.
         """
 
     @abc.abstractmethod
@@ -428,7 +459,7 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn | LogprobLoss | ValueLoss,
         loss_weight_fn: LossWeightFn | None = None,
     ) -> StepStats:
-        """Return what `train_batch` would, without gradient or step."""
+        """Return what `train_batch` would, without a gradient or an optimizer step."""
 
     @abc.abstractmethod
     def forward(
@@ -439,21 +470,22 @@ class TrainEngine(abc.ABC):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> Tensor:
-        """Return log p of each trained token, or `post_hook(logits, rows)`'s `[T]` rows, as `[N]` float32 by token.
+        """Return the log-probability of each trained token, as `[N]` float32.
 
-        entropy: in place of log p, the entropy in nats of the distribution that each was sampled from. An engine with a
+        post_hook(logits, rows): returns `[T]` rows to use in place of the log-probabilities.
+        entropy: return the entropy, in nats, of the distribution that each token was sampled from. An engine with a
         value head returns the value of the state in which each trained token was chosen.
         """
 
     @abc.abstractmethod
     def step_lr_scheduler(self) -> None:
-        """Advance the schedule by an update. Behind one that was skipped it does nothing."""
+        """Advance the learning-rate schedule by one update. Does nothing after a skipped update."""
 
     @abc.abstractmethod
     def get_version(self) -> int:
-        """Return the number that the policy is published under: train_batch raises it where it changes the weights.
+        """Return the version under which the policy is published. `train_batch` raises it if it changes the weights.
 
-        A loop that publishes after several of them sets it, so that versions count what servers have been sent.
+        A loop that publishes after several updates sets it, so that versions count publications.
         """
 
     @abc.abstractmethod
@@ -461,33 +493,36 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
-        """Write a HF safetensors folder, or with the optimizer a resumable checkpoint."""
+        """Write a HF safetensors folder, or a resumable checkpoint with `with_optimizer`."""
 
     @abc.abstractmethod
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None: ...
 
     @abc.abstractmethod
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        """Publish the weights to rollout servers. All ranks call it; global rank 0 gives the receiver, others None.
+        """Publish the weights to the rollout servers. Collective: global rank 0 passes the receiver, others None.
 
-        Servers that fail are left out; NoServerLeft on global rank 0 where that leaves none.
+        Servers that fail are dropped. Raises NoServerLeft on global rank 0 if none is left.
         """
 
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Stream the full HF tensors, gathered one by one. All ranks iterate; only global rank 0 is given tensors."""
+        """Stream the full HF tensors, gathered one by one.
+
+        Collective: all ranks iterate, only global rank 0 gets tensors.
+        """
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all at once and return their results in order.
+    """Await all concurrently and return their results in order.
 
-    If one fails the others are cancelled, and have ended when its error is raised. (asyncio.gather would let them go
-    on, and asyncio.TaskGroup before Python 3.13 leaves its own task marked as cancelled.)
+    If one fails, the others are cancelled, and its error is raised once they have ended. asyncio.gather would let them
+    continue, and asyncio.TaskGroup before Python 3.13 leaves the calling task marked as cancelled.
     """
     failures: list[BaseException] = []
 
     def note(task: asyncio.Future[T]) -> None:
-        if task.cancelled():  # which is a failure, too
+        if task.cancelled():  # counts as a failure
             failures.append(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
             failures.append(error)
@@ -500,11 +535,11 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         while pending and not failures:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if failures:
-            raise failures[0]  # the first in time, not in order: those after it may be its consequences
+            raise failures[0]  # the first in time, not in order: later ones may be its consequences
         return [task.result() for task in tasks]
     finally:
         under_way = [task for task in tasks if not task.done()]
         for task in under_way:
             task.cancel()
         if under_way:
-            await asyncio.wait(under_way)  # nothing of this call runs on when it has ended
+            await asyncio.wait(under_way)  # no task outlives this call

@@ -1,4 +1,4 @@
-"""The one entry of training and its two loops: RL, and supervised or preference training on rows of data.
+"""Entry point of training, with its two loops: RL, and supervised or preference training on rows of data.
 
 python -m megatron_rl.train configs/demo.yaml run.steps=20
 torchrun --nproc-per-node 4 -m megatron_rl.train configs/count_grpo.yaml parallel.tensor=2 parallel.pipeline=2
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
-    """Run what the config describes, from its start or from a checkpoint. Collective: every rank calls it.
+    """Run the training that the config describes, from its start or from a checkpoint. Collective: every rank calls it.
 
-    False if a stop signal ended the run early.
+    Return False if a stop signal ended the run early.
     """
     parts = parts_of(config, kind=kind)
     with parts.run(config, resume=resume) as run:
@@ -35,7 +35,7 @@ def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
 
 
 def rl_steps(run: RLRun) -> Iterator[int]:
-    """Take the steps of RL, and yield behind each how many are done. A stop signal ends them early."""
+    """Run the RL steps, yielding the number of completed steps after each. Returns early after a stop signal."""
     run.begin()
     for step in range(run.first_step, run.config.run.steps):
         batch = run.next_batch(step)
@@ -51,12 +51,12 @@ def rl_steps(run: RLRun) -> Iterator[int]:
             updates = run.add_demonstrations(batch, updates)
         with run.timers("update"):
             stats = run.actor.update(updates, targets)
-        critic_stats = run.update_critic(batch, step)  # while it warms up, it gives the publication its version
+        critic_stats = run.update_critic(batch, step)  # during its warm-up, raises the version to publish
         with run.timers("publish"):
             run.rollouts.publish()
         run.save(step=step + 1)
         run.log(step, batch, updates, stats, critic_stats)
-        run.evaluate(step=step + 1)  # by the weights just published, whose scores the checkpoint keeps
+        run.evaluate(step=step + 1)  # uses the weights just published; the checkpoint keeps the scores
         if run.checkpoint(step=step + 1):
             return
         yield step + 1
@@ -64,7 +64,7 @@ def rl_steps(run: RLRun) -> Iterator[int]:
 
 
 def row_steps(run: SupervisedRun | PreferenceRun) -> Iterator[int]:
-    """Take the steps of training on rows, as `rl_steps` does."""
+    """Run the steps of training on rows; yields and ends as `rl_steps` does."""
     if not run.begin():
         return
     for step in range(run.first_step, run.config.run.steps):
@@ -78,7 +78,7 @@ def row_steps(run: SupervisedRun | PreferenceRun) -> Iterator[int]:
 
 
 class Parts(NamedTuple):
-    """One kind of run: the check of its config, the class of its runs, and their steps."""
+    """The parts of one kind of run: its config check, its run class and its step loop."""
 
     check: rank.Check
     run: Callable[..., Any]
@@ -86,13 +86,13 @@ class Parts(NamedTuple):
 
 
 def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
-    """Return the parts of a kind, rl, supervised or preference; the config's own for ''.
+    """Return the parts for a kind of run: rl, supervised, preference, or '' for the kind that the config implies.
 
-    Its check refuses a config of another kind.
+    The returned check rejects a config of another kind.
     """
     if not kind:
         kind = "supervised" if config.supervised.answer else "preference" if config.preference.loss else "rl"
-    # Imports take seconds, and each kind needs its own.
+    # Imported here because imports take seconds and each kind needs only its own.
     if kind == "supervised":
         from megatron_rl.run.supervised_run import SupervisedRun, check_supervised
 
@@ -108,7 +108,7 @@ def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
 
 
 def main(argv: list[str] | None = None, *, kind: str = "") -> None:
-    """Train what the arguments name; `megatron-rl sft` and `megatron-rl preferences` name the kind as well."""
+    """Train as the command line says. `megatron-rl sft` and `megatron-rl preferences` also pass the kind."""
 
     def load(config: TrainConfig) -> tuple[rank.Check, rank.Train]:
         return parts_of(config, kind=kind).check, functools.partial(train, kind=kind)

@@ -1,6 +1,7 @@
 """The rollout process that a trainer starts: python -m megatron_rl.rollout --socket FD --trainer PID [--lock FD]
 
-It serves its trainer's calls and dies with it. Notices and Ctrl-C are the trainer's: it makes its checkpoint first.
+It serves its trainer's calls and dies with the trainer. It ignores Ctrl-C and schedulers' stop signals, because the
+trainer must first write its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def main() -> None:
     args = parser.parse_args()
     die_with(args.trainer)
     for number in THE_TRAINERS:
-        # Not SIG_IGN, which programs that a reward starts would inherit.
+        # Not SIG_IGN: programs that a reward starts would inherit it.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, THE_TRAINERS)
     for descriptor in filter(None, (args.socket, args.lock)):
         os.set_inheritable(descriptor, False)
     if args.lock:
         os.register_at_fork(after_in_child=lambda: os.close(args.lock))
-    with start_up.importing():  # seconds, with the trainer's signals taken care of
+    with start_up.importing():  # takes seconds; the trainer's signals are handled already
         from megatron_rl.rollout.rollout_rank import serve_trainer
 
     serve_trainer(socket.socket(fileno=args.socket))

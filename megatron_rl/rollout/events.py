@@ -1,4 +1,4 @@
-"""The events of each training prompt, told to whoever records it: a journal, a ledger, the dead letters."""
+"""Events of each training prompt, for recorders such as the journal, the ledger and the dead letters."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from megatron_rl.workflows.episode_engine import KeptReplies
 
 @dataclass(kw_only=True, eq=False)
 class Episode:
-    """One prompt on its way. `number` orders the episodes of one kind by submission."""
+    """One prompt in progress. `number` orders the episodes of one kind by submission."""
 
     number: int
     data: dict[str, Any]
-    """The prompt as it came, with `prompt_number`, `prompt_index` and `epoch` where an iterator made it, and its
-    `sample_key`."""
+    """The prompt's data with its `sample_key`. An iterator also adds `prompt_number`, `prompt_index` and `epoch`."""
     workflow: RolloutWorkflow
     queued_s: float = field(default_factory=time.monotonic)
     is_training: bool = True
     requeues: int = 0
-    """Above 0 a batch waits for it rather than pass it over again."""
+    """Number of requeues. If above 0, the next batch waits for this episode instead of skipping it again."""
     version: int = 0
-    """Policy version when it was started."""
+    """Policy version at its start."""
     started_s: float = 0.0
-    """On the monotonic clock."""
+    """Start on the monotonic clock."""
     replies: KeptReplies = field(default_factory=KeptReplies)
-    """The replies that it has so far, until it has its group."""
+    """Its replies so far, until it has its group."""
     ending: asyncio.Task[None] | None = None
-    """The task that ran it before it was recalled, which may not have ended."""
+    """Task of its previous start, if it was recalled. The task may still be ending."""
     outcome: asyncio.Future[Outcome] | None = None
-    """Set where somebody waits for this very episode."""
+    """Set if a caller waits for this episode."""
     reward: float | None = None
-    """The mean reward of its group, once it has one, also of one that a filter leaves out."""
+    """Mean reward of its group once there is one, even if a filter then discards the group."""
 
 
 @dataclass(kw_only=True)
@@ -58,40 +57,40 @@ class Outcome:
 
 
 class RolloutEvents:
-    """Override what you need. Evaluations are not reported.
+    """Base class of recorders: override the events that you need. Evaluations are not reported.
 
-    Calls come on the rollout's event loop, one at a time and in the order of what happened: queued, started, then
-    accepted and consumed, or rejected, or dead_lettered. A requeued prompt is started again. What a method raises ends
-    the run: a record with gaps is none.
+    Calls are made on the rollout's event loop, one at a time and in order: queued, started, then accepted and consumed,
+    or rejected, or dead_lettered. A requeued prompt is started again. An exception in a method ends the run, because a
+    record with gaps is useless.
     """
 
     def queued(self, episode: Episode) -> None:
-        """A new prompt waits for its turn."""
+        """Note a new prompt that waits for its start."""
 
     def started(self, episode: Episode) -> None:
-        """Its episode runs."""
+        """Note the start of an episode."""
 
     def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
-        """The episode gave a group, which waits to be trained."""
+        """Note an episode's group, which now waits to be trained."""
 
     def requeued(self, episode: Episode, why: str) -> None:
-        """Its group, or its episode, was dropped: the prompt waits for its turn again, before new ones."""
+        """Note that the group or the running episode was dropped. The prompt returns to the front of the queue."""
 
     def consumed(self, episodes: Sequence[Episode], version: int) -> None:
-        """The trainer, at this policy version, takes the groups of these episodes as one batch, in this order."""
+        """Note that the trainer, at this policy version, takes these episodes' groups as one batch, in this order."""
 
     def rejected(self, episode: Episode, why: str) -> None:
-        """The workflow or a filter wants no group of this prompt; that was its last event."""
+        """Note that the workflow or a filter discards the prompt. This is its last event."""
 
     def dead_lettered(self, episode: Episode, error: BaseException) -> None:
-        """Every attempt failed, the last one with `error`; that was the prompt's last event."""
+        """Note that every attempt failed, the last with `error`. This is the prompt's last event."""
 
 
 class DeadLetters(RolloutEvents):
-    """The prompts that every attempt failed for, in a file: what to look at when a run skips some of its data.
+    """Writes the prompts that failed in every attempt to a file, which explains why a run skips data.
 
-    One JSON object per prompt: `time`, `error`, `traceback` and the `prompt` itself. RuntimeError, which ends the run,
-    where it cannot be written.
+    One JSON object per prompt: `time`, `error`, `traceback` and the `prompt` itself. Raises RuntimeError, which ends
+    the run, if the file cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""The executor keeps episodes in flight: it starts them as the gate admits, retries failures, hands out their groups.
+"""Keeps episodes in flight: starts them as the gate admits, retries failures, and hands out finished groups.
 
     queued ---> running ---> finished ---> trained
       ^            |  |         |
@@ -7,8 +7,8 @@
                       |
                       +---> rejected (the workflow or a filter wants no group), or dead (every attempt raised)
 
-A running episode is requeued where a step is full without it. A dead prompt goes to the dead letters and is counted,
-never trained with a made-up reward. Everything here runs on one event loop, so nothing needs a lock.
+A running episode is requeued if a step is full without it. A dead prompt goes to the dead letters and is counted; it is
+never trained with an invented reward. Everything here runs on one event loop, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 MOST_FAILED, MOST_REJECTED = 10, 100
-"""Failed and rejected prompts for each group of a batch, after which it is given up: they would use up the data set."""
+"""Maximum failed and rejected prompts per group of a batch. Beyond it the call fails, before it uses up the
+data set."""
 
 
 @dataclass(kw_only=True)
 class Finished:
-    """A group that waits to be trained."""
+    """A finished group that waits to be trained."""
 
     episode: Episode
     group: TrajectoryBatch
     versions: range
-    """From the oldest trained token's policy version to the newest's; empty where none has one."""
+    """Range from the oldest trained token's policy version to the newest. Empty if no token has a version."""
 
     @classmethod
     def of(cls, episode: Episode, group: TrajectoryBatch) -> Finished:
@@ -76,7 +77,7 @@ class Finished:
 
 
 class RolloutExecutor:
-    """Runs the workflows of one engine. All methods are for the thread of one event loop."""
+    """Runs the workflows of one engine. All methods must be called on the thread of one event loop."""
 
     def __init__(
         self,
@@ -87,11 +88,11 @@ class RolloutExecutor:
         spans: Spans | None = None,
         records: Records = NO_RECORDS,
     ) -> None:
-        """`events` hear of each training prompt; what is in `records` of one is not generated again."""
+        """`events` are told of each training prompt. Whatever `records` hold of a prompt is not generated again."""
         self._spans, self._records = spans or Spans(), records
         self._engine, self._config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
-        # The lines that episodes start from. The gate admits those of the queue; somebody waits for each of the others.
+        # Queues of episodes to start. The gate admits those of `_queue`; a caller waits for each of the others.
         self._asked: deque[Episode] = deque()
         self._queue: deque[Episode] = deque()
         self._evaluations: deque[Episode] = deque()
@@ -106,21 +107,22 @@ class RolloutExecutor:
         self._fatal: str | None = None
         self._failure_rate = FailureRate(config.max_infrastructure_failures)
         self.failures: Counter[str] = Counter()
-        """Tries of samples and episodes that failed, and episodes that were given up, by the kind of their error."""
+        """Counts by error type: failed tries of samples and episodes, and episodes given up after all tries."""
 
-    # -- what the trainer asks for
+    # -- calls of the trainer
 
     async def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode; it starts when the gate admits it."""
+        """Queue one episode. It starts when the gate admits it."""
         check_workflow(workflow)
         self.raise_if_fatal()
         self._enqueue(data, workflow)
         self._start()
 
     async def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return the first `count` groups to finish; of those that are there the ones of older versions come first.
+        """Return the first `count` groups to finish. Among finished groups, older versions come first.
 
-        TimeoutError leaves them where they are. RuntimeError if so few episodes remain that `count` cannot be reached.
+        After a TimeoutError the groups stay available. Raises RuntimeError if fewer than `count` groups can still
+        finish.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -133,21 +135,21 @@ class RolloutExecutor:
     async def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
     ) -> TrajectoryBatch:
-        """Return the next `count` groups, and leave in flight as many more as the staleness bound admits.
+        """Return the next `count` groups, and leave as many more episodes in flight as the staleness bound admits.
 
-        With max_staleness 0 exactly `count` episodes exist at a time, or with `oversample` so many times as much, and
-        the batch is in the order of the prompts.
+        With max_staleness 0, exactly `count` episodes exist at a time (`count` * oversample with oversampling), and the
+        batch is in prompt order.
         """
         check_workflow(workflow)
-        # Sampled beside the step's groups; the first `count` to finish make the step.
+        # Extra episodes: the first `count` of all to finish make the step.
         surplus = math.ceil(count * self._config.oversample) - count
         self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished), surplus=surplus)
         self._resamples = count * self._config.max_uniform_resamples
 
         is_synchronous = self._config.max_staleness == 0
-        # One step's prompts more than there is room for: they start as soon as the next version makes room.
+        # Queue one step's prompts more than fit, so that they start as soon as the next version makes room.
         spare = 0 if is_synchronous else count
-        # Which step an asynchronous episode will be of is not known as it begins.
+        # An asynchronous episode's step is unknown when it begins.
         step = f"version {self._engine.get_version()} " if is_synchronous else ""
 
         def refill() -> None:
@@ -161,17 +163,18 @@ class RolloutExecutor:
         return batch
 
     async def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
-        """Run one episode per prompt now, whatever the gate says, and return the groups in the order of `data`.
+        """Run one episode per prompt now, bypassing the gate, and return the groups in the order of `data`.
 
-        Rejected and failed episodes are left out. RuntimeError if all failed, from the first cause.
+        Rejected and failed episodes are omitted. Raises RuntimeError, caused by the first error, if no episode
+        succeeded.
         """
         return self._consume(await self._run_together("rollout_batch", self._asked, data, workflow))
 
     async def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
-        """The same beside training's episodes: in the slots that these leave, and in one for sure.
+        """Run one episode per prompt in slots that training leaves free. One slot is always available.
 
-        The groups may be of several versions, and are not reported, aged or consumed. `prompt` is each one's place in
-        `data`, of which some may have failed.
+        The groups may span several versions. They are not reported to observers, counted for staleness or consumed.
+        `prompt` holds each group's index in `data`, because some episodes may have failed.
         """
         finished = await self._run_together("evaluate", self._evaluations, data, workflow)
         for entry in finished:
@@ -186,7 +189,7 @@ class RolloutExecutor:
             raise ValueError(f"{call}: data = []; give at least one prompt.")
         check_workflow(workflow)
         self.raise_if_fatal()
-        # The same prompts asked for twice at one version get other samples: the call's number is in the seeds' key.
+        # The call's number is part of the seed's key, so that repeated prompts get new samples at the same version.
         version = self._engine.get_version()
         batch = self._batches_at[1] + 1 if self._batches_at[0] == version else 0
         self._batches_at = (version, batch)
@@ -219,14 +222,14 @@ class RolloutExecutor:
         return accepted
 
     def notice_version(self) -> None:
-        """The policy version rose: start what the gate admits now."""
+        """Start the episodes that the gate admits after a rise of the policy version."""
         try:
             self._start()
-        except Exception as error:  # of an observer; the trainer is not waiting here, and hears of it at its next call
+        except Exception as error:  # an observer's; the trainer is not waiting here, and its next call raises
             self.fail(f"rollout: {type(error).__name__}: {error}")
 
     def fail(self, message: str) -> None:
-        """Make every waiting and later call raise RuntimeError(message): the world cannot go on."""
+        """Make every waiting and later call raise RuntimeError(message), because the rollout cannot continue."""
         self._fatal = self._fatal or message
         for task in self._running:
             task.cancel()
@@ -249,7 +252,7 @@ class RolloutExecutor:
         return self._fatal is not None
 
     def raise_if_fatal(self) -> None:
-        """RuntimeError after `fail`."""
+        """Raise RuntimeError if `fail` was called."""
         if self._fatal is not None:
             raise RuntimeError(self._fatal)
 
@@ -265,13 +268,13 @@ class RolloutExecutor:
                 if len(self._finished) >= count and not self._is_due():
                     break
                 self._raise_if_hopeless(count)
-                # Nothing was awaited since the look at `_finished`, so no progress is missed between the two.
+                # Nothing was awaited since `_finished` was checked, so no progress is missed in between.
                 self._progress.clear()
                 await self._progress.wait()
         finally:
             self._failed, self._rejected, self._first_error = 0, 0, None
-        # First those that were too late for another batch, then the oldest, which might be too old for the next one; of
-        # one age in the order of finishing.
+        # First the groups that missed an earlier batch, then the oldest, which might be too old for the next batch.
+        # Groups of the same age are taken in the order in which they finished.
         self._finished.sort(key=lambda finished: (-finished.episode.requeues, finished.versions.start))
         taken, self._finished = self._finished[:count], self._finished[count:]
         if in_order:
@@ -279,15 +282,15 @@ class RolloutExecutor:
         return self._consume(taken)
 
     def _is_due(self) -> bool:
-        """Return True while a prompt runs that was requeued before and would come too late for any other batch.
+        """Return True while a requeued prompt runs that would be too stale for any later batch.
 
-        It is waited for: else prompts with long replies would be sampled again and again and never trained.
+        The batch waits for it. Otherwise prompts with long replies would be sampled repeatedly and never trained.
         """
         oldest_allowed = self._engine.get_version() + 1 - self._config.max_staleness
         return any(episode.requeues and episode.version < oldest_allowed for episode in self._running.values())
 
     def _raise_if_hopeless(self, count: int) -> None:
-        """Raise RuntimeError where `count` groups will not come, or only at the price of the whole data set."""
+        """Raise RuntimeError if `count` groups cannot be reached, or only by using up the whole data set."""
         if self._failed >= count * (MOST_FAILED if self._finished else 1):
             raise RuntimeError(
                 f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and "
@@ -307,34 +310,34 @@ class RolloutExecutor:
             ) from self._first_error
 
     def _requeue_stale(self) -> None:
-        """Drop the groups that the trainer, at its version of now, may not train, and sample their prompts again."""
+        """Drop the groups that are too stale to train at the current version, and requeue their prompts."""
         oldest_allowed = self._engine.get_version() - self._config.max_staleness
         kept: list[Finished] = []
         dropped: list[Finished] = []
         for finished in self._finished:
             versions = finished.versions
-            # A group of which masking would leave nothing is dropped as well.
+            # A group that would be masked completely is dropped as well.
             decides = {"drop": versions.start, "mask": versions.stop - 1, "keep": oldest_allowed}[self._config.stale]
             (dropped if versions and decides < oldest_allowed else kept).append(finished)
         self._finished = kept
         for _ in dropped:
-            self._gate.take_back()  # else their prompts, sampled again, would count twice
+            self._gate.take_back()  # otherwise resampled prompts would count twice
         self._metrics.add(stale=len(dropped))
         why = f"its group holds tokens of versions before {oldest_allowed}"
         self._requeue([finished.episode for finished in dropped], why)
 
     def _recall(self) -> None:
-        """Stop the episodes that the step did not wait for; their prompts are the first of the next one."""
+        """Stop the episodes that the step did not wait for, and requeue their prompts for the next step."""
         recalled = [task for task, episode in self._running.items() if episode.outcome is None]
         for task in recalled:
-            # Its next start waits for this end: two tasks of one episode would add to the same replies.
+            # The next start waits for this task to end: two tasks of one episode would append to the same replies.
             self._running[task].ending = task
-            task.cancel()  # and whatever it still returns is nobody's; the replies go on where they were
+            task.cancel()  # its result is ignored; the replies continue where they stopped
             self._gate.finish(accepted=False)
         self._requeue([self._running.pop(task) for task in recalled], "the step was full")
 
     def _requeue(self, episodes: list[Episode], why: str) -> None:
-        """Put them, in this order, before the rest of the queue."""
+        """Put the episodes, in this order, at the front of the queue."""
         for episode in reversed(episodes):
             episode.queued_s, episode.requeues = time.monotonic(), episode.requeues + 1
             self._queue.appendleft(episode)
@@ -367,11 +370,11 @@ class RolloutExecutor:
 
     @property
     def running(self) -> list[Episode]:
-        """The episodes under way, in the order of their starts."""
+        """The running episodes, in the order in which they started."""
         return list(self._running.values())
 
     def state_counts(self) -> dict[str, int]:
-        """Count the episodes by state."""
+        """Return the number of episodes in each state."""
         evaluations = sum(not episode.is_training for episode in self._running.values())
         return {
             "queued": len(self._queue) + len(self._asked),
@@ -382,7 +385,7 @@ class RolloutExecutor:
         }
 
     def _start(self) -> None:
-        """Start the episodes that there is room for."""
+        """Start as many episodes as there is room for."""
         while self._fatal is None and (episode := self._take_next()) is not None:
             self._gate.start(is_admitted=episode.outcome is None)
             episode.version, episode.started_s = self._engine.get_version(), time.monotonic()
@@ -393,7 +396,7 @@ class RolloutExecutor:
             task.add_done_callback(self._landed)
 
     def _take_next(self) -> Episode | None:
-        """Return the episode to start now: first what somebody waits for, then the queue, then evaluations."""
+        """Return the episode to start next: first those that a caller waits for, then the queue, then evaluations."""
         if self._asked and self._gate.slots > 0:
             return self._asked.popleft()
         if self._queue and self._gate.capacity(self._engine.get_version()) > self._kept_free:
@@ -404,7 +407,7 @@ class RolloutExecutor:
 
     @property
     def _kept_free(self) -> int:
-        """Slots that the queue leaves to evaluations: one, so that they come to an end however full the queue is."""
+        """Slots that the queue leaves free: one if evaluations wait and none runs, so that they progress under load."""
         is_waiting = bool(self._evaluations) and all(episode.is_training for episode in self._running.values())
         return int(is_waiting and self._config.max_concurrent_episodes > 1)
 
@@ -414,21 +417,21 @@ class RolloutExecutor:
     def _landed(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
         if not task.cancelled():
-            task.exception()  # which `_fly` has made known
+            task.exception()  # marks the exception as retrieved; `_fly` has reported it
 
     async def _fly(self, episode: Episode) -> None:
-        is_counted.set(episode.is_training)  # for this task and what it starts
+        is_counted.set(episode.is_training)  # for this task and those that it starts
         task = asyncio.current_task()
         try:
             with self._spans("episodes", str(episode.data["sample_key"]), evaluation=not episode.is_training) as span:
                 outcome = await self._run(episode)
                 span.args["outcome"] = outcome.word
-            # `_recall` takes a task out of `_running`: its prompt is queued again, so what it gives must not count.
+            # `_recall` takes a task out of `_running` and requeues its prompt, so its result must not count.
             if task is None or self._running.pop(task, None) is None:
                 return
             self._book(episode, outcome)
         except BaseException as error:
-            if isinstance(error, Exception):  # of an observer: episodes' own are kept
+            if isinstance(error, Exception):  # an observer's; episodes' own errors are in the outcome
                 self.fail(f"rollout: {type(error).__name__}: {error}")
             self._abandon(episode)
             raise
@@ -442,8 +445,8 @@ class RolloutExecutor:
             episode.outcome.set_exception(RuntimeError(self._fatal or "rollout: the episode was cancelled."))
 
     def _book(self, episode: Episode, outcome: Outcome) -> None:
-        """Count how an episode ended, and keep the group of one that the gate admitted."""
-        # An episode with a future is one that somebody waits for, which did not pass the gate.
+        """Count how an episode ended, and keep the group if the gate had admitted the episode."""
+        # An episode with a future has a waiting caller and did not pass the gate.
         is_admitted, group, error, why = episode.outcome is None, outcome.group, outcome.error, ""
         episode.reward = None if group is None else sampled_reward(group)
         if group is None and error is None:
@@ -476,7 +479,7 @@ class RolloutExecutor:
                 events.dead_lettered(episode, error)
 
     async def _run(self, episode: Episode) -> Outcome:
-        """Run one episode to its end; never raises but when cancelled."""
+        """Run one episode to its end. Raises only if it is cancelled."""
         self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         if episode.ending is not None and not episode.ending.done():
             await asyncio.wait([episode.ending], timeout=ENDING_S)
@@ -498,20 +501,20 @@ class RolloutExecutor:
                 self._engine, episode.replies, retries, record=record, oldest_allowed=self._oldest_kept
             )
             try:
-                # A copy: a workflow may write into its data, and the next attempt begins from the prompt as it was.
+                # Start each attempt with a copy, because a workflow may modify its data.
                 data = dict(episode.data)
                 try:
                     result = await engine.start(partial(begun, episode.workflow, engine, data))
                 finally:
                     await engine.end()
                 group = self._group_of(result, episode)
-                # Replies that were kept, from a journal or an earlier attempt, may rightly be older than this one.
+                # Replies kept from the journal or an earlier attempt may be older than this attempt.
                 refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
                 engine.note(None)
                 episode.replies.clear()
                 return Outcome(group=group)
-            # Workflows and rewards are the user's code and may raise anything; one episode must not end the run. A
-            # cancellation of something that it waits for is its own failure, unless it is cancelled itself.
+            # Workflows and rewards are user code and may raise anything; one episode must not end the run. A
+            # CancelledError is the episode's own failure, unless this task was cancelled.
             except (Exception, asyncio.CancelledError) as raised:
                 if _is_cancelled():
                     raise asyncio.CancelledError from raised
@@ -527,7 +530,7 @@ class RolloutExecutor:
         raise AssertionError("unreachable")
 
     def _count_try(self, error: BaseException | None) -> None:
-        """Count how a try of a sample ended, and end the run where infrastructure has failed too many."""
+        """Count how a try of a sample ended, and end the run if too much infrastructure has failed."""
         failure = infrastructure_in(error)
         if failure is not None:
             name = "rollout/infrastructure_failures"
@@ -543,7 +546,7 @@ class RolloutExecutor:
     def _without_cut_off(
         self, group: TrajectoryBatch | None, result: list[Trajectory], episode: Episode
     ) -> TrajectoryBatch | None:
-        """Count the trajectories that were cut off or split off, and mask the first where rollout.cut_off says so."""
+        """Count the trajectories that were cut off or split, and mask the former if rollout.cut_off is `mask`."""
         splits = [trajectory.split for trajectory in result if trajectory.split]
         self._metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})
         count = sum(trajectory.is_cut_off for trajectory in result)
@@ -552,20 +555,20 @@ class RolloutExecutor:
         if group is None or not (masks and count):
             return group
         mask_cut_off(group, result)
-        # Nothing of it would be trained: another prompt takes its place.
+        # Nothing of it would be trained, so another prompt replaces it.
         return group if bool(group["loss_mask"].any()) else None
 
     def _oldest_kept(self) -> int:
-        """Return the oldest version of a token that an episode's next attempt may go on with."""
+        """Return the oldest token version with which a kept reply may be reused."""
         return self._engine.get_version() - self._config.max_staleness if self._config.stale == "drop" else 0
 
     def _begun(self, episode: Episode) -> int:
-        """Return the version at which the oldest reply was begun that the episode goes on with."""
+        """Return the version at which the episode's oldest kept reply was begun."""
         return episode.replies.since if len(episode.replies) else self._engine.get_version()
 
 
 def name_of(workflow: RolloutWorkflow) -> str:
-    """Return the import path of a workflow's class, and the line where a user's begins."""
+    """Return the import path of a workflow's class, with file and line for user code."""
     code, path = code_of(workflow.arun_episode), f"{type(workflow).__module__}:{type(workflow).__qualname__}"
     is_theirs = code is not None and not code.co_filename.startswith(PACKAGE)
     return f"{path} at {code.co_filename}:{code.co_firstlineno}" if code is not None and is_theirs else path
@@ -577,17 +580,17 @@ def _is_cancelled() -> bool:
 
 
 def first_of(error: BaseException) -> BaseException:
-    """Return what happened first, where a workflow's task groups have made a group of it."""
+    """Unwrap exception groups, which a workflow's task groups raise, to the first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def sample_key(data: dict[str, Any], otherwise: str, step: str = "") -> str:
-    """Name a prompt for the derivation of its sampling seeds.
+    """Return the name from which a prompt's sampling seeds are derived.
 
-    A prompt that knows its place in the data set has a name that does not depend on which rank runs it, nor on what
-    else that rank has run, such as an evaluation.
+    A prompt with an index in the data set gets a name that does not depend on the rank that runs it, nor on what else
+    that rank has run, such as an evaluation.
     """
     if "prompt_index" in data and "epoch" in data:
         return f"{step}prompt {data['epoch']}/{data['prompt_index']}"

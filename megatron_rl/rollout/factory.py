@@ -1,4 +1,4 @@
-"""The workflow and the rewards that a config names."""
+"""Builds the workflow and the rewards that a config names."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = {"environment": "environment", "tools": "tool", "agent": "agent"}
-"""Of what the workflows' arguments name by import path; one of another name, of your own workflow, may be any."""
+"""Expected kind of each workflow argument that is an import path. Other names, of user workflows, may be of
+any kind."""
 
 
 def configured_rewards(config: TrainConfig) -> list[Ingredient]:
-    """Resolve rollout.reward, or the parts of rollout.recipe in its place."""
+    """Import the functions of rollout.recipe, or else that of rollout.reward."""
     options, allowed = config.rollout, config.run.import_from
     if options.recipe:
         return ingredients("rollout.recipe", options.recipe, allowed)
@@ -44,9 +45,9 @@ def configured_rewards(config: TrainConfig) -> list[Ingredient]:
 
 
 def serve_rewards(config: TrainConfig, *, stacks: int | None = None) -> Recipe:
-    """Start the processes that compute the configured rewards; the recipe's `close` ends them.
+    """Start the processes that compute the configured rewards. The recipe's `close` stops them.
 
-    stacks: an open file for what the processes do when they are asked for it.
+    stacks: descriptor of an open file, to which the processes write their stacks on request.
     """
     found = configured_rewards(config)
     service = RewardService(
@@ -60,21 +61,21 @@ def serve_rewards(config: TrainConfig, *, stacks: int | None = None) -> Recipe:
 
 @dataclass(frozen=True)
 class TriedReward:
-    """The outcome of trying the configured reward before a run."""
+    """Outcome of trying the configured reward before a run."""
 
     value: float | None
-    """The value of the parts that workers compute; None where there are none."""
+    """Value of the parts that workers compute; None if there are none."""
     reached: list[str]
-    """Import paths of parts whose servers take connections, and were asked nothing."""
+    """Import paths of parts whose servers accept connections; nothing was requested of them."""
     not_tried: list[str]
-    """Import paths of parts that wait for something that cannot be asked."""
+    """Import paths of parts whose servers could not be checked."""
 
 
 def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> TriedReward:
-    """Try the configured reward for a prompt's row: in a worker as the run does, with the row's answer as the reply.
+    """Try the configured reward on a prompt's row: in a worker, as in the run, with the row's answer as the reply.
 
-    Of parts that are awaited it tries whether their servers are there. ValueError says in one line what the reward did,
-    and where, or which server gives no answer.
+    Of rewards that are coroutines, check only that their servers are reachable. Raises ValueError, which says in one
+    line what the reward did and where, or which server does not answer.
     """
     every, key = configured_rewards(config), f"rollout.{'recipe' if config.rollout.recipe else 'reward'}"
     awaited = [ingredient.path for ingredient in every if ingredient.is_awaited]
@@ -115,10 +116,10 @@ def make_workflow(
     *,
     evaluates: bool = False,
 ) -> RolloutWorkflow:
-    """Build the configured workflow; ValueError where its constructor does not take the arguments.
+    """Build the configured workflow. Raises ValueError if its constructor does not accept the arguments.
 
-    reward_fn: the Recipe that the configured rewards make with a service. None takes the first of them as it is.
-    evaluates: it is to answer held-out prompts.
+    reward_fn: Recipe of the configured rewards. None uses the first reward function directly. evaluates: build the
+    workflow for held-out prompts.
     """
     options, allowed = config.rollout, config.run.import_from
     factory = resolve(options.workflow, key="rollout.workflow", kind="workflow", import_from=allowed)
@@ -155,7 +156,7 @@ def make_workflow(
 
 
 def _resolved(value: Any, name: str, allowed: Sequence[str]) -> Any:
-    """The object that the import path names in a workflow's argument `name`; in a mapping, those that its keys name."""
+    """Import the object that the argument `name` refers to. In a mapping, import the objects that the keys refer to."""
     options: dict[str, Any] = {"key": f"rollout.workflow_args.{name}", "kind": KINDS.get(name, "")}
     if isinstance(value, Mapping):
         return {resolve(str(path), **options, import_from=allowed): rest for path, rest in value.items()}

@@ -1,4 +1,4 @@
-"""The share of samples' tries that infrastructure failed, by which a run stops before it trains on what is left."""
+"""The share of tries that infrastructure failed. If it is too large, the run stops before training on the remainder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import Counter, deque
 from megatron_rl.api import InfrastructureFailure
 
 NEWEST = 256
-"""Tries of samples that are looked at, at least: fewer say little of a service that fails now and then."""
+"""Minimum number of recent tries to judge by. Fewer say little about a service that fails occasionally."""
 WINDOW_S = 60.0
-"""All tries of so many seconds are looked at where they are more than NEWEST. A service that is away for a second
-fails hundreds at once in a large run, whose other samples go well."""
+"""All tries of the last WINDOW_S seconds count, if they are more than NEWEST. In a large run, a service that is down
+for one second fails hundreds of tries at once while the other samples succeed."""
 
 
 class FailureRate:
-    """Counts the newest tries of samples by how they ended. For one event loop, whose clock it takes.
+    """Counts the most recent tries of samples by outcome. For use on one event loop, whose clock it uses.
 
     For example:
 
@@ -26,7 +26,7 @@ class FailureRate:
     """
 
     def __init__(self, most: float) -> None:
-        """most: the largest share that is no reason to stop, in (0, 1]."""
+        """most: largest share that does not stop the run, in (0, 1]."""
         self._most = most
         self._tries: deque[tuple[float, str]] = deque()
         self._counts: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class FailureRate:
             self._counts[self._tries.popleft()[1]] -= 1
 
     def excess(self) -> str | None:
-        """Say what fails and how often, where that is more than it may; None before there are NEWEST tries."""
+        """Return a message with the failures if they exceed the limit, else None. Always None before NEWEST tries."""
         tries, failed = len(self._tries), len(self._tries) - self._counts[""]
         if tries < NEWEST or failed <= self._most * tries:
             return None

@@ -1,4 +1,4 @@
-"""Groups of trajectories: made from what workflows return, aged, and joined into batches."""
+"""Groups of trajectories: builds them from workflow results, masks stale tokens, and joins them into batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_rl import routes
 from megatron_rl.types import PART, TOKEN_KEYS, TURN_REWARDS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample", "agent")
-"""Columns of numbers that something is computed from."""
+"""Numeric columns that computations use."""
 ROUNDING = 1e-6
-"""Of a reward in float32, or a sum of them, as a share of it."""
+"""Relative rounding error of a float32 reward, or of a sum of rewards."""
 
 
 def as_group(result: Any, *, source: str = "") -> TrajectoryBatch | None:
-    """Turn what a workflow returned into a batch of one group; None for a rejected prompt.
+    """Convert a workflow's result into a batch of one group. Return None for a rejected prompt.
 
-    TypeError or ValueError for what could not be trained, or would spoil what it is compared with: wrong types, shapes
-    and lengths, numbers that are not finite, nothing to train. source: the workflow and its prompt, for the message.
+    Raises TypeError or ValueError for a result that cannot be trained or would corrupt comparisons: wrong types, shapes
+    or lengths, non-finite numbers, nothing to train. source: workflow and prompt, for the error message.
     """
     try:
         group = _joined(result)
@@ -66,7 +66,7 @@ def _joined(result: Any) -> TrajectoryBatch | None:
 
 
 def _check_trajectories(result: list[Any]) -> None:
-    """Refuse what `from_trajectories` would not take, or would make something else of."""
+    """Raise TypeError or ValueError for trajectories that `from_trajectories` would reject or silently change."""
     for number, entry in enumerate(result):
         if not isinstance(entry, Trajectory):
             raise TypeError(
@@ -105,7 +105,7 @@ def _check_tensors(columns: Any, whose: str = "") -> None:
 
 
 def _check_tokens(columns: Mapping[str, Tensor], whose: str = "") -> None:
-    """Look at `[N]` columns before they get their dtypes: a conversion would hide what is wrong."""
+    """Check `[N]` columns before they are converted to their dtypes, because a conversion would hide errors."""
     for name, value in columns.items():
         what = f"arun_episode returned {whose}{name}"
         is_converted = name in TOKEN_KEYS and value.dtype != TOKEN_KEYS[name]
@@ -156,7 +156,7 @@ def _check_group(group: TrajectoryBatch) -> None:
 
 
 def _check_turn_rewards(group: TrajectoryBatch) -> None:
-    """Refuse rewards of replies that nobody has earned, or that are not those of their trajectory."""
+    """Raise ValueError for turn rewards on untrained tokens, or if they do not add up to their trajectory's reward."""
     if TURN_REWARDS not in group.tokens or "rewards" in group.tokens:
         raise ValueError(
             f"arun_episode returned {TURN_REWARDS} and rewards that are not one number for each token and one for each "
@@ -184,13 +184,16 @@ def _check_turn_rewards(group: TrajectoryBatch) -> None:
 
 
 def is_tensordict(result: Any) -> bool:
-    """Only a workflow that uses them has loaded their package, which takes longer than all else here."""
+    """Return whether the result is a TensorDict, without importing tensordict.
+
+    Only a workflow that uses TensorDicts has imported the package, which takes longer than everything else here.
+    """
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(result, tensordict.TensorDict)
 
 
 def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
-    """Join batches of one group each; `group` numbers them from 0 in the given order."""
+    """Join batches of one group each. `group` numbers them from 0 in the given order."""
     first = groups[0]
     for number, group in enumerate(groups):
         if group.tokens.keys() != first.tokens.keys() or group.sequences.keys() != first.sequences.keys():
@@ -198,16 +201,16 @@ def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
                 f"group {number} has the keys {sorted(group.tokens)} and {sorted(group.sequences)}, group 0 "
                 f"{sorted(first.tokens)} and {sorted(first.sequences)}; every episode must return the same ones."
             )
-        # A column of its own: the journal may still be writing the other one.
+        # A new column, because the journal may still be writing the old one.
         group.sequences["group"] = torch.full_like(group.sequences["group"], number)
     return TrajectoryBatch.cat(groups)
 
 
 def trained_runs(group: TrajectoryBatch) -> Runs:
-    """Return the policy versions of the trained tokens that have one, without a number for each token."""
+    """Return the policy versions of the trained tokens that have one, run-length encoded."""
     runs = group.versions
     assert runs is not None, "a group has versions"
-    trained = group["loss_mask"].cumsum(0)[runs.lengths.cumsum(0) - 1]  # [R]: up to each run's end
+    trained = group["loss_mask"].cumsum(0)[runs.lengths.cumsum(0) - 1]  # [R]: trained tokens up to each run's end
     counts = trained.diff(prepend=torch.zeros(1, dtype=torch.int64))
     kept = (runs.values >= 0) & (counts > 0)
     return Runs(runs.values[kept], counts[kept].to(torch.int32))
@@ -219,13 +222,13 @@ def trained_versions(group: TrajectoryBatch) -> Tensor:
 
 
 def is_uniform(group: TrajectoryBatch) -> bool:
-    """True where all trajectories have the same reward but for rounding, so that none is better than another."""
+    """Return True if all rewards are equal up to rounding, so that no trajectory is better than another."""
     rewards = reward_of_each(group).double()
     return bool(rewards.max() - rewards.min() <= ROUNDING * rewards.abs().max())
 
 
 def reward_of_each(batch: TrajectoryBatch) -> Tensor:
-    """`[B]`: each trajectory's reward, or where there is one for each token their sum, of which trained ones count."""
+    """Return each trajectory's reward `[B]`; for per-token rewards, their sum over trained tokens."""
     rewards: Tensor = batch["rewards"]
     if "rewards" not in batch.tokens:
         return rewards
@@ -234,12 +237,12 @@ def reward_of_each(batch: TrajectoryBatch) -> Tensor:
 
 
 def mean_reward(batch: TrajectoryBatch) -> float:
-    """Return the mean of the samples' rewards: trajectories of one sample, such as a debate's agents, count as one."""
+    """Return the mean of the samples' rewards. Trajectories of one sample, such as a debate's agents, count as one."""
     return float(batch.means_of_samples(reward_of_each(batch)).mean())
 
 
 def sampled_reward(group: TrajectoryBatch) -> float:
-    """Return the mean reward of a group's samples but for greedy replies, which others are only compared with."""
+    """Return the mean reward of a group's samples, without greedy replies, which serve only as baselines."""
     if "is_greedy" not in group:
         return mean_reward(group)
     rewards, counted = reward_of_each(group).double(), group["is_greedy"] == 0
@@ -247,7 +250,7 @@ def sampled_reward(group: TrajectoryBatch) -> float:
 
 
 def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
-    """Clear the loss mask of tokens that an older version sampled; return how many there were."""
+    """Clear the loss mask of tokens sampled by versions before `oldest_allowed`. Return their number."""
     versions, mask = group["versions"], group["loss_mask"]
     old = mask & (versions >= 0) & (versions < oldest_allowed)
     group.tokens["loss_mask"] = mask & ~old
@@ -255,16 +258,16 @@ def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
 
 
 def mask_cut_off(group: TrajectoryBatch, result: list[Trajectory]) -> None:
-    """Clear the loss mask of trajectories that were cut off; others are still compared with their rewards."""
+    """Clear the loss mask of trajectories that were cut off. Their rewards still count in comparisons."""
     cut_off = torch.tensor([trajectory.is_cut_off for trajectory in result])
     group.tokens["loss_mask"] = group["loss_mask"] & ~cut_off.repeat_interleave(group.lengths)
 
 
 def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:
-    """Raise RuntimeError for tokens that were too old to be trained when the episode began, at `version`.
+    """Raise RuntimeError for tokens that were already too stale when the episode began at `version`.
 
-    They would be sampled again and again: no later try is younger. What is only older than `version` may come from a
-    journal.
+    Retrying would repeat this forever, because no later try has fresher tokens. Tokens that are merely older than
+    `version` may come from a journal.
     """
     versions = trained_runs(group).values if group is not None else torch.empty(0)
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:

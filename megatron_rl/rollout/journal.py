@@ -1,12 +1,11 @@
-"""The rollout journal: every group that was sampled, so that a killed run's successor need not sample it again.
+"""The rollout journal: records every sampled group, so that a resumed run need not sample it again.
 
-With `rollout.journal_replies` it has the single replies of episodes that go on, too.
+With `rollout.journal_replies` it also keeps the individual replies of unfinished episodes.
 
-Append-only files, one per rollout rank and stretch between two checkpoints; each process writes files of its own and
-never touches those of earlier ones. A group is written by a thread, before any record of what became of it and so
-before it is trained. A record is there as soon as it is written, whatever happens to the process; it is on the disk
-(for a power failure) once its batch is trained and a checkpoint begins. What cannot be read is named and left as it is,
-and its prompts are sampled again.
+There is one append-only file per rollout rank and interval between checkpoints. Each process writes new files and never
+modifies those of earlier ones. A thread writes a group before any record of its outcome, and so before it is trained.
+Once written, a record survives the death of the process. It also survives a power failure after its batch is trained
+and the next checkpoint has begun. Unreadable parts are reported and left in place, and their prompts are sampled again.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ logger = logging.getLogger(__name__)
 
 FOLDER, SUFFIX, LOCK_SUFFIX = "journal", ".journal", ".lock"
 _HEAD = struct.Struct("<4scQI")
-"""Magic, kind, bytes of the payload, CRC-32 of kind and payload."""
+"""Record header: magic, kind, payload bytes, CRC-32 of kind and payload."""
 _MAGIC, _GROUP, _REPLY, _EVENT = b"mrj2", b"G", b"R", b"E"
 MOST_STEP_BYTES = 1 << 20
-"""Of what an environment did and its state."""
+"""Maximum size of an environment step with its state."""
 _MAGIC_BEFORE = b"mrlj"
-"""Of journals whose columns were int64, with a version for each token."""
+"""Magic of old journals, which had int64 columns and a version for each token."""
 _DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     torch.bool: "BOOL",
 }
-"""The names of dtypes in safetensors. A column of another one cannot be trained on either."""
+"""Safetensors' names of dtypes. Columns of other dtypes cannot be trained either."""
 _METADATA_BYTES = struct.Struct("<Q")
-"""The first bytes of a safetensors blob: the length of its JSON header."""
+"""The first bytes of a safetensors blob: length of its JSON header."""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """One record as read back. `event` has its `event` name; a group's or reply's payload stays in the file."""
+    """One record, read back. `event` includes its `event` name. Payloads of groups and replies stay in the file."""
 
     event: dict[str, Any]
     path: Path
@@ -75,7 +74,7 @@ class Record:
         return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **rest)
 
     def fault(self) -> str:
-        """Return why the payload is not what was written; empty where it is."""
+        """Return why the payload differs from what was written, or '' if it is intact."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.start - _HEAD.size)
@@ -95,10 +94,10 @@ class Record:
 
 
 class RolloutJournal(RolloutEvents):
-    """Writes one rollout rank's journal. Evaluation and prompts without a place in the data set are left out.
+    """Writes one rollout rank's journal. Ignores evaluations and prompts without a number.
 
-    run_attempt: number of this start of the run, from its first one. fingerprint: of all settings that a sampled group
-    depends on. RuntimeError, which ends the run, where a record cannot be written: it could not be resumed as promised.
+    run_attempt: number of times that the run was started. fingerprint: hash of all settings that affect a sampled
+    group. Raises RuntimeError, which ends the run, if a record cannot be written, because the run could not be resumed.
     """
 
     def __init__(
@@ -109,19 +108,19 @@ class RolloutJournal(RolloutEvents):
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files, self._size = -1, 0, 0
         self.path: Path
-        """Of the file that is written now."""
-        self._records: dict[int, Record] = {}  # by the prompt's number, of groups that wait to be trained
+        """The file now being written."""
+        self._records: dict[int, Record] = {}  # by prompt number, for groups that wait to be trained
         self._failed: RuntimeError | None = None
-        self._replied: dict[str, set[str]] = {}  # by sample key, of episodes that go on
-        # Groups and replies are megabytes, and a disk may be slow: the event loop does not wait for them.
+        self._replied: dict[str, set[str]] = {}  # by sample key, for unfinished episodes
+        # Groups and replies are megabytes and a disk may be slow, so a thread writes them instead of the event loop.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._writing: Future[None] | None = None
         self.begin_file()
 
     def begin_file(self) -> None:
-        """Continue in a new file, as with every checkpoint, and return once the records so far are on the disk.
+        """Begin a new file, as every checkpoint does. Return once the records so far are on the disk.
 
-        New ones do not wait for that, which may take seconds: they come on the event loop.
+        New records do not wait for that, which may take seconds, because the event loop writes them.
         """
         self.settle()
         with self._lock:
@@ -149,12 +148,15 @@ class RolloutJournal(RolloutEvents):
                 os.close(full)
 
     def record_of(self, number: int) -> Record:
-        """Return where the group of a prompt is, before its last event was recorded. Waits for the writer."""
+        """Return the record of a prompt's group.
+
+        Call this before the group's last event is recorded. Waits for the writer.
+        """
         self.settle()
         return self._records[number]
 
     def settle(self) -> None:
-        """Return once every record so far is written; RuntimeError where one could not be."""
+        """Wait until every record so far is written. Raises RuntimeError if one could not be."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -178,10 +180,9 @@ class RolloutJournal(RolloutEvents):
         self._write_later(_GROUP, group.columns(), about)
 
     def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
-        """Keep a reply of an unfinished episode; `request` names it among those of the episode. No event: any thread.
+        """Keep a reply of an unfinished episode under the name `request`. Callable from any thread; not an event.
 
-        One that was given up, or has no token, is no reply. One that an episode's next attempt is given again is kept
-        already.
+        Replies that were aborted or are empty are ignored, as are those already kept for an earlier attempt.
         """
         if not is_numbered(data) or reply.stop_reason == "abort" or not reply.output_len:
             return
@@ -201,7 +202,7 @@ class RolloutJournal(RolloutEvents):
         self._write_later(_REPLY, columns, about)
 
     def stepped(self, data: dict[str, Any], name: str, step: dict[str, Any]) -> None:
-        """Keep what the world of an unfinished episode did, with its state; one that is too large is left out."""
+        """Keep a step of an unfinished episode's environment, with its state. A step that is too large is not kept."""
         content = json.dumps({"event": "stepped", "key": data["sample_key"], "name": name, "step": step}).encode()
         if is_numbered(data) and len(content) <= MOST_STEP_BYTES:
             with self._lock:
@@ -231,7 +232,7 @@ class RolloutJournal(RolloutEvents):
     def _note(self, event: str, episodes: Sequence[Episode], **rest: Any) -> bool:
         prompts = [episode.data["prompt_number"] for episode in episodes if is_numbered(episode.data)]
         if prompts:
-            self.settle()  # what became of a group is never there without the group
+            self.settle()  # a group's outcome must not be written before the group
             for number in prompts:
                 self._records.pop(number, None)
             with self._lock:
@@ -242,7 +243,7 @@ class RolloutJournal(RolloutEvents):
         self._write(_EVENT, json.dumps({"event": event} | content).encode())
 
     def _write_later(self, kind: bytes, columns: dict[str, Tensor], about: dict[str, Any]) -> None:
-        """Write from another thread, in the order of these calls. Nobody changes the columns meanwhile."""
+        """Write from another thread, in the order of these calls. The columns must not change meanwhile."""
 
         def write() -> None:
             pieces = _blob(columns, about)
@@ -257,15 +258,14 @@ class RolloutJournal(RolloutEvents):
         self._writing = self._writer.submit(write)
 
     def _write(self, kind: bytes, *payload: bytes | memoryview) -> int:
-        """Append a record to the file; return where its payload starts."""
-        if self._failed is not None:  # nobody would read what follows a torn record
+        """Append a record to the file and return the offset of its payload."""
+        if self._failed is not None:  # records after a torn one would not be read
             raise self._failed
         crc, size = zlib.crc32(kind), sum(len(part) for part in payload)
         for part in payload:
             crc = zlib.crc32(part, crc)
         try:
-            # One call: a kill leaves a whole record or a torn one at the end, never two that are mixed. The tensors are
-            # written from where they lie.
+            # One call, so that a kill leaves at most one torn record, at the end of the file. Tensors are not copied.
             written = os.writev(self._file, [_HEAD.pack(_MAGIC, kind, size, crc), *payload])
         except OSError as error:
             raise self._failure(error) from error
@@ -280,19 +280,19 @@ class RolloutJournal(RolloutEvents):
 
 
 def is_numbered(data: dict[str, Any]) -> bool:
-    """Return True for a prompt of a PromptIterator; its number is its name in journal and ledger."""
+    """Return True for a prompt of a PromptIterator, whose number identifies it in journal and ledger."""
     return "prompt_number" in data
 
 
 def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | memoryview]:
-    """Return a safetensors blob in pieces, without a copy of the columns' bytes."""
+    """Return a safetensors blob in pieces, without copying the columns' bytes."""
     header: dict[str, Any] = {"__metadata__": {"record": json.dumps(about)}}
     pieces: list[bytes | memoryview] = []
     end = 0
-    for name, column in sorted(columns.items(), key=lambda entry: -entry[1].dtype.itemsize):  # so that all are aligned
+    for name, column in sorted(columns.items(), key=lambda entry: -entry[1].dtype.itemsize):  # for alignment
         begin, end = end, end + column.nbytes
         header[name] = {"dtype": _DTYPES[column.dtype], "shape": list(column.shape), "data_offsets": [begin, end]}
-        # Of one entry torch keeps any stride, and calls it contiguous.
+        # For a single element torch keeps any stride and still calls it contiguous.
         flat = column.contiguous().as_strided((column.numel(),), (1,))
         pieces.append(memoryview(flat.view(torch.uint8).numpy()))
     text = json.dumps(header).encode()
@@ -304,9 +304,9 @@ def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | mem
 
 
 def read_file(path: Path) -> tuple[list[Record], str]:
-    """Return the records of one file up to the first that is not whole, and what is wrong with that one ('' if none).
+    """Return a file's records up to the first damaged one, and a description of that damage ('' if none).
 
-    Every payload is compared with its checksum.
+    Verifies the checksum of every payload.
     """
     records: list[Record] = []
     size = path.stat().st_size
@@ -351,7 +351,7 @@ def _step_of(path: Path) -> int:
 
 
 def drop_files_before(folder: str | Path, step: int) -> None:
-    """Delete the files, of all ranks and attempts, that end before `step`. A rank's newest one stays."""
+    """Delete the files of all ranks and attempts that end before `step`, except each rank's newest one."""
     of_rank: dict[str, list[Path]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
         of_rank.setdefault(path.stem.split("-")[3], []).append(path)
@@ -363,18 +363,18 @@ def drop_files_before(folder: str | Path, step: int) -> None:
 
 @dataclass(kw_only=True)
 class Sampled:
-    """A group or reply of an earlier process, whose policy and this run's were the same up to version `branch`."""
+    """A group or reply of an earlier process. `branch`: last policy version that its process shares with this run."""
 
     record: Record
     branch: int
 
 
 class Restored:
-    """The groups and replies of earlier processes that a run which resumes at `version` may still train.
+    """Groups and replies of earlier processes that a run resumed at `version` may still train.
 
-    A token counts as sampled by the last version that its policy and this run have in common: at a version that was
-    lost with its process, it is as old as the checkpoint. Neither that age nor the distance of the lost version from
-    the checkpoint may exceed `max_staleness`; a synchronous run so takes the groups of the step it was killed in only.
+    Tokens sampled by weights that were lost with their process count as sampled at the last common version, that of the
+    checkpoint. Two distances may not exceed `max_staleness`: the age counted from that version, and the distance from
+    it to the lost version. A synchronous run therefore restores only groups of the step in which it was killed.
     """
 
     def __init__(
@@ -382,9 +382,9 @@ class Restored:
     ) -> None:
         self.max_staleness = max_staleness
         self.faults: list[str] = []
-        """The parts that cannot be read or are another run's, file by file."""
+        """Unreadable parts, and files of a run with other settings, one description per file."""
         self.groups = self.replies = 0
-        """Taken so far."""
+        """Number taken so far."""
         self._sampled: dict[str, Sampled] = {}
         self._replies: dict[tuple[str, str], Sampled] = {}
         self._steps: dict[tuple[str, str], dict[str, Any]] = {}
@@ -402,14 +402,14 @@ class Restored:
                 groups = sum(record.event["event"] == "accepted" for record in records)
                 self.faults.append(f"{path.name} is of a run with other settings, its {groups} groups are not used")
                 continue
-            # A process that began later, at an earlier version, has thrown away what was trained since.
+            # A later process that began at an earlier version discarded everything trained since that version.
             branch = min(start for other, start in branches.items() if other > attempt)
             for record in reversed(records):
                 event, sampled = record.event, Sampled(record=record, branch=branch)
-                # Files and records are read newest first, so the first one of a key is the one that counts.
+                # Files and records are read newest first, so the first one of a key counts.
                 if event["event"] == "accepted":
                     self._sampled.setdefault(event["key"], sampled)
-                elif event["event"] == "replied" and event["key"] not in self._sampled:  # else the group came of it
+                elif event["event"] == "replied" and event["key"] not in self._sampled:  # the group has it
                     self._replies.setdefault((event["key"], event["request"]), sampled)
                 elif event["event"] == "stepped" and event["key"] not in self._sampled:
                     self._steps.setdefault((event["key"], event["name"]), event["step"])
@@ -418,18 +418,18 @@ class Restored:
         return len(self._sampled)
 
     def take(self, key: str, version: int) -> TrajectoryBatch | None:
-        """Return the group sampled under `key`, once, if it is young enough for a trainer at `version`."""
+        """Return the group sampled under `key`, once, if it is fresh enough for a trainer at `version`."""
         sampled = self._sampled.pop(key, None)
         if sampled is None or not self._is_young(sampled, version):
             return None
         group = sampled.record.group()
-        # A version above the branch is one that this run has, or will have, with other weights.
+        # This run has, or will have, other weights under versions above the branch.
         group["versions"] = group["versions"].clamp(max=sampled.branch)
         self.groups += 1
         return group
 
     def take_reply(self, key: str, request: str, version: int) -> LLMResponse | None:
-        """Return the reply to that request of the unfinished episode, once, under the same conditions."""
+        """Return an unfinished episode's reply to that request, once, under the same conditions as `take`."""
         sampled = self._replies.pop((key, request), None)
         if sampled is None or not self._is_young(sampled, version):
             return None
@@ -440,7 +440,7 @@ class Restored:
         return reply
 
     def take_step(self, key: str, name: str) -> dict[str, Any] | None:
-        """Return what the world of the unfinished episode did there. Of the replies' tokens: if these are taken."""
+        """Return the kept environment step of that name, once. The name depends on the dialogue's tokens so far."""
         return self._steps.pop((key, name), None)
 
     def _is_young(self, sampled: Sampled, version: int) -> bool:
@@ -453,11 +453,11 @@ class Restored:
 
 @dataclass(frozen=True)
 class JournaledEpisode:
-    """One episode's part of the journals: an EpisodeRecord.
+    """One episode's part of the journals; an EpisodeRecord.
 
-    A reply has the name of its request: prompt tokens, options, sample, and how many like it came before in its
-    episode. So each turn gets its own reply whatever was finished first, and a turn whose prompt came out differently
-    this time, such as by a tool's other answer, gets a new one.
+    A reply is identified by its request: prompt tokens, options, sample, and the number of equal requests before it. So
+    each turn gets its own reply, whatever the order of completion. A turn whose prompt differs this time, for example
+    because a tool answered differently, gets a new reply.
     """
 
     data: dict[str, Any]
@@ -473,7 +473,7 @@ class JournaledEpisode:
     def take_step(self, name: str) -> dict[str, Any] | None:
         step = None if self.restored is None else self.restored.take_step(self.data["sample_key"], name)
         if step is not None:
-            self.keep_step(name, step)  # for the process after this one
+            self.keep_step(name, step)  # for the next process
         return step
 
     def keep_step(self, name: str, step: dict[str, Any]) -> None:
@@ -482,13 +482,13 @@ class JournaledEpisode:
 
 @dataclass(frozen=True)
 class Records:
-    """What an executor asks of the journals. journal: None where replies are not kept."""
+    """An executor's access to the journals. journal: None if replies are not kept."""
 
     restored: Restored | None = None
     journal: RolloutJournal | None = None
 
     def group(self, data: dict[str, Any], version: int) -> TrajectoryBatch | None:
-        """Return the group of this prompt that an earlier process finished, once, if it is young enough."""
+        """Return this prompt's group from an earlier process, once, if it is fresh enough."""
         return None if self.restored is None else self.restored.take(data["sample_key"], version)
 
     def of(self, data: dict[str, Any]) -> JournaledEpisode | None:
@@ -499,9 +499,9 @@ NO_RECORDS = Records()
 
 
 def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:
-    """Yield (step, prompts) of every batch that the run's present weights were trained on, of all attempts and ranks.
+    """Yield (step, prompts) of every batch that the current weights were trained on, over all attempts and ranks.
 
-    A batch of a step that a later process repeated is not among them.
+    Batches of steps that a later process repeated are excluded.
     """
     attempts: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
@@ -510,26 +510,25 @@ def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:
             _, batches = attempts.setdefault(_run_attempt_of(path), (events[0]["first_step"], []))
             batches += [event for event in events if event["event"] == "consumed"]
     for attempt, (_, batches) in sorted(attempts.items()):
-        # What it trained from there on, a later attempt has done again.
+        # A later attempt repeated all steps from its first one on.
         end = min((first for other, (first, _) in attempts.items() if other > attempt), default=None)
         yield from ((b["step"], b["prompts"]) for b in batches if end is None or b["step"] < end)
 
 
-# -- who writes it: one process per rollout rank, and none once another process has resumed the run
+# -- writers: one process per rollout rank, until another process resumes the run
 
 
 def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
-    """Return once nobody writes the journal in `folder`; BlockingIOError names whoever still does after a while."""
+    """Wait until nobody writes the journal in `folder`. Raises BlockingIOError, naming a writer, after `patience_s`."""
     for path in sorted(Path(folder).glob(f"*{LOCK_SUFFIX}")):
         os.close(_lock(path, patience_s))
 
 
 def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
-    """Return an open file that holds the lock of a rollout rank's journal until its last copy is closed.
+    """Return an open file that holds the lock of a rank's journal until the file's last copy is closed.
 
-    A trainer hands it to its rollout process, which has it from birth to death, whatever happens to either.
-
-    BlockingIOError where another process keeps it.
+    A trainer passes it to its rollout process, which holds it for its whole life. Raises BlockingIOError if another
+    process holds the lock.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)

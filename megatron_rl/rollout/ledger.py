@@ -1,7 +1,7 @@
-"""Which prompts a rollout rank has handed out and not heard the end of.
+"""The ledger of prompts that a rollout rank has handed out and whose outcome is open.
 
-With it a resumed run, of any number of rollout ranks, takes up every prompt exactly once: those that were open, then
-those that come next. Where the run's rates pass a prompt over, its turn is over with that.
+With it a resumed run, with any number of rollout ranks, takes every prompt exactly once: first the open ones, then the
+next ones. A prompt that the success rates skip has had its turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.rollout.journal import is_numbered
 
 @dataclass(frozen=True)
 class Share:
-    """A rollout rank's part of the endless order: of every `period` numbers those from `first` up to `end`.
+    """A rollout rank's part of the endless prompt order: of every `period` numbers, those from `first` up to `end`.
 
     A period is a step's prompts, so that a rank's part of a step does not depend on how far ahead it samples.
 
@@ -36,7 +36,7 @@ class Share:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Share:
-        """Return the share that a saved ledger had. Earlier versions gave a rank every `size`-th prompt."""
+        """Return the share of a saved ledger. In earlier versions a rank had every `size`-th prompt."""
         if "size" in state:
             rank = state["next"] % state["size"]
             return cls(state["size"], rank, rank + 1)
@@ -49,15 +49,16 @@ class Share:
         return self.first <= number % self.period < self.end
 
     def following(self, number: int) -> int:
-        """Return the number of this share that comes after `number`, which is one of it."""
+        """Return the next number of this share after `number`, which must belong to it."""
         return number + 1 if number + 1 in self else number + 1 + self.period - len(self)
 
 
 class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
     """Iterates over one rank's prompts, and closes those that were consumed or given up.
 
-    A prompt is named by its number, and is open while its group waits, too. With `rates` prompts are passed over as
-    these say, and `outcomes` has what has become of those that were closed, until they were added to the rates.
+    A prompt is identified by its number. It stays open while its group waits to be trained. With `rates`, prompts are
+    skipped according to their success rates. `outcomes` holds those of closed prompts until they are added to the
+    rates.
 
         ledger = PromptLedger(prompts, Share.of_rank(1, 2, per_step=8))
         next(ledger)  # the prompt at place 4
@@ -67,11 +68,12 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         self.prompts, self.share, self.rates = prompts, share, rates
         self.outcomes: list[Outcome] = []
         self.passed_over = 0
-        """Turns since the start of the process at which no prompt was taken."""
+        """Number of prompts skipped since the process started."""
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
         self._undecided: set[int] = set()
-        """Of these, the numbers whose turn has not come yet: another rank's share was further when they were saved."""
+        """Numbers in `_again` that no process has taken or skipped yet, because this share lagged behind another
+        rank's."""
         self._next = share.first
         self._open: set[int] = set()
 
@@ -96,14 +98,17 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         return number, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers that are open, which of them no turn has come for, the one that is next, the share, and
-        what became of the prompts that were closed since `add_outcomes`."""
+        """Return the ledger's state for a checkpoint.
+
+        It has the open numbers, those among them that were neither taken nor skipped yet, the next number, the share,
+        and the outcomes since `add_outcomes`.
+        """
         with self._lock:
             numbers = {"open": sorted([*self._open, *self._again]), "undecided": sorted(self._undecided)}
             return numbers | {"next": self._next, "outcomes": list(self.outcomes)} | asdict(self.share)
 
     def add_outcomes(self, outcomes: Sequence[Outcome]) -> None:
-        """Add what became of all ranks' prompts, this one's that `state_dict` gave among them, to the rates."""
+        """Add the outcomes of all ranks' prompts to the rates. Remove from `outcomes` those that are now added."""
         assert self.rates is not None, "a run without rates has no outcomes"
         with self._lock:
             added = {number for number, *_ in outcomes}
@@ -111,8 +116,8 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
             self.rates.add(outcomes)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of what all ranks of the earlier process left."""
-        # From `base` on no rank has handed out anything; below it each has what its own share and `next` say.
+        """Take over this rank's part of the open prompts of all ranks of the earlier process."""
+        # No rank has handed out a number from `base` on. Below it, each rank's share and `next` tell which ones.
         base = max(state["next"] for state in states)
         base += -base % self.share.period
         left = {number for state in states for number in state["open"]}

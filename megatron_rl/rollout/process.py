@@ -1,6 +1,6 @@
-"""The trainer's hold on its rollout process, in which episodes fly without the trainer's interpreter.
+"""The trainer's proxy for its rollout process, which runs episodes without using the trainer's interpreter.
 
-The process runs one RolloutRank (rollout_rank.py). Calls are answered in their order; what takes long gives a Future.
+The process runs one RolloutRank (rollout_rank.py). It answers calls in order; slow calls return a Future.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 10.0
 PULSE_S = 2.0
-"""How often it is asked whether it lives."""
+"""Interval between liveness checks."""
 ANSWER_S = 4.0
-"""How long a process that may itself stand still has to say what it does."""
+"""Timeout for the hang report of a process that may itself hang."""
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""Signals that the process leaves to the trainer; here they wait until it has said so."""
+"""Signals that the rollout process leaves to the trainer. They are blocked until it has installed its handlers."""
 
 
 class RolloutDied(RuntimeError):
-    """The rollout process is gone."""
+    """The rollout process has ended."""
 
 
 class RolloutProcess(RolloutStub):
-    """The trainer's stub of the RolloutRank in a process beside it.
+    """The trainer's proxy for the RolloutRank in its rollout process.
 
     process = RolloutProcess(folder / "rollout.log", on_death=stop)
     process.begin(Beginning(config=config, tokenizer=tokenizer, resume_point=point, ...))
@@ -64,10 +64,12 @@ class RolloutProcess(RolloutStub):
         on_drop: Callable[[str, str], None] | None = None,
         lock: int | None = None,
     ) -> None:
-        """Start it; `begin` and `connect` follow. The main thread calls this: the process ends with that thread.
+        """Start the process; call `begin` and `connect` next.
 
-        on_death(message) is called from a thread of this object if the process ends unasked, and on_drop(url, reason)
-        for a server that fails a publication. `lock` is the journal's, which the process takes over.
+        Call this from the main thread, whose end also ends the process.
+
+        on_death(message) is called from a thread of this object if the process ends unexpectedly. on_drop(url, reason)
+        is called for each server that fails a publication. lock: the journal's lock, which the process takes over.
         """
         self.log, self._on_death, self._on_drop = log, on_death, on_drop
         self._is_closing = False
@@ -75,7 +77,7 @@ class RolloutProcess(RolloutStub):
         command = [sys.executable, "-P", "-m", "megatron_rl.rollout", "--socket", str(theirs.fileno())]
         command += ["--trainer", str(os.getpid())] + ([] if lock is None else ["--lock", str(lock)])
         log.parent.mkdir(parents=True, exist_ok=True)
-        # A child begins with this mask: Ctrl-C in a terminal reaches it too, before it can say that it leaves it to us.
+        # The child inherits this mask. Ctrl-C in a terminal reaches it before it can install its handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             with log.open("ab") as output:
@@ -89,44 +91,44 @@ class RolloutProcess(RolloutStub):
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()  # with a copy here, the end of the child would not be heard
+            theirs.close()  # an open copy here would hide the child's end
         if lock is not None:
             file_lock.sign(lock, self.process.pid)
-            os.close(lock)  # the child's copy keeps it, for as long as there is a child that may write
+            os.close(lock)  # the child's copy keeps the lock while a child may write
         self._begun: Future[None] | None = None
         self._caller = RpcClient(RpcSocket(ours), on_told=self._hear, on_end=self._find_out)
-        # What stands still over there, by name, with its seconds: as the last answer had it.
+        # Stalled parts of the process, by name, with seconds: as of the last answer.
         self._pulse: dict[str, float] = {}
         self._pulse_at, self._closed = time.monotonic(), threading.Event()
         process_exit.start_thread(self._feel_pulse, name="rollout-pulse")
 
     def begin(self, beginning: Beginning) -> None:
-        """Tell it of its run; does not wait."""
+        """Send the process its run's configuration. Does not wait."""
         self._begun = self._caller.start("begin", beginning)
 
     def connect(self, urls: list[str]) -> None:
-        """Return once it is ready and has reached the servers; raises what kept it from that."""
+        """Wait until the process is ready and has connected to the servers. Raises the error that prevented it."""
         assert self._begun is not None, "begin comes first"
         self._begun.result()
         self._caller.call("connect", urls)
 
     def close(self) -> None:
-        """End it in order: what is in flight is cancelled, and the journal is closed. May be called twice."""
+        """Shut down in order: cancel what is in flight and close the journal. May be called twice."""
         self._is_closing = True
         self._closed.set()
         if self.process.poll() is None:
             try:
                 self._caller.start("close").result(STOP_S)
-            except (TimeoutError, RuntimeError):  # a workflow that cannot be cancelled, or it is dying
+            except (TimeoutError, RuntimeError):  # a workflow that ignores cancellation, or a dying process
                 self.process.kill()
         self._caller.close()
         try:
             self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:  # it has answered, and was stopped then, or its log's disk hangs
+        except subprocess.TimeoutExpired:  # it answered but was then stopped, or its log's disk hangs
             self.process.kill()
             self.process.wait()
 
-    # -- the methods of its RolloutRank, which are documented there
+    # -- methods of RolloutRank, which documents them
 
     def prepare_batch(self, count: int = 0) -> Future[TrajectoryBatch]:
         return self._caller.start("prepare_batch", count)
@@ -168,16 +170,20 @@ class RolloutProcess(RolloutStub):
     def _value(self, name: str) -> Any:
         return self._caller.call(name)
 
-    # -- its life
+    # -- state of the process
 
     def fail(self, message: str) -> None:
-        """Make what waits for replies or servers raise RuntimeError(message), now and later. From any thread."""
+        """Make calls that wait for replies or servers raise RuntimeError(message), now and later.
+
+        Callable from any thread.
+        """
         self._caller.tell("fail", message)
 
     def hang_report(self) -> str:
-        """Say what it has under way, for a run that stands still; its stacks and last events go to hang/rollout-N.txt.
+        """Describe what the process has under way, for a run that hangs. Callable from any thread.
 
-        From any thread. One that does not answer is said to be so, and writes its stacks if it still runs at all.
+        The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so,
+        and SIGUSR2 makes it write its stacks if it still runs.
         """
         try:
             return str(self._caller.start("hang_report").result(ANSWER_S))
@@ -188,7 +194,7 @@ class RolloutProcess(RolloutStub):
             return str(error)
 
     def silent(self) -> Silence:
-        """Return the parts of it that stand still, each with for how long and the remedy. From any thread."""
+        """Return the stalled parts of the process, each with its duration and a remedy. Callable from any thread."""
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
         stacks = f" kill -USR2 {self.process.pid} writes its stacks to run.folder/hang."
         found = {who: (age_s, f" The thread that hears it is {where(self._caller.hearing)}.{stacks}")}
@@ -200,7 +206,7 @@ class RolloutProcess(RolloutStub):
         while not self._closed.wait(PULSE_S):
             try:
                 self._pulse = self._caller.call(PULSE)
-            except RuntimeError:  # it is gone, and the thread that hears has said so
+            except RuntimeError:  # it has ended, and the receiving thread has reported that
                 return
             self._pulse_at = time.monotonic()
 
@@ -222,7 +228,7 @@ class RolloutProcess(RolloutStub):
             return RolloutDied(message)
         try:
             code = self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:  # alive, and cut off
+        except subprocess.TimeoutExpired:  # alive, but its socket is closed
             self.process.kill()
             code = self.process.wait()
         if self._is_closing:

@@ -1,4 +1,4 @@
-"""A rollout rank's journal, ledger and reuse buffer, and what it takes over from the run's earlier processes."""
+"""A rollout rank's journal, ledger and reuse buffer, and the state that it takes over from earlier processes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from megatron_rl.rollout.reuse_buffer import ReuseBuffer
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Which rollout rank this is, in which process of the run, and where the run is."""
+    """Identifies this rollout rank and this start of the run, and holds the state to resume from."""
 
     rank: int
     ranks: int
     run_attempt: int
-    """Number of this start of the run, from its first one."""
+    """Number of times that the run was started, this start included."""
     fingerprint: str
-    """Of every setting that a sampled group depends on."""
+    """Hash of every setting that affects a sampled group."""
     resumed: dict[str, Any] | None
-    """State of the checkpoint that the run continues from, empty where it had none yet; None for a new run."""
+    """State of the checkpoint that the run resumes. {} if it had none yet, None for a new run."""
     rates: SuccessRates | None = None
-    """Of the prompts, where data.sampling follows the run; the process has its own from there on."""
+    """Success rates of the prompts, if data.sampling uses them. The process updates its own copy."""
 
 
 class ResumeState:
-    """`folder` is the run's journal; None where the run keeps none. `share` is this rank's of the prompts."""
+    """The resumable state of one rollout rank.
+
+    folder: the run's journal; None if the run keeps none. share: this rank's part of the prompts.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class ResumeState:
         self.journal: RolloutJournal | None = None
         self.restored: Restored | None = None
         if point.resumed:
-            # Earlier versions kept no ledgers of a run that takes its prompts in order.
+            # Earlier versions saved no ledgers for runs that take prompts in order.
             in_order = [{"open": [], "next": point.resumed["prompts"]["number"], "size": 1}]
             self.ledger.load_state_dicts(point.resumed["ledgers"] or in_order)
         if folder is None:
@@ -68,21 +71,20 @@ class ResumeState:
 
     @property
     def events(self) -> list[RolloutEvents]:
-        # The buffer asks the journal for groups that this forgets with its own next event.
+        # The buffer comes before the journal, which forgets a group with its next event.
         return [it for it in (self.ledger, self.buffer, self.journal) if it is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank, at this moment."""
+        """Return what a checkpoint keeps of this rank, as of now."""
         return self.ledger.state_dict() | ({} if self.buffer is None else {"reuse": self.buffer.state_dict()})
 
     @property
     def faults(self) -> list[str]:
-        """The parts of earlier processes' journals that cannot be read."""
+        """Descriptions of unreadable parts of earlier journals."""
         return self.restored.faults if self.restored is not None else []
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since this process began: groups and replies of earlier processes that this one trains, and
-        turns at which the curriculum passed a prompt over."""
+        """Return counts since this process began: restored groups and replies, skipped prompts, buffered groups."""
         found: dict[str, float] = {}
         if self.ledger.rates is not None:
             found["rollout/passed_over"] = self.ledger.passed_over
@@ -96,16 +98,16 @@ class ResumeState:
 
     @property
     def records(self) -> Records:
-        """What an executor takes from the journals, and adds to this process's own."""
+        """The executor's access to earlier journals and to this process's own."""
         return Records(self.restored, self.journal if self.options.journal_replies else None)
 
     def rotate_journal(self, oldest_checkpoint: int) -> None:
-        """Begin a new journal file with a checkpoint; rank 0 drops those that none which is left can need."""
+        """Begin a new journal file with a checkpoint. Rank 0 deletes files that no remaining checkpoint can need."""
         if self.journal is None or self.folder is None:
             return
         self.journal.begin_file()
         if self.point.rank == 0:
-            # A group is trained at most so many steps after it was sampled, and reused so many after that.
+            # A group is trained at most max_staleness + 1 steps after sampling, and reused at most max_age_steps later.
             kept = self.options.max_staleness + 1 + (self.buffer.options.max_age_steps if self.buffer else 0)
             journal.drop_files_before(self.folder, oldest_checkpoint - kept)
 

@@ -1,7 +1,8 @@
-"""Solved groups that a rollout rank has trained, kept to be trained again beside fresh ones.
+"""Solved groups that a rollout rank has trained, kept to be trained again in addition to fresh ones.
 
-Their tokens stay in the journal, whose files last as long as the buffer may name them; here are the places. Fresh
-groups are admitted, aged and counted as if there were no buffer: what is reused comes on top, and says so.
+Their tokens stay in the journal, whose files are kept as long as the buffer may refer to them. The buffer has only
+their locations. It does not affect how fresh groups are admitted, aged and counted: reused groups are added to those
+and marked.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from megatron_rl.types import REUSED, TrajectoryBatch
 
 @dataclass(frozen=True)
 class Entry:
-    """A group of the buffer: its prompt, the step that trained it first, and where the journal has it."""
+    """A group in the buffer: its prompt, the step that first trained it, and its location in the journal."""
 
     place: int
-    """The prompt's, in the list of prompts."""
+    """Index in the list of prompts."""
     step: int
     file: str
     start: int
@@ -34,10 +35,11 @@ class Entry:
 
 
 class ReuseBuffer(RolloutEvents):
-    """One rollout rank's part of the run's buffer. It hears of events before its journal does.
+    """One rollout rank's part of the run's reuse buffer. It must receive events before its journal does.
 
-    A group is solved where a sample has the reward `solved_reward` and not all samples have the same. Of a prompt the
-    newest solved group is kept. The oldest go where there are too many, and all that are older than `max_age_steps`.
+    A group is solved if a sample has at least the reward `solved_reward` and not all rewards are equal. Of each prompt
+    the newest solved group is kept. The oldest groups are dropped if there are too many, and all older than
+    `max_age_steps`.
 
         buffer = ReuseBuffer(config.reuse, journal, folder, seed=1, rank=0, ranks=1)
         drawn = buffer.draw()  # before the step's own groups are consumed
@@ -50,20 +52,23 @@ class ReuseBuffer(RolloutEvents):
         self.options, self.journal, self.folder = options, journal, folder
         self.seed, self.rank, self.ranks = seed, rank, ranks
         self.step = 0
-        """Steps that have drawn."""
+        """Number of `draw` calls."""
         self.entries: list[Entry] = []
-        """The oldest first."""
+        """Oldest first."""
         self._solved: set[int] = set()  # numbers of prompts whose groups wait to be trained
 
     def draw(self) -> list[Entry]:
-        """Begin a step: return what it reuses, without repetition, as the seed, the step and the buffer say."""
+        """Begin a step and return the entries that it reuses, without repetition.
+
+        Depends on seed, step, rank and buffer only.
+        """
         self.step += 1
         self.entries = [entry for entry in self.entries if self.step - entry.step <= self.options.max_age_steps]
         count = min(self._share(self.options.groups_per_step), len(self.entries))
         return random.Random(f"{self.seed} reuse {self.step} {self.rank}").sample(self.entries, count)
 
     def read(self, entry: Entry) -> TrajectoryBatch:
-        """Return the group as it was first trained. RuntimeError where the journal does not have it any more."""
+        """Return the group as it was first trained. Raises RuntimeError if the journal no longer has it."""
         record = Record(event={}, path=self.folder / entry.file, start=entry.start, size=entry.size)
         if fault := record.fault():
             raise RuntimeError(
@@ -75,7 +80,7 @@ class ReuseBuffer(RolloutEvents):
         return group
 
     def _share(self, count: int) -> int:
-        """This rank's of so many, over all ranks."""
+        """Return this rank's part of `count`, which is divided among all ranks."""
         return (self.rank + 1) * count // self.ranks - self.rank * count // self.ranks
 
     # -- events
@@ -89,7 +94,7 @@ class ReuseBuffer(RolloutEvents):
             if episode.data.get("prompt_number") in self._solved:
                 self._solved.remove(episode.data["prompt_number"])
                 self._add(episode)
-        # Each rank has its part, rounded up: the run has so many at most, and up to one a rank more.
+        # Each rank's part is rounded up, so the total may exceed buffer_groups by up to one per rank.
         self.entries = self.entries[-max(1, -(-self.options.buffer_groups // self.ranks)) :]
 
     def requeued(self, episode: Episode, why: str) -> None:
@@ -106,7 +111,7 @@ class ReuseBuffer(RolloutEvents):
         return {"rank": self.rank, "step": self.step, "entries": [asdict(entry) for entry in self.entries]}
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of what all ranks had: its own where there are as many as there were."""
+        """Take this rank's part of all ranks' entries: its own ones if the number of ranks has not changed."""
         self.step = max((state["step"] for state in states), default=0)
         if sorted(state["rank"] for state in states) == list(range(self.ranks)):
             (own,) = (state["entries"] for state in states if state["rank"] == self.rank)
@@ -117,13 +122,13 @@ class ReuseBuffer(RolloutEvents):
 
 
 def is_solved(group: TrajectoryBatch, solved_reward: float) -> bool:
-    """Return whether a sample has the reward, and another one less: so that the group has something to compare."""
+    """Return True if a sample reaches the reward and another has less, so that there is something to compare."""
     best = float(group.means_of_samples(reward_of_each(group)).max())
     return best >= solved_reward and not is_uniform(group)
 
 
 def with_reused(batch: TrajectoryBatch, groups: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-    """Return the batch and, behind it, groups that were trained before, told apart by `is_reused` (int64, 0 or 1)."""
+    """Append groups that were trained before to the batch. They are marked in `is_reused` (int64, 0 or 1)."""
     parts, fresh = [batch, *groups], int(batch["group"].max()) + 1
     batch.sequences[REUSED] = torch.zeros(len(batch), dtype=torch.int64)
     for number, group in enumerate(groups):
@@ -139,7 +144,7 @@ def with_reused(batch: TrajectoryBatch, groups: Sequence[TrajectoryBatch]) -> Tr
 
 
 def is_buffer(state: Any) -> bool:
-    """Return whether this is what ReuseBuffer.state_dict gives."""
+    """Return whether this is a state that ReuseBuffer.state_dict returned."""
     if not (isinstance(state, dict) and isinstance(state.get("entries"), list)):
         return False
     keys = {"place": int, "step": int, "file": str, "start": int, "size": int}

@@ -1,4 +1,4 @@
-"""The inside of a rollout process, called by the trainer: workflows, rewards, executor, client and resume state."""
+"""Runs inside a rollout process for the trainer: workflows, rewards, executor, client and resume state."""
 
 from __future__ import annotations
 
@@ -49,34 +49,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = {"fail", "hang_report"}
-"""Calls that end or describe the one under way, and would wait for it for ever."""
+"""Calls that end or describe the call under way. They run immediately, because waiting for it would block forever."""
 BESIDE = {"prepare_batch", "evaluate"}
-"""Calls that take as long as episodes do."""
+"""Calls that last as long as episodes do, so that other calls may run meanwhile."""
 REWARDS_START_S = 20.0
-"""For servers of rewards that are started together with the run."""
+"""Time allowed for reward servers that start together with the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The first message to a rollout process: everything that it is told of its run."""
+    """The first message to a rollout process: everything that it learns about its run."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
-    """The trainer's own: to look for the model's tokenizer loads all of transformers' models, for seconds."""
+    """The trainer's tokenizer. Finding a model's tokenizer would import all of transformers' models, which takes
+    seconds."""
     resume_point: ResumePoint
     prompts: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
     sys_path: list[str]
-    """The trainer's: users' workflows and rewards are found as they are there."""
+    """The trainer's sys.path, so that users' workflows and rewards are found as they are there."""
     routes: RouteForm | None = None
-    """Of the model, where the trainer replays them."""
+    """Form of the model's expert routes, if the trainer replays them."""
 
 
 class RolloutRank(RolloutService):
     """The workflows, rewards and resume state of one rollout rank, with the service that runs them.
 
-    Its public methods and those of RolloutService are what a trainer calls through a RolloutProcess. They run on the
-    event loop, one after the other, but those of BESIDE at any time.
+    The trainer calls its public methods, and those of RolloutService, through a RolloutProcess. They run on the event
+    loop one after the other, except those in BESIDE, which run concurrently.
     """
 
     def __init__(self, beginning: Beginning, on_drop: Callable[[str, str], None]) -> None:
@@ -97,7 +98,7 @@ class RolloutRank(RolloutService):
         options = ClientOptions(
             seed=config.run.seed,
             on_drop=on_drop,
-            # The rank that publishes watches the registry; others learn from it which servers there are.
+            # Only the publishing rank watches the registry; it tells the other ranks which servers exist.
             run_name=folder.name if config.rollout.registry and point.rank == 0 else "",
             vocab_size=model_config(config.model.path).get("vocab_size"),
             routes=beginning.routes,
@@ -122,9 +123,9 @@ class RolloutRank(RolloutService):
         )
 
     async def connect(self, urls: list[str]) -> None:
-        """Connect to the servers, to which a run publishes: ValueError also for one that takes no weights.
+        """Connect to the servers. Raises ValueError also for a server that accepts no weights.
 
-        InfrastructureFailure where a reward's server does not answer, which is minutes before it would be asked.
+        Raises InfrastructureFailure if a reward's server does not answer, instead of minutes later at its first use.
         """
         await self.recipe.reach(REWARDS_START_S)
         await super().connect(urls)
@@ -132,9 +133,9 @@ class RolloutRank(RolloutService):
         self._status.begin()
 
     async def close(self) -> None:
-        """End in order: cancel what is in flight, then close the rewards, the journal and the hang report."""
+        """Shut down in order: cancel what is in flight, then close the rewards, the journal and the hang report."""
         await self._status.close()
-        # In this order: episodes ask for rewards, and both are recorded.
+        # In this order, because episodes ask for rewards and both are recorded.
         await super().close()
         await cancel_others()
         await self.recipe.close()
@@ -146,22 +147,22 @@ class RolloutRank(RolloutService):
     # -- groups
 
     async def prepare_batch(self, count: int = 0) -> TrajectoryBatch:
-        """Keep episodes in flight as staleness allows, of this rank's own prompts, and give the next `count` groups.
+        """Keep as many of this rank's episodes in flight as staleness allows, and return the next `count` groups.
 
-        count: 0 for this rank's share of a step. Groups of the reuse buffer come after them.
+        count: 0 means this rank's share of a step. Groups from the reuse buffer are appended.
         """
         self._check_connected()
         ledger, buffer = self.resume_state.ledger, self.resume_state.buffer
         count = count or len(ledger.share)
         if buffer is None:
             return await self.executor.prepare_batch(ledger, self.workflow, count)
-        drawn = buffer.draw()  # before the step's own groups enter it
+        drawn = buffer.draw()  # before this step's groups enter it
         batch = await self.executor.prepare_batch(ledger, self.workflow, count)
         read = in_own_thread(lambda: [buffer.read(entry) for entry in drawn], name="reuse")
         return with_reused(batch, await read)
 
     async def evaluate(self, generation: GenerationConfig) -> TrajectoryBatch:
-        """Answer the held-out prompts, sampled as `generation` says, in the slots that training's episodes leave."""
+        """Answer the held-out prompts with the given sampling options, in slots that training leaves free."""
         self._check_connected()
         workflow = self._evaluating.get(repr(generation))
         if workflow is None:
@@ -178,7 +179,7 @@ class RolloutRank(RolloutService):
     # -- traces and hangs
 
     def record(self) -> None:
-        """Keep what happens from now on, for a trace."""
+        """Start recording spans for a trace."""
         self.client.spans.record()
 
     def take_recording(self) -> Recording:
@@ -189,46 +190,48 @@ class RolloutRank(RolloutService):
         return Recording(pid=os.getpid(), wall_minus_monotonic_s=difference_s, spans=recorded, left_out=spans.left_out)
 
     def hang_report(self) -> str:
-        """Say what is under way, and write it with all stacks to hang/rollout-N.txt. From any thread."""
+        """Describe what is under way, and write it with all stacks to hang/rollout-N.txt. Callable from any thread."""
         words = self._hang_report.report()
-        # Only now: the rewards' processes write to the same file, and would do so in the middle of a line.
+        # Last, because the reward processes write to the same file and would interrupt a line.
         self.recipe.service.show_stacks()
         return words
 
     # -- resume state
 
     def ledger_state(self) -> dict[str, Any]:
-        """Return which of this rank's prompts are open, the one that is next, what became of those just closed, and the
-        reuse buffer."""
+        """Return this rank's open prompts, next prompt, reuse buffer, and outcomes of prompts just closed."""
         return self.resume_state.state_dict()
 
     def add_outcomes(self, outcomes: list[Outcome]) -> None:
-        """Add what became of all ranks' prompts to the rates by which further ones are taken."""
+        """Add the outcomes of all ranks' prompts to the success rates by which further prompts are chosen."""
         self.resume_state.ledger.add_outcomes(outcomes)
 
     def journal_faults(self) -> list[str]:
-        """Return what of earlier processes' journals cannot be read."""
+        """Return descriptions of the parts of earlier journals that cannot be read."""
         return self.resume_state.faults
 
     async def rotate_journal(self, oldest_checkpoint: int) -> None:
-        """Begin a new file of the journal, as a checkpoint begins. A slow disk does not hold the event loop."""
+        """Begin a new journal file, as a checkpoint begins.
+
+        Runs in a thread, so that a slow disk does not block episodes.
+        """
         await in_own_thread(lambda: self.resume_state.rotate_journal(oldest_checkpoint), name="journal")
 
 
 PLAIN = (str, int, float, bool, type(None))
-"""Types of what a log record itself is made of."""
+"""Types of a log record's own fields."""
 
 
 class ToTrainer(logging.handlers.QueueHandler):
-    """Hands warnings on to the trainer's own logging."""
+    """Forwards warnings to the trainer's logging."""
 
     def __init__(self, wire: RpcSocket) -> None:
-        super().__init__(queue.Queue())  # which stays empty
+        super().__init__(queue.Queue())  # this queue stays empty
         self.setLevel(logging.WARNING)
         self.wire = wire
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Without what users may have put into it: objects of classes that the trainer may not have, or cannot make."""
+        """Send the record without users' objects, whose classes the trainer may lack or be unable to build."""
         tell(self.wire, "log", {name: value for name, value in vars(record).items() if type(value) in PLAIN})
 
 
@@ -236,13 +239,14 @@ def tell(wire: RpcSocket, name: str, *args: Any) -> None:
     try:
         wire.send((None, (name, args), None))
     except OSError:
-        pass  # the trainer is gone, and so is this process in a moment
+        pass  # the trainer is gone, and this process ends in a moment
 
 
 def collect_garbage_seldom() -> None:
-    """Let the collector leave alone what has been loaded, and look after 100,000 new objects instead of 700.
+    """Freeze the loaded objects, and collect after 100,000 new objects instead of 700.
 
-    Replies are tensors, so that objects are few and cycles fewer. It took a quarter of the time of short replies.
+    Replies are tensors, so there are few objects and fewer cycles. Collection took a quarter of the time of short
+    replies.
     """
     gc.collect()
     gc.freeze()
@@ -250,9 +254,9 @@ def collect_garbage_seldom() -> None:
 
 
 def serve_trainer(end: socket.socket) -> None:
-    """Answer the trainer's calls, and end this process with it whatever else still runs here.
+    """Answer the trainer's calls until the trainer closes or dies. Then end this process unconditionally.
 
-    The main thread runs the event loop. Two more threads of ours read calls and send what futures give.
+    The main thread runs the event loop. Two more threads read calls and send the results of futures.
     """
     wire = RpcSocket(end)
     to_log = logging.StreamHandler()
@@ -268,7 +272,7 @@ def serve_trainer(end: socket.socket) -> None:
         allow_blocking_steps(loop, beginning.config.rollout.max_concurrent_episodes)
         rank = RolloutRank(beginning, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
         collect_garbage_seldom()
-        HoldWatch(beat).begin()  # after the constructor of the user's workflow, which may take its time
+        HoldWatch(beat).begin()  # after the constructor of the user's workflow, which may be slow
 
     def find(name: str) -> Callable[..., Any]:
         if name == PULSE:

@@ -1,6 +1,6 @@
-"""The rollout of one client on one event loop: its servers, the client that samples from them, the executor above.
+"""The rollout of one client on one event loop: its servers, the client that samples from them, and the executor.
 
-`RolloutRank` is this service in a rollout process; `RemoteSGLangEngine` runs it on a thread of the caller's process.
+`RolloutRank` is this service in a rollout process. `RemoteSGLangEngine` runs it on a thread of the caller's process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron_rl.telemetry.rollout_metrics import Counts
 
 
 class RolloutService(ServerWeights):
-    """The methods by which a trainer commands its rollout; with those of ServerWeights they make a WeightReceiver.
+    """The methods by which a trainer controls its rollout; with those of ServerWeights they make a WeightReceiver.
 
-    Coroutines are for the event loop that `connect` ran on. All else may be called from any thread.
+    Coroutines must run on the event loop that `connect` ran on. Everything else may be called from any thread.
 
         service = RolloutService(RolloutConfig(max_staleness=2), ClientOptions(seed=1))
         await service.connect(["http://127.0.0.1:30000"])
@@ -42,7 +42,7 @@ class RolloutService(ServerWeights):
         events: Sequence[RolloutEvents] = (),
         records: Records = NO_RECORDS,
     ) -> None:
-        """`events` hear of each training prompt; what is in `records` of one is not generated again."""
+        """`events` are told of each training prompt. Whatever `records` hold of a prompt is not generated again."""
         self.config, self._events, self._records = config, events, records
         self.client = SamplingClient(
             config,
@@ -58,7 +58,7 @@ class RolloutService(ServerWeights):
         return self.client.fleet
 
     async def connect(self, urls: list[str]) -> None:
-        """Connect to the servers. RuntimeError or ValueError names one that is not there."""
+        """Connect to the servers. Raises RuntimeError or ValueError, naming a server that cannot be reached."""
         open_files.raise_limit()
         self._loop = asyncio.get_running_loop()
         self.executor = self._new_executor()
@@ -69,18 +69,18 @@ class RolloutService(ServerWeights):
             raise
 
     async def close(self) -> None:
-        """Cancel what is in flight and disconnect; the servers stay up. May be called twice."""
+        """Cancel what is in flight and disconnect. The servers keep running. May be called twice."""
         self._loop = None
         self.executor.fail("the rollout engine was destroyed.")
         await self.client.close()
 
     def fail(self, message: str) -> None:
-        """Make calls that wait for replies or servers, and later ones, raise RuntimeError(message)."""
+        """Make calls that wait for replies or servers, now and later, raise RuntimeError(message)."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.executor.fail, message)
 
     def counts(self) -> Counts:
-        """Return what happened since the last call; the counts of all rollout ranks add up to the step's metrics."""
+        """Return the counts since the last call. Those of all rollout ranks add up to the step's metrics."""
         counts = self.client.metrics.take()
         if self.client.is_connected:  # all clients have the same servers
             counts.most["servers"] = len(self._fleet.members.serving)
@@ -96,36 +96,36 @@ class RolloutService(ServerWeights):
 
     @property
     def needs_weights(self) -> bool:
-        """True where requests wait for a publication: only servers without the weights are left."""
+        """True if requests wait for a publication, because no server left has the weights."""
         return self._fleet.members.needs_weights
 
     @property
     def serving(self) -> list[str]:
-        """URLs of the servers that get requests."""
+        """URLs of the servers that receive requests."""
         return [server.url for server in self._fleet.members.serving]
 
     async def select_servers(self) -> None:
-        """Select which servers take part in the next publication: all that answer, those started anew included.
+        """Select the servers of the next publication: all that answer, including restarted ones.
 
-        Waits for one where none is left; RuntimeError where none comes back, or after `fail`.
+        If none answers, wait for one. Raises RuntimeError if none comes back, or after `fail`.
         """
         patience_s = self.config.start_timeout_s * (1 + self.config.server_restarts)
         await self._fleet.members.select_servers(patience_s, check=self.executor.raise_if_fatal)
 
     async def mark_published(self, serving: list[str], version: int) -> None:
-        """Another client has published `version` to the servers `serving`: send requests to these alone."""
+        """Note that another client has published `version` to the servers `serving`. Requests go to these only."""
         await self._fleet.follow(serving, version)
         self.set_version(version)
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Have the servers hold these parts of their memory; with fewer than all they generate nothing. Return the URLs
-        of those that failed.
+        """Make the servers hold exactly these parts of their memory. Return the URLs of those that failed.
 
-        starts: by URL, what differs from one start of a server to the next.
+        Servers that do not hold all parts generate nothing. starts: URL -> number that changes with each restart of the
+        server.
         """
         return await self._fleet.set_memory(parts, starts)
 
-    # --
+    # -- internal
 
     def _new_executor(self) -> RolloutExecutor:
         client = self.client

@@ -1,6 +1,6 @@
-"""The methods of a RolloutService that runs in another process, or on the event loop of another thread.
+"""Base class of proxies for a RolloutService in another process or on another thread's event loop.
 
-Each method here has the signature of the one that it names, which mypy and a test check.
+Each method has the signature of the RolloutService method that it calls; mypy and a test check this.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Buckets = dict[str, Any]
 
 
 class RolloutStub(abc.ABC):
-    """What a trainer commands its rollout by; a WeightReceiver. Every method is documented in RolloutService."""
+    """Proxy by which a trainer controls its rollout; a WeightReceiver. RolloutService documents the methods."""
 
     @abc.abstractmethod
     def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the service, and return or raise what it does."""
+        """Call a method of the service. Returns or raises what the method does."""
 
     @abc.abstractmethod
     def _await(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Do the same with a coroutine method: return once it has ended."""
+        """Call a coroutine method of the service and block until it has finished."""
 
     @abc.abstractmethod
     def _value(self, name: str) -> Any:
-        """Return the value of a property of the service."""
+        """Return the value of one of the service's properties."""
 
     # -- servers
 
@@ -147,7 +147,7 @@ class RolloutStub(abc.ABC):
     def update_from_disk(self, path: str | Path, version: int) -> None:
         self._await(RolloutService.update_from_disk, path, version)
 
-    # -- the policy's version, counts
+    # -- policy version, counts
 
     def set_version(self, version: int) -> None:
         self._call(RolloutService.set_version, version)

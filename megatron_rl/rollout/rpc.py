@@ -1,10 +1,10 @@
-"""Calls between two processes over one socket: Python objects in frames, tensors as they lie in memory.
+"""Calls between two processes over one socket: pickled Python objects, with tensors sent without an extra copy.
 
-One side calls, the other serves. A frame is what pickle makes of a message, followed by the bytes of its tensors. A
-Future in an answer becomes one on the caller's side, which ends as its original does; to cancel it cancels both.
+One side calls, the other serves. A frame is a pickled message followed by the bytes of its tensors. A Future in an
+answer becomes a Future on the caller's side, which completes like the original. Cancelling it cancels both.
 
-What is unpickled here comes from the trainer or the child that it started, over a pair of sockets that have no name
-which anyone else could connect to. What servers answer never comes this way but as checked numbers and text.
+Unpickling is safe here: data comes only from the trainer or the child that it started, over an anonymous socket pair.
+Servers' answers pass through it only as validated numbers and text.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ _COUNT = struct.Struct("<I")
 
 
 class ServedTraceback(Exception):
-    """The traceback of the other process, as the cause of the error that is raised here."""
+    """The other process's traceback, attached as the cause of the error raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class Unreadable(RuntimeError):
-    """A message arrived whole, and what is in it cannot be made again here."""
+    """A complete message was received, but its content cannot be unpickled here."""
 
 
 class RpcSocket:
-    """Sends and receives messages. Any thread may send, one receives. EOFError or OSError: the other end is gone."""
+    """Sends and receives messages.
+
+    Any thread may send, one receives. Raises EOFError or OSError if the peer is gone.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._sending = end, threading.Lock()
-        # A process forked from this one, such as a checkpoint's writer, would keep the socket open past its end.
+        # A forked process, such as a checkpoint writer, would otherwise keep the socket open after this end is closed.
         itself = weakref.ref(self)
 
         def close_in_child() -> None:
@@ -62,29 +65,29 @@ class RpcSocket:
         os.register_at_fork(after_in_child=close_in_child)
 
     def send(self, message: Any, *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
-        """`name_of` numbers the futures in the message."""
+        """Send a message. name_of: returns a number for each future in it."""
         buffers: list[memoryview] = []
         head = _pack(message, buffers, name_of)
         sizes = [len(head), *(buffer.nbytes for buffer in buffers)]
         frame = _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes) + head
-        # Head and tensors are sent as they lie; a join of them would copy every batch once more.
+        # Send head and tensors separately, because joining them would copy every batch again.
         with self._sending:
             self._socket.sendall(frame)
             for buffer in buffers:
                 self._socket.sendall(buffer)
 
     def receive(self, *, future_of: Callable[[int], Future[Any]] | None = None) -> Any:
-        """`future_of` gives the futures by their numbers."""
+        """Receive a message. future_of: returns the future for a number in it."""
         (count,) = _COUNT.unpack(self._read(_COUNT.size))
         sizes = struct.unpack(f"<{count}Q", self._read(8 * count))
         head, *buffers = [self._read(size) for size in sizes]
         try:
             return _Unpickler(io.BytesIO(head), buffers, future_of).load()
-        except Exception as error:  # whatever the class of an object in it raises, EOFError too
+        except Exception as error:  # objects may raise anything, even EOFError
             raise Unreadable(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
     def hang_up(self) -> None:
-        """Let `receive` raise on both ends."""
+        """Make `receive` raise on both ends."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -136,7 +139,7 @@ def _pack(message: Any, buffers: list[memoryview], name_of: Callable[[Future[Any
 
 
 def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Take over the bytes that were received."""
+    """Return a tensor that uses the received bytes without a copy."""
     return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
 
 
@@ -145,16 +148,17 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 Find = Callable[[str], Callable[..., Any]]
 Key = tuple[str, int]
-"""("call", number of the call) or ("future", number that its answer gave to one)."""
+"""("call", number of the call) or ("future", number of a future in an answer)."""
 
 
 class RpcServer:
-    """Answers the calls of the other end, on the event loop that `serve` runs on.
+    """Answers the peer's calls, on the event loop that `serve` runs on.
 
-    find(name) returns what answers the calls of that name. They are answered one after the other, an awaitable before
-    the next call; but those named in `at_once` by the thread that reads, whatever the event loop does, and coroutine
-    functions named in `beside` while others are answered. PULSE is answered at once, with for how many seconds each
-    call has lasted. Results of futures are sent by another thread: a batch takes long, and the loop has other work.
+    find(name) returns the function that answers calls of that name. Calls are answered one after the other; an
+    awaitable is awaited before the next call. Exceptions: calls named in `at_once` are answered by the reading thread,
+    even if the event loop is blocked. Coroutine functions named in `beside` run concurrently with others. PULSE is
+    answered at once, with the seconds that each current call has lasted. Another thread sends the results of futures,
+    because a batch takes long.
     """
 
     def __init__(
@@ -163,14 +167,14 @@ class RpcServer:
         self.wire, self._find, self._at_once, self._beside = wire, find, {*at_once, PULSE}, set(beside)
         self._busy: dict[str, float] = {}
         self._futures: dict[Key, Future[Any] | asyncio.Task[Any]] = {}
-        """What has been asked for, or was given as a part of an answer, and is not there yet."""
+        """Pending futures and tasks: requested, or part of an answer."""
         self._numbers = iter(range(1 << 62))
         self._done: queue.SimpleQueue[tuple[Key, Future[Any] | asyncio.Task[Any]]] = queue.SimpleQueue()
         self._messages: asyncio.Queue[tuple[Any, ...] | BaseException] = asyncio.Queue()
 
     async def serve(self) -> None:
-        """Answer until the other end is gone."""
-        # Both threads run until the process ends: `receive` and `get` cannot be told to stop.
+        """Answer calls until the peer is gone."""
+        # Both threads run until the process ends, because `receive` and `get` cannot be interrupted.
         process_exit.start_thread(self._send_results, name="answers")
         loop = asyncio.get_running_loop()
         process_exit.start_thread(lambda: self._listen(loop), name="calls")
@@ -190,14 +194,14 @@ class RpcServer:
                     loop.call_soon_threadsafe(self._start, *message)
                 else:
                     loop.call_soon_threadsafe(self._messages.put_nowait, message)
-            except BaseException as fault:  # the event loop's to handle, whatever it is
+            except BaseException as fault:  # the event loop handles it
                 loop.call_soon_threadsafe(self._messages.put_nowait, fault)
                 return
 
     def _start(self, key: Key, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             task = asyncio.ensure_future(self._find(name)(*args, **kwargs))
-        except Exception as raised:  # whatever it is, it belongs to the caller
+        except Exception as raised:  # whatever it is, the caller gets it
             self._reply(key, None, raised)
             return
         self._futures[key] = task
@@ -215,7 +219,7 @@ class RpcServer:
                 result = await result
         except Exception as raised:
             result, error = None, raised
-        except asyncio.CancelledError:  # something that it waited for; nobody cancels this task
+        except asyncio.CancelledError:  # something it awaited was cancelled; nobody cancels this task
             result, error = None, CancelledError()
         self._reply(key, result, error)
 
@@ -231,7 +235,7 @@ class RpcServer:
         self._reply(key, result, error)
 
     def _reply(self, key: Key | None, result: Any, error: BaseException | None) -> None:
-        if key is None:  # it was told, and nobody waits
+        if key is None:  # sent by `tell`: no answer is expected
             return
         handed_out: dict[int, Future[Any]] = {}
 
@@ -243,11 +247,11 @@ class RpcServer:
         try:
             self.wire.send((key, result, None if error is None else _portable(error)), name_of=name_of)
         except OSError:
-            return  # nobody is left to hear it, and `receive` says so
-        except Exception as fault:  # whatever the class of an object in it raises; nothing was sent yet
+            return  # the peer is gone, and `receive` reports that
+        except Exception as fault:  # pickling may raise anything; nothing was sent yet
             self._reply(key, None, Unsendable(f"the answer cannot be sent: {type(fault).__name__}: {fault}"))
             return
-        for number, future in handed_out.items():  # not before the answer that they are in
+        for number, future in handed_out.items():  # only after the answer that contains them
             self._futures["future", number] = future
             future.add_done_callback(partial(self._note_done, ("future", number)))
 
@@ -261,12 +265,12 @@ class RpcServer:
             error = CancelledError() if future.cancelled() else future.exception()
             with noted(self._busy, "the sending of an answer"):
                 self._reply(key, None if error else future.result(), error)
-            del future  # which holds what it gave
+            del future  # it holds its result
 
 
 @contextlib.contextmanager
 def noted(busy: dict[str, float], what: str) -> Iterator[None]:
-    """Note when something began, as long as it lasts."""
+    """Keep `what` in `busy`, with its start time, for the duration of the block."""
     busy[what] = time.monotonic()
     try:
         yield
@@ -282,20 +286,20 @@ class Unsendable(RuntimeError):
 
 
 def _portable(error: BaseException) -> tuple[bytes, str, str]:
-    """Return an error as (its pickle, empty where it has none; its words; its traceback)."""
+    """Return an error as (pickle, or empty if it has none; type and message; traceback)."""
     words = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
-    except Exception:  # users' errors may hold anything
+    except Exception:  # user errors may hold anything
         pickled = b""
     return pickled, words, "".join(traceback.format_exception(error))
 
 
 def _raised(pickled: bytes, words: str, told: str) -> BaseException:
-    """Rebuild an error, as a RuntimeError where it has no form that both processes know."""
+    """Rebuild an error, as a RuntimeError if it cannot be unpickled here."""
     try:
         error = pickle.loads(pickled) if pickled else RuntimeError(words)
-    except Exception:  # users' errors may need what is not there
+    except Exception:  # user errors may need classes that are missing here
         error = RuntimeError(words)
     error.__cause__ = ServedTraceback(told)
     return error
@@ -305,7 +309,7 @@ def _raised(pickled: bytes, words: str, told: str) -> BaseException:
 
 
 class ServedFuture(Future[Any]):
-    """The answer that the other process will give."""
+    """The pending answer of the other process."""
 
     def __init__(self, cancel: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -319,11 +323,11 @@ class ServedFuture(Future[Any]):
 
 
 class RpcClient:
-    """Calls the other process. A thread of it hears the answers.
+    """Calls the other process. One of its threads receives the answers.
 
-    on_told(name, args) is called, from that thread, for what the other process tells unasked. on_end(fault) is called
-    there once the other end is gone, or nothing more can be heard because of `fault`; what it returns is raised by all
-    calls that wait, and by later ones.
+    on_told(name, args) is called, from that thread, for unsolicited messages. on_end(fault) is called there once the
+    peer is gone, or once `fault` prevents further receiving. The exception that it returns is raised by all waiting and
+    later calls.
     """
 
     def __init__(
@@ -335,35 +339,35 @@ class RpcClient:
     ) -> None:
         self.wire, self._on_told, self._on_end = wire, on_told, on_end
         self._lock = threading.Lock()
-        # By ("call", number of the call) and ("future", number that the other side gave one in its answer).
+        # By ("call", number of the call) and ("future", number of a future in an answer).
         self._awaited: dict[tuple[str, int], ServedFuture] = {}
         self._numbers = iter(range(1 << 62))
         self._fault: BaseException | None = None
         self.hearing = process_exit.start_thread(self._hear, name="rollout-answers")
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Return what the other process answers, or raise what it raised."""
+        """Return the other process's answer, or raise its error."""
         return self.start(name, *args, **kwargs).result()
 
     def start(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The same without waiting. To cancel the future cancels what the other process answers beside others."""
+        """Call without waiting. Cancelling the future also cancels a call that the server answers concurrently."""
         key = "call", next(self._numbers)
         future = ServedFuture(lambda: self.tell(CANCEL, key))
         with self._lock:
             if self._fault is not None:
                 raise self._fault
             self._awaited[key] = future
-        with contextlib.suppress(OSError):  # the thread that hears of the end says how it came
+        with contextlib.suppress(OSError):  # the receiving thread reports why the connection ended
             self.wire.send((key, name, args, kwargs))
         return future
 
     def tell(self, name: str, /, *args: Any) -> None:
-        """Call without an answer; nothing happens where nobody is left to hear it."""
+        """Call without an answer. Does nothing if the peer is gone."""
         with contextlib.suppress(OSError):
             self.wire.send((None, name, args, {}))
 
     def close(self) -> None:
-        """Hang up; the thread ends, unless what it was told keeps it."""
+        """Close the connection. The receiving thread ends, unless `on_told` blocks it."""
         self.wire.hang_up()
         self.hearing.join(CLOSE_S)
         self.wire.close()
@@ -382,10 +386,10 @@ class RpcClient:
                 self._hear_one()
         except (EOFError, OSError):
             pass
-        except BaseException as error:  # whatever it is, nobody would hear the next answer
+        except BaseException as error:  # in any case, no further answer would be received
             fault = error
         end = self._on_end(fault)
-        # Under the lock: a call that begins now either finds the fault, or is among those that are ended here.
+        # Under the lock: a call that starts now either finds the fault, or is among those failed here.
         with self._lock:
             self._fault = end
             awaited, self._awaited = self._awaited, {}
@@ -398,7 +402,7 @@ class RpcClient:
         if key is None:
             try:
                 self._on_told(*content)
-            except (EOFError, OSError) as own:  # not the wire's
+            except (EOFError, OSError) as own:  # not the socket's
                 raise RuntimeError(f"{content[0]!r} was told, and led to {type(own).__name__}: {own}") from own
             return
         with self._lock:

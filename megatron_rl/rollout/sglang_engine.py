@@ -1,4 +1,4 @@
-"""The public engine of a user's own loop: a RolloutService on a thread of this process, called as plain functions."""
+"""The public engine for a user's own loop: a RolloutService on a thread of this process, called as plain functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryB
 
 
 class RemoteSGLangEngine(RolloutStub, InferenceEngine):
-    """An InferenceEngine and WeightReceiver over SGLang or embedded servers, for the thread that trains.
+    """An InferenceEngine and WeightReceiver for SGLang or embedded servers, used by the training thread.
 
     rollout = RemoteSGLangEngine(RolloutConfig(), seed=1)
     rollout.initialize(["http://127.0.0.1:30000"])
@@ -42,9 +42,11 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
         vocab_size: int | None = None,
         routes: RouteForm | None = None,
     ) -> None:
-        """seed, on_drop, run_name, vocab_size, routes: as in ClientOptions. Callbacks come on the event loop's thread.
+        """seed, on_drop, run_name, vocab_size, routes: as in ClientOptions.
 
-        config: of a TrainConfig its section rollout, and batch.prompts_per_step for `prepare_batch`.
+        Callbacks are called on the event loop's thread.
+
+        config: from a TrainConfig, the section rollout is used, and batch.prompts_per_step for `prepare_batch`.
         """
         self._prompts_per_step: int | None = None
         if isinstance(config, TrainConfig):
@@ -60,7 +62,10 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
         self._thread: EventLoopThread | None = None
 
     def initialize(self, addr: str | list[str] | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Connect to the servers at `addr` (default: config.servers). RuntimeError names a server that is not there."""
+        """Connect to the servers at `addr`, by default config.servers.
+
+        Raises RuntimeError naming an unreachable server.
+        """
         urls = [addr] if isinstance(addr, str) else list(addr or self.config.servers)
         if not urls:
             raise ValueError(
@@ -76,9 +81,9 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
             raise
 
     def destroy(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Cancel what is in flight and disconnect; the servers stay up. May be called twice.
+        """Cancel what is in flight and disconnect. The servers keep running. May be called twice.
 
-        last: closes what was used on this event loop beside the engine, once nothing uses it any more.
+        last: a coroutine that closes other users of this event loop; runs after the engine has stopped.
         """
         if self._thread is None:
             if last is not None:
@@ -115,7 +120,7 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
                 f"many groups a step has; give count=8, a TrainConfig to the engine, whose batch.prompts_per_step "
                 f"counts, or a DataLoader with a batch_size."
             )
-        if self._source is not prompts:  # the same one goes on where the last call has left it
+        if self._source is not prompts:  # the same source continues where the last call stopped
             self._source, self._rows = prompts, rows_of(prompts)
         return self._run(self.service.executor.prepare_batch(self._rows, workflow, count))
 
@@ -123,11 +128,11 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
         return self.service.client.version
 
     def update_weights(self, path: str | Path, version: int) -> None:
-        """Load a HF folder, which the servers must be able to read, into all servers; pauses them for it."""
+        """Load a HF folder, which the servers must be able to read, into all servers. Pauses them meanwhile."""
         self._run(self.service.update_from_disk(path, version))
 
     def metrics(self) -> dict[str, float]:
-        """Return what happened since the last call of this or `counts`, under `rollout/`."""
+        """Return the metrics since the last call of this or `counts`, with the prefix `rollout/`."""
         return metrics_of([self.service.counts()])
 
     def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -156,9 +161,9 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
 
 
 def rows_of(source: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an iterator, or again and again those of what can be begun anew; lists are taken apart.
+    """Yield the rows of `source`, flattening lists. A source that is no iterator is restarted without end.
 
-    ValueError for an entry that is no row, and for a source that has none.
+    Raises ValueError for an entry that is no row, and for a source without rows.
     """
     while True:
         is_empty = True

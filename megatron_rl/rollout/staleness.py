@@ -1,6 +1,6 @@
-"""When another episode may start: the admission rule of asynchronous RL (AReaL, arXiv 2505.24298), as arithmetic.
+"""Decides when another episode may start: the admission rule of asynchronous RL (AReaL, arXiv 2505.24298).
 
-Owns counts only. A version is a publication: it rises by one per step at most, however many updates a step has.
+It holds only counts. A version is a publication, so it rises by at most one per step, however many updates a step has.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 @dataclass
 class AdmissionGate:
-    """Counts of the episodes of one executor, and how many more the bounds admit."""
+    """Counts of one executor's episodes, and how many more the bounds admit."""
 
     max_concurrent: int
     max_staleness: int
     groups_per_step: int | None = None
-    """Groups that one step consumes; None bounds concurrency only."""
+    """Groups that one step consumes. None bounds only concurrency."""
     surplus: int = 0
-    """Groups that may be sampled beyond the bound; a step that is full does without the last ones."""
+    """Groups that may be sampled beyond the bound (oversampling)."""
     accepted: int = 0
     """Groups of this run, taken or waiting to be."""
     running: int = 0
-    """Episodes that were admitted; `others` run beside them and count for concurrency only."""
+    """Running episodes that were admitted. `others` were not; they count only for concurrency."""
     others: int = 0
 
     @property
@@ -29,9 +29,9 @@ class AdmissionGate:
         return self.max_concurrent - self.running - self.others
 
     def room(self, version: int) -> int:
-        """Return how many more groups can be sampled so that none is older than `max_staleness` when it is trained.
+        """Return how many more groups can be sampled so that none exceeds `max_staleness` when it is trained.
 
-        Step k consumes groups [k B, (k + 1) B). A group sampled at `version` is young enough for the steps up to
+        Step k consumes groups [k B, (k + 1) B). A group sampled at `version` is fresh enough for the steps up to
         version + max_staleness, so at most (max_staleness + version + 1) B groups may exist.
         """
         if self.groups_per_step is None:
@@ -39,17 +39,19 @@ class AdmissionGate:
         return (self.max_staleness + version + 1) * self.groups_per_step + self.surplus - (self.accepted + self.running)
 
     def capacity(self, version: int) -> int:
-        """Return how many episodes may start now; 0 or less is none."""
+        """Return how many episodes may start now; 0 or less means none."""
         return min(self.slots, self.room(version))
 
     def begin_step(self, groups: int, version: int, waiting: int, surplus: int = 0) -> None:
-        """A step will take so many groups; `waiting` are finished and not taken, `surplus` more may run beside them.
+        """Begin a step that takes `groups` groups.
 
-        All earlier steps count as taken in full: of a resumed run, and where an update was skipped and left the version
-        as it was.
+        waiting: finished groups not yet taken. surplus: extra groups to sample.
+
+        All earlier steps count as taken in full, also in a resumed run, or if a skipped update left the version
+        unchanged.
         """
         self.groups_per_step, self.surplus = groups, surplus
-        # Counted anew in each step rather than added up, so that no lost or dropped group shifts the bound for good.
+        # Recomputed in each step rather than summed up, so that a lost group never shifts the bound permanently.
         self.accepted = version * groups + waiting
 
     def start(self, *, is_admitted: bool = True) -> None:
@@ -62,5 +64,5 @@ class AdmissionGate:
         self.accepted += accepted and is_admitted
 
     def take_back(self) -> None:
-        """A group that was accepted is dropped after all."""
+        """Uncount an accepted group that was dropped after all."""
         self.accepted -= 1

@@ -1,7 +1,7 @@
-"""The work of a rollout process that is under way, in a small file for whoever looks at the run: `megatron-rl watch`.
+"""Status of a rollout process in a small file, for viewers such as `megatron-rl watch`.
 
-The file `status/rollout-N.json` of the run's folder is replaced every few seconds. Its size does not depend on how
-many episodes are in flight: it counts them, and shows the slowest alone.
+The file `status/rollout-N.json` in the run's folder is replaced every few seconds. Its size does not depend on the
+number of episodes in flight: it counts them and shows only the slowest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "status"
 EVERY_S = 2.0
 SLOWEST, TURNS, KINDS = 12, 2, 20
-"""Most episodes, replies of each, and kinds of failures."""
+"""Maximum episodes shown, replies shown per episode, and kinds of failures."""
 LETTERS, TOKENS = 300, 100
-"""Of a prompt or reply, and the tokens that these are decoded from."""
+"""Maximum characters of a prompt or reply, and tokens decoded for them."""
 
 
 class StatusFile:
@@ -55,21 +55,21 @@ class StatusFile:
         self._closing = asyncio.Event()
 
     def begin(self) -> None:
-        """Begin to write; does nothing where it has begun."""
+        """Start writing. Does nothing if already started."""
         if self._task is None:
             self._closing.clear()
             self._task = asyncio.get_running_loop().create_task(self._write_on())
 
     async def close(self) -> None:
-        """Say that the process has ended. May be called twice."""
+        """Stop writing, and record that the process has ended. May be called twice."""
         if self._task is not None:
             self._closing.set()
-            await self._task  # not cancelled: a write that a thread still does would come after the last word
+            await self._task  # not cancelled, as a write still running in a thread would overwrite the final status
             self._task = None
             self._write(self.status() | {"ended": True})
 
     def status(self) -> dict[str, Any]:
-        """Return the state of all, as JSON takes it. On the event loop; takes no longer the more there is under way."""
+        """Return the status as JSON-compatible data, in time independent of the load. Call this on the event loop."""
         executor, now = self._executor(), time.monotonic()
         running = executor.running
         return {
@@ -100,7 +100,7 @@ class StatusFile:
 
     async def _write_on(self) -> None:
         while not self._closing.is_set():
-            # On a slow disk not the loop but this alone waits.
+            # In a thread, so that a slow disk does not block the event loop.
             await asyncio.to_thread(self._write, self.status())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), EVERY_S)
@@ -111,5 +111,5 @@ class StatusFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(json.dumps(status), encoding="utf-8")
             os.replace(unfinished, self.path)
-        except OSError as error:  # nothing depends on it
+        except OSError as error:  # nothing depends on this file
             logger.warning("%s: %s; the run goes on without this file.", self.path, error)

@@ -1,4 +1,4 @@
-"""What a workflow must be, said of the user's own class and line before or as its first episode begins."""
+"""Checks that an object is a workflow. Errors name the user's class and line, and appear by the first episode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORM = "must be a coroutine function: async def arun_episode(self, engine, data)
 
 
 def check_workflow(workflow: Any, *, key: str = "workflow") -> None:
-    """Raise ValueError for what cannot be a workflow. `key` is where it was given."""
+    """Raise ValueError for an object that cannot be a workflow. key: where it was specified."""
     if inspect.isclass(workflow):
         raise ValueError(
             f"{key}: is the class {workflow.__qualname__}; give an object of it, {workflow.__name__}(...)."
@@ -33,8 +33,8 @@ def check_workflow(workflow: Any, *, key: str = "workflow") -> None:
 
 
 def begun(workflow: RolloutWorkflow, engine: Sampler, data: dict[str, Any]) -> Awaitable[Any]:
-    """Return the episode, to be awaited. TypeError where the workflow's method gives nothing to await."""
-    # AReaL's name for it; an episode asks its engine for replies, and commands no servers.
+    """Call the workflow and return its awaitable episode. Raises TypeError if the result is not awaitable."""
+    # The type is AReaL's; an episode only requests replies from its engine and does not control servers.
     episode: Any = workflow.arun_episode(cast(InferenceEngine, engine), data)
     if not inspect.isawaitable(episode):
         raise TypeError(f"{described(workflow.arun_episode)} returned {type(episode).__name__}; {FORM}.")

@@ -1,1 +1,1 @@
-"""One run: its parts are built from the config, its steps driven, measured, saved, and ended in order."""
+"""One run: builds its parts from the config, then drives, measures and saves its steps, and shuts it down."""

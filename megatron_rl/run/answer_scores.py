@@ -1,4 +1,4 @@
-"""The scores of several replies to each prompt: mean reward, pass@k and majority vote."""
+"""Scores of several replies to each prompt: mean reward, pass@k and majority vote."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from decimal import getcontext
 from megatron_rl.rewards import find_last_number, find_tagged, last_boxed
 
 RIGHT = 1.0
-"""Reward from which on a reply solves its prompt."""
+"""Minimum reward of a reply that counts as right."""
 
 
 def pass_at_k(replies: int, right: int, k: int) -> float:
-    """Chance that at least one of k replies is right, drawn without repetition from `replies` of which `right` are.
+    """Estimate the chance that at least one of k replies is right, given `right` correct ones of `replies` samples.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv 2107.03374, eq. 1.
     """
@@ -24,9 +24,9 @@ def pass_at_k(replies: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """Reward of the answer that most replies give; of several as frequent, the mean. Blank answers do not vote.
+    """Return the reward of the most frequent answer; the mean for ties. Blank answers do not vote.
 
-    An answer's reward is the mean of those of the replies that give it. 0 where none gives any.
+    An answer's reward is the mean reward of the replies that give it. 0 if all answers are blank.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
@@ -37,23 +37,23 @@ def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
 
 
 def final_answer(text: str) -> str:
-    """Return what a reply gives as its answer: the last <answer>, else the last \\boxed, the last number, its text."""
+    """Return a reply's final answer: the last <answer>, else the last \\boxed, the last number, or the whole text."""
     if found := (find_tagged(text) or last_boxed(text)).strip():
         return found
     number = find_last_number(text)
     if number is None:
         return text.strip()
-    # Longer ones would be rounded to one vote, or overflow.
+    # Normalizing a longer number would round it, which merges votes, or overflow.
     return str(number.normalize() if len(number.as_tuple().digits) <= getcontext().prec else number)
 
 
 def as_samples(
     samples: Sequence[int], rewards: Sequence[float], answers: Sequence[str]
 ) -> tuple[list[float], list[str]]:
-    """Return the reward and the answer of each sample, in their order, from those of its trajectories.
+    """Return the reward and the answer of each sample, in order of sample number, from its trajectories.
 
-    samples: which one each trajectory is of. The reward is their mean, so that a sample is right where all of them
-    are; the answer is what most of them give, and of several as frequent the first.
+    samples: sample number of each trajectory. A sample's reward is the mean of its trajectories' rewards, so that it is
+    right only if all of them are. Its answer is their most frequent one, the first for ties.
     """
     rows: dict[int, list[int]] = {}
     for row, sample in enumerate(samples):
@@ -66,10 +66,10 @@ def as_samples(
 
 
 def summarize(rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the metrics of a data set from its replies' rewards and answers, by prompt; `[P][n]`, n may differ.
+    """Return the metrics of a data set from its replies' rewards and answers, by prompt: `[P][n]`, where n may vary.
 
-    `accuracy`, or `reward/mean` where rewards are not right or wrong; with 2 replies or more for each prompt, pass@k
-    for k = 2, 4, 8, ... and their number, and maj@ that number.
+    Metrics are `accuracy`, or `reward/mean` if rewards other than 0 and 1 occur. If every prompt has at least n >= 2
+    replies, they include pass@k for k = 2, 4, 8, ... and n, and maj@n.
     """
     flat = [reward for row in rewards for reward in row]
     name = "accuracy" if set(flat) <= {0.0, 1.0} else "reward/mean"
@@ -78,7 +78,7 @@ def summarize(rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str
     if fewest > 1:
         for k in sorted({2**power for power in range(1, fewest.bit_length()) if 2**power <= fewest} | {fewest}):
             metrics[f"pass@{k}"] = _mean([pass_at_k(len(r), sum(x >= RIGHT for x in r), k) for r in rewards])
-        # As many of each prompt, or maj@ would be of another number for some.
+        # The same number for each prompt, so that maj@ means the same.
         votes = [majority(a[:fewest], r[:fewest]) for a, r in zip(answers, rewards, strict=True)]
         metrics[f"maj@{fewest}"] = _mean(votes)
     return metrics

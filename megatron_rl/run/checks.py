@@ -1,4 +1,4 @@
-"""The checks of a run that need no process to be started."""
+"""Checks of a run that need no started process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from megatron_rl.weights.mapping import weight_source
 
 Prompts = list[dict[str, Any]]
 CHECKPOINT_COPIES = 7
-"""Bytes of a checkpoint beside those of the weights in bfloat16: they, the main weights and two moments in float32."""
+"""Bytes of a checkpoint per byte of bfloat16 weights: the weights, and in float32 main weights and two Adam moments."""
 
 
 def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:
-    """Check everything that can be checked before a process is started: ValueError names key, value, rule and remedy.
+    """Check everything that can be checked before a process starts.
 
-    Returns the tokenizer, the training prompts and the held-out prompts of each set.
+    Return the tokenizer, the training prompts and the held-out prompts of each set. Raises ValueError, which names key,
+    value, rule and remedy.
     """
     if platform.has_cuda():
         library.check_cuda()
@@ -47,7 +48,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
             f"or leave the section out."
         )
     estimator = find_estimator(config.algo.advantage, config.advantage_args, import_from=allowed)
-    if estimator.compares_group and config.generation.n_samples < 2:  # of your own: the config knows ours
+    if estimator.compares_group and config.generation.n_samples < 2:  # for user estimators; the config checks ours
         raise ValueError(
             f"generation.n_samples = {config.generation.n_samples}: algo.advantage = {config.algo.advantage} compares "
             f"the replies of one prompt and needs 2 or more; raise it."
@@ -62,7 +63,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     arch = read_architecture(config.model.path).with_head("policy")
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
-    transformer_config(arch, config.actor, config.megatron)  # raises where the layout does not fit the model
+    transformer_config(arch, config.actor, config.megatron)  # raises if the layout does not fit the model
     check_publication(config, arch)
     if config.has_critic:
         check_value_model("critic.model", config.critic_engine, arch, config.megatron)
@@ -77,7 +78,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     if platform.has_cuda():
         config.rollout.check_for_gpus()
     tokenizer = load_tokenizer(config.model.path, config.data.template_args)
-    make_workflow(config, tokenizer, config.generation)  # here for its errors; the rollout process makes its own
+    make_workflow(config, tokenizer, config.generation)  # for its errors only; the rollout process makes its own
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     longest = config.rollout.workflow_args.get("max_tokens", 0)
     is_ours = config.rollout.workflow.startswith(f"{OURS}.")
@@ -98,9 +99,10 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
 
 
 def dry_run(config: TrainConfig) -> str:
-    """Check what `check` does and what else can be tried without a server; return a line that says what was run.
+    """Run `check`, and try whatever else needs no server. Return a line that says what was run.
 
-    Imports run.import_from's modules, and calls the data functions, the workflow's constructor and, once, the rewards.
+    Imports the modules in run.import_from, and calls the data functions, the workflow's constructor and, once, the
+    rewards.
     """
     tokenizer, train, held_out = check(config)
     options, folder = config.rollout, Path(config.run.folder)
@@ -113,7 +115,7 @@ def dry_run(config: TrainConfig) -> str:
         )
     copies = 1 + (1 + config.run.keep_checkpoints) * CHECKPOINT_COPIES * (config.run.checkpoint_every_steps > 0)
     needed = copies * sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    # The run makes its folder; the disk is that of the nearest one there is.
+    # The run creates its folder later, so measure the disk of the nearest existing parent.
     there = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.is_dir())
     if (free := shutil.disk_usage(there).free) < needed:
         raise ValueError(
@@ -132,12 +134,12 @@ def dry_run(config: TrainConfig) -> str:
 
 
 def check_fields(key: str, prompts: Prompts) -> None:
-    """Raise ValueError for the first prompt that lacks what nearly all of its source have, or has it empty."""
+    """Raise ValueError for a prompt that lacks a field, or has it empty, if at least 90 % of its source have it."""
     for source in dict.fromkeys(prompt.get("source") for prompt in prompts):
         members = [(n, it) for n, it in enumerate(prompts, start=1) if it.get("source") == source]
         for name in ("answer", "tests"):
             lacking = [number for number, prompt in members if prompt.get(name) in (None, "", [])]
-            if lacking and 10 * len(lacking) <= len(members):  # where more lack it, it is meant to be optional
+            if lacking and 10 * len(lacking) <= len(members):  # if more lack it, it is meant to be optional
                 raise ValueError(
                     f"{key}, prompt {lacking[0]}: has no {name!r}, as {len(lacking)} of {len(members)} prompts; add "
                     f"it, or leave that row out."
@@ -145,7 +147,7 @@ def check_fields(key: str, prompts: Prompts) -> None:
 
 
 def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
-    """Raise ValueError where a model is not whole, does not fit its layout or cannot read the policy's tokens."""
+    """Raise ValueError for an invalid value model: incomplete, not fitting its layout, or with another vocabulary."""
     folder = engine.model.path
     arch = read_architecture(folder).with_head("value")
     if engine.model.init == "hf":
@@ -159,7 +161,7 @@ def check_value_model(key: str, engine: EngineConfig, policy: Architecture, mega
 
 
 def check_publication(config: TrainConfig, arch: Architecture) -> None:
-    """Raise ValueError where the servers that a run would start cannot compute the adapters it publishes."""
+    """Raise ValueError if the servers that the run starts cannot compute the adapters that it publishes."""
     options = config.rollout
     if options.publication != "adapters" or options.backend != "sglang" or platform.has_cuda():
         return
@@ -172,7 +174,10 @@ def check_publication(config: TrainConfig, arch: Architecture) -> None:
 
 
 def check_greedy(config: TrainConfig, batch: TrajectoryBatch) -> None:
-    """ValueError where ReMax would find no greedy reply in what the workflow returned, `batch` with whole groups."""
+    """Raise ValueError if ReMax finds no greedy reply in the workflow's trajectories.
+
+    batch: must have whole groups.
+    """
     reported = ["is_greedy"] if config.reward_model.path else ["is_greedy", "greedy_reward"]
     if config.algo.advantage != "remax" or any(name in batch for name in reported):
         return

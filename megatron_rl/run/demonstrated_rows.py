@@ -1,4 +1,4 @@
-"""Rows of answers that are trained in an RL step beside its trajectories: which ones, and their share of the loss."""
+"""Demonstrations: rows of answers that an RL step trains in addition to its trajectories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from megatron_rl.types import TrajectoryBatch
 def load_demonstrations(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab: int | None = None
 ) -> AnswerRows | None:
-    """Return the rows of demonstrations.source, None without any. ValueError for one without an answer, or too long."""
+    """Return the rows of demonstrations.source, or None if it is empty.
+
+    Raises ValueError for a row without an answer, or a row that is too long.
+    """
     options, key = config.demonstrations, "demonstrations.source"
     if not options.source:
         return None
@@ -33,7 +36,7 @@ def load_demonstrations(
 class Demonstrations:
     """The demonstrations of a run. Collective: every rank calls `add`, with its share of each update.
 
-    Rows are taken in an order that depends on the seed alone; a resumed run continues after those that were taken.
+    The order of the rows depends on the seed alone. A resumed run continues after the rows already taken.
 
         demonstrations = Demonstrations(config, groups, tokenizer, context=8192)
         updates = demonstrations.add(batch, updates, step=0)
@@ -42,7 +45,7 @@ class Demonstrations:
     def __init__(
         self, config: TrainConfig, groups: ParallelGroups, tokenizer: PreTrainedTokenizerBase | None, *, context: int
     ) -> None:
-        """tokenizer: None leaves marked tokens alone. context: the most tokens of a row."""
+        """tokenizer: with None, no rows are loaded. context: maximum tokens of a row."""
         self.options, self.algo, self.groups = config.demonstrations, config.algo, groups
         self.rows = None if tokenizer is None else load_demonstrations(config, tokenizer, context=context)
         self.order: PromptIterator | None = None
@@ -50,22 +53,25 @@ class Demonstrations:
             self.order = PromptIterator(self.rows.rows, seed=config.run.seed, key="demonstrations.source")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the place in the order of the rows, {} for a run without rows."""
+        """Return the position in the order of the rows, for a checkpoint. {} for a run without rows."""
         return {} if self.order is None else {"demonstrations": self.order.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the rows that a checkpoint's run took; ValueError if its rows were others."""
+        """Continue after the rows that the checkpoint's run took.
+
+        Raises ValueError if the checkpoint was made with other rows.
+        """
         if self.order is None:
             return
         if "demonstrations" in state:
             self.order.load_state_dict(state["demonstrations"])
-        else:  # the run had none, or was saved by an earlier version, which did not count the rows
+        else:  # the run had no rows, or an earlier version, which did not count them, wrote the checkpoint
             self.order.number = state["step"] * self.options.rows_per_step
 
     def add(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
-        """Return the updates with their demonstrations: marked tokens, and as many rows in each as it has its part in.
+        """Return the updates with their demonstrations: marked tokens, and each update's part of the rows.
 
-        ValueError where a workflow marks tokens that no weight is set for.
+        Raises ValueError if a workflow marks tokens although no weight is set for them.
         """
         if self.options.weight == 0:
             if DEMONSTRATED in batch:
@@ -85,7 +91,7 @@ class Demonstrations:
         return [scaled(share, self.options.weight, total) for share, total in zip(mixed, totals, strict=True)]
 
     def _own_rows(self, update: int, updates: int) -> TrajectoryBatch | None:
-        """Return this replica's of an update's rows."""
+        """Return the part of an update's rows that this replica trains."""
         if self.rows is None or self.order is None:
             return None
         first = self.order.number

@@ -1,8 +1,8 @@
-"""Devices that rollout servers and the trainer share (rollout.colocated), and who has them when.
+"""Devices that rollout servers and the trainer share (rollout.colocated), and who uses them when.
 
-While servers generate, every engine waits in host memory. While the trainer works, servers have no cache, and from the
-end of a rollout to the publication no weights either. An engine that is used takes its turn by itself, so no phase of
-the loop can forget to ask.
+While servers generate, every engine waits in host memory. While the trainer works, the servers have no KV cache, and
+from the end of a rollout to the publication no weights either. An engine takes its turn by itself when it is used, so
+no phase of the loop can forget to request the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WEIGHTS = frozenset({"weights"})
 
 
 class DeviceSharing:
-    """Hands the devices from the servers to the trainer and back; does nothing where servers have their own.
+    """Hands the devices from the servers to the trainer and back. Does nothing if the servers have their own.
 
         devices = DeviceSharing(config, groups, timers, supervisor, process)
         devices.give_to_trainer()  # before the first engine is made, with shared_device=devices.engines
         devices.prepare_publication()  # servers get memory for weights
         devices.give_to_servers()  # engines go out, servers get their cache
 
-    Made when the servers have started. Collective: every rank calls every method.
+    Create this after the servers have started. Collective: every rank calls every method.
     """
 
     def __init__(
@@ -44,22 +44,27 @@ class DeviceSharing:
         nodes: Axis | None = None,
         dropped: dict[str, str] | None = None,
     ) -> None:
-        """nodes, dropped: RolloutProcesses's. Each of the nodes' first ranks has a supervisor, and the main rank's
-        process commands all servers."""
+        """nodes, dropped: those of RolloutProcesses.
+
+        Each node's first rank has a supervisor; the main rank's process commands all servers.
+        """
         self.groups, self.timers, self.supervisor, self.process = groups, timers, supervisor, process
         self.nodes, self.dropped = nodes, {} if dropped is None else dropped
         self._starts: dict[str, int] = {}
-        """Of this node's servers, when they last had their memory set."""
+        """URL -> process id of this node's servers when their memory was last set."""
         self.are_shared = config.rollout.colocated
         self.held = ALL_MEMORY if self.are_shared else NO_MEMORY
-        """The parts of their memory that the servers have; all of it, as they start."""
+        """Parts of their memory that the servers hold now: all at first. Empty if they do not share devices."""
         self.engines: SharedDevice | None = None
-        """The trainer's side; None where every engine is on the device all the time."""
+        """The trainer's side of the sharing. None if every engine stays on the device."""
         if self.are_shared or config.run.offload:
             self.engines = SharedDevice(one_at_a_time=config.run.offload, make_room=self._make_room)
 
     def give_to_servers(self) -> None:
-        """Send the engines out and give servers, which have the weights, their cache; replies can be asked for then."""
+        """Move the engines out and give the servers, which have the weights, their cache.
+
+        They can generate afterwards.
+        """
         if not self.are_shared or self.held == ALL_MEMORY:
             return
         assert self.held == WEIGHTS and self.engines is not None, "a publication comes first"
@@ -70,29 +75,32 @@ class DeviceSharing:
                 self.supervisor.take_devices_back()
 
     def give_to_trainer(self) -> None:
-        """Take the devices from the servers, with their weights, which are going to be replaced."""
+        """Take the devices from the servers. They also release their weights, which will be replaced."""
         self._lend(NO_MEMORY)
 
     def prepare_publication(self) -> None:
-        """Give the servers memory for weights. Those that died are started again first, while no engine is there."""
+        """Give the servers memory for weights. Dead servers are restarted first, while no engine is on the device."""
         if not self.are_shared:
             return
         assert self.engines is not None
         if self.held == ALL_MEMORY:
             self._lend(WEIGHTS)
-        supervisor = self.supervisor  # on rank 0 alone: what the others do below is decided together
+        supervisor = self.supervisor  # on rank 0 only, so all ranks decide together below
         dead = self._set_memory(WEIGHTS)
         if self.groups.any(bool(dead) or (supervisor is not None and supervisor.lacks_servers)):
             self.engines.leave()
-            dist.barrier(self.groups.control)  # on every rank: a server that starts takes what memory it finds
+            dist.barrier(self.groups.control)  # on every rank: starting servers take all free memory
             if supervisor is not None:
                 supervisor.start_missing(dead)
             self._set_memory(WEIGHTS)
         elif supervisor is not None:
-            supervisor.start_missing()  # any that dies from here on
+            supervisor.start_missing()  # those that die from now on
 
     def _make_room(self) -> None:
-        """An engine comes in while the servers may generate: to save, say. They keep the weights, which are current."""
+        """Free the cache when an engine comes in while the servers may generate, for example to save.
+
+        The servers keep their weights, which are current.
+        """
         if self.held == ALL_MEMORY:
             self._lend(WEIGHTS)
 
@@ -105,12 +113,12 @@ class DeviceSharing:
             self._set_memory(parts)
 
     def _set_memory(self, parts: frozenset[str]) -> list[str]:
-        """Return the URLs of servers that failed, on the ranks that started some."""
-        dist.barrier(self.groups.control)  # every engine is out
+        """Set the servers' memory. Return the URLs of failed servers, on the ranks that started some."""
+        dist.barrier(self.groups.control)  # until every engine is out
         dead: list[str] = []
         if self.supervisor is not None and self.nodes is not None:
             dead = self._command_servers(parts, self.supervisor, self.nodes)
-        dist.barrier(self.groups.control)  # the servers are
+        dist.barrier(self.groups.control)  # until the servers are done
         self.held = parts
         return dead
 
@@ -126,7 +134,7 @@ class DeviceSharing:
         dist.broadcast_object_list(told, group_src=0, group=nodes.group)
         dead, dropped = told
         for url in own.keys() & dropped.keys():
-            # One that died of its fault may have been started again since, and that start is not to be killed for it.
+            # A server that died of its fault may have been restarted since. Do not kill the new process for it.
             if url in dead or self._starts.get(url) == own[url]:
                 supervisor.replace(url, dropped[url])
         self._starts = own

@@ -1,4 +1,4 @@
-"""`megatron-rl eval`: how well a model, or what a run has made of it, answers the sets of its config."""
+"""`megatron-rl eval`: measures how well a model, or a run's newest weights, answers its config's evaluation sets."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RESULTS, LOCK = "eval.jsonl", "eval.lock"
 
 
 def evaluate(path: Path, overrides: list[str]) -> str:
-    """Evaluate a config's model, or the newest weights in a run's folder; return a table of what came out.
+    """Evaluate a config's model, or the newest weights in a run's folder. Return a table of the results.
 
-    Writes eval.jsonl into run.folder: each prompt's set, place, digest, rewards and final answers. Servers
-    are those of rollout.servers, which must hold the weights, or are started and ended.
+    Writes eval.jsonl into run.folder: each prompt's set, index, digest, rewards and final answers. Uses the servers in
+    rollout.servers, which must hold the weights, or starts servers and stops them at the end.
     """
     config = load_config(*where_it_is(path, overrides))
     prompts = load_held_out(config)
@@ -45,10 +45,10 @@ def evaluate(path: Path, overrides: list[str]) -> str:
         prompt_lengths(f"evaluation {name}", members, tokenizer, config.evaluation_generation, **sizes)
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
     together = [prompt for members in prompts.values() for prompt in members]
-    # Of weights that are whole: adapters are merged into what a run saves.
+    # Publish whole weights: a run merges adapters into the weights that it saves.
     config.rollout = replace(config.rollout, publication="group")
     servers, folder = servers_of(config), Path(config.run.folder)
-    try:  # as two would write one eval.jsonl
+    try:  # two evaluations would write the same eval.jsonl
         lock = file_lock.keep_folder(folder, LOCK, "an evaluation")
     except OSError as error:
         raise ValueError(f"run.folder = {str(folder)!r}: {error}") from error
@@ -59,7 +59,7 @@ def evaluate(path: Path, overrides: list[str]) -> str:
         workflow = make_workflow(config, tokenizer, config.evaluation_generation, recipe, evaluates=True)
         batch = engine.evaluate(together, workflow).result()
     finally:
-        engine.destroy(recipe.close())  # before the servers, which its requests are still at
+        engine.destroy(recipe.close())  # before the servers, which still process its requests
         if supervisor is not None:
             supervisor.stop()
     scored = score_sets(tokenizer, batch, prompts)
@@ -69,11 +69,11 @@ def evaluate(path: Path, overrides: list[str]) -> str:
 
 
 def where_it_is(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
-    """Return the config's file and the overrides; for a run's folder, with the newest weights in it as the model."""
+    """Return the config's file and the overrides. For a run's folder, the newest weights in it become the model."""
     if not path.is_dir():
         return path, overrides
     steps = [file.parent for file in path.glob("step-*/config.json") if file.parent.name[5:].isdecimal()]
-    saved = sorted(steps, key=lambda folder: int(folder.name[5:]))  # as text, step-10 would come before step-9
+    saved = sorted(steps, key=lambda folder: int(folder.name[5:]))  # as text, step-10 precedes step-9
     if (path / "final" / "config.json").is_file():
         saved.append(path / "final")
     if not saved:
@@ -109,7 +109,7 @@ def write_results(path: Path, scored: dict[str, SetScores], prompts: dict[str, l
 
 
 def table(scored: dict[str, SetScores], prompts: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """One line for each set: its prompts, of which some may have failed, and its metrics."""
+    """Return one line per set: the number of scored prompts (some may have failed) and the metrics."""
     lines = []
     for name, one in scored.items():
         values = "  ".join(f"{metric} {value:.4f}" for metric, value in one.metrics.items())

@@ -1,4 +1,4 @@
-"""Evaluations on the held-out prompts: their scores, and replies as text."""
+"""Evaluations on the held-out prompts: their scores, and replies decoded to text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron_rl.types import TrajectoryBatch
 
 
 class Evaluations:
-    """The evaluations of one run, begun and logged in the order of their steps; ranks other than 0 never begin one.
+    """The evaluations of one run, begun and logged in step order. Ranks other than 0 never begin one.
 
-    Due before the first step, after the last, and between as the config says. An asynchronous run does not wait for
-    those between, whose replies may be of several versions then.
+    Evaluations are due before the first step, after the last, and in between as configured. An asynchronous run does
+    not wait for those in between, whose replies may then span several versions.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class Evaluations:
         log_file: RunLog,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """prompts: those of each set, which are asked one set after the other."""
+        """prompts: the prompts of each set. The sets are evaluated one after the other."""
         self.config, self.prompts, self.log_file, self.tokenizer = config, prompts, log_file, tokenizer
         self.scores: list[float] = []
-        """Mean reward on the first set of each evaluation that was logged."""
+        """Mean reward on the first set, for each logged evaluation."""
         self.are_right_or_wrong = True
-        """False once a reply to that set had another reward than 0 or 1."""
+        """False once a reply to the first set had a reward other than 0 or 1."""
         self._under_way: deque[tuple[int, Future[TrajectoryBatch]]] = deque()
 
     @property
     def change(self) -> str:
-        """The first and the last of the scores, at least one."""
+        """The first and the last score as text. Needs at least one logged evaluation."""
         name = "accuracy" if self.are_right_or_wrong else "reward"
         return f"held-out {name} {self.scores[0]:.2f} -> {self.scores[-1]:.2f}"
 
@@ -67,13 +67,13 @@ class Evaluations:
         return [replies for _, replies in self._under_way]
 
     def log_finished(self, *, is_ending: bool = False) -> None:
-        """Log the evaluations that are done, in their order. RuntimeError where one of them failed.
+        """Log the finished evaluations in order. Raises RuntimeError if one of them failed.
 
-        is_ending: the run is about to end, which cuts them short. One that failed then stays under way, for the run's
-        next attempt.
+        is_ending: the run is about to end and cuts evaluations short. A failed one then stays pending, for the resumed
+        run.
         """
         while self._under_way and self._under_way[0][1].done():
-            step, replies = self._under_way[0]  # the oldest alone: the log's order is that of the steps
+            step, replies = self._under_way[0]  # only the oldest, so that the log is in step order
             if is_ending and replies.exception() is not None:
                 return
             self._under_way.popleft()
@@ -94,16 +94,16 @@ class Evaluations:
 
 @dataclass(kw_only=True)
 class SetScores:
-    """The scores of a policy's replies to one set; a prompt that failed is left out."""
+    """Scores of a policy's replies to one set, without the prompts that failed."""
 
     metrics: dict[str, float]
     places: list[int]
-    """The prompts' numbers in the set."""
+    """Indices of the prompts in the set."""
     rewards: list[list[float]]
-    """By prompt, as answers."""
+    """Rewards of each prompt's replies, parallel to `answers`."""
     answers: list[list[str]]
     samples: list[Sample]
-    """The first reply to each prompt."""
+    """First reply to each prompt."""
 
 
 def mean_reward(scores: SetScores) -> float:
@@ -113,11 +113,11 @@ def mean_reward(scores: SetScores) -> float:
 def score_sets(
     tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, prompts: dict[str, list[dict[str, Any]]]
 ) -> dict[str, SetScores]:
-    """Return the scores of each set that any reply is of. `batch` is an evaluation's of all sets' prompts in order.
+    """Return the scores of each set that has a reply. `batch` holds an evaluation of all sets' prompts in order.
 
-    Trajectories with the same `sample` are those of one try, such as a debate's agents, and count as one reply.
+    Trajectories with the same `sample`, such as those of a debate's agents, belong to one try and count as one reply.
     """
-    batch = take_out_greedy(batch)  # ReMax's baselines are no replies
+    batch = take_out_greedy(batch)  # ReMax's baselines do not count as replies
     rows: dict[int, list[int]] = {}
     for number, prompt in enumerate(batch["prompt"].tolist()):
         rows.setdefault(prompt, []).append(number)
@@ -127,7 +127,7 @@ def score_sets(
         places = [place for place in range(len(members)) if first + place in rows]
         replies = [rows[first + place] for place in places]
         first += len(members)
-        if not places:  # every prompt of it has failed
+        if not places:  # all prompts of the set failed
             continue
         decoded = [
             [decode(tokenizer, batch, row, members[place].get("answer", "")) for row in numbers]
@@ -150,9 +150,9 @@ def score_sets(
 
 
 def draw(batch: TrajectoryBatch, count: int, *, seed: int = 0) -> list[int]:
-    """Draw `count` trajectories at random by `seed`: of as many prompts as there are, then of these again."""
+    """Draw `count` trajectories at random: first from as many different prompts as possible, then again from these."""
     waiting: dict[int, list[int]] = {}
-    # A generator of its own: which samples are shown must change no other draw.
+    # A separate generator, so that logging samples does not change other draws.
     for row in random.Random(seed).sample(range(len(batch)), len(batch)):
         waiting.setdefault(int(batch["group"][row]), []).append(row)
     rounds = itertools.zip_longest(*waiting.values())
@@ -162,7 +162,7 @@ def draw(batch: TrajectoryBatch, count: int, *, seed: int = 0) -> list[int]:
 def decode_samples(
     tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, *, prompts: list[dict[str, Any]] | None = None
 ) -> list[Sample]:
-    """Decode all trajectories of a batch. prompts: those that its `prompt_index` numbers, for their answers."""
+    """Decode all trajectories of a batch. prompts: indexed by the batch's `prompt_index`, for their answers."""
     answers = [""] * len(batch)
     if prompts is not None and "prompt_index" in batch:
         answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]
@@ -174,7 +174,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, row: int,
     ids, mask = batch["input_ids"][first:end], batch["loss_mask"][first:end]
     written = written_tokens(batch)[first:end]
     reward = batch["rewards"][first:end][mask].sum() if "rewards" in batch.tokens else batch["rewards"][row]
-    # A turn begins wherever the writer changes.
+    # A turn begins wherever the author of the tokens changes.
     bounds = [0, *((written[1:] != written[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
     turns = [
         Turn(by="policy" if written[a] else "others", text=tokenizer.decode(ids[a:b]))

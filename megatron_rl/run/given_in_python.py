@@ -1,8 +1,8 @@
-"""Rows and functions that a Python program gives a run, in files of the folder `given` in run.folder, named by what
-they hold: the run's other processes find them there, and a resumed run does.
+"""Rows and functions that a Python program passes to a run.
 
-A function of a module is named by its import path. Any other, as one of a notebook or of the program itself, goes by
-value into a module that cloudpickle reads.
+They are stored in files in the folder `given` of run.folder, named by a hash of their content. The run's other
+processes and a resumed run find them there. A function of a module is referred to by its import path. Any other, such
+as one from a notebook or from the program itself, is pickled by value into a module that uses cloudpickle.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if hasattr(_own, "__code__") or isinstance(_own, type):
 
 
 class Given:
-    """What a program gives one run.
+    """The rows and functions that a program passes to one run.
 
         given = Given(Path("runs/mine"))
         sections = given.without_functions({"rollout": {"reward": lambda completions, **_: len(completions)}})
         sections["data"] = {"train": given.rows([{"prompt": "2+2=", "answer": "4"}], key="rows")}
         given.write()  # once the config is known to be right
 
-    `modules` are those that the config has to name in run.import_from.
+    `modules` lists the modules that the config must name in run.import_from.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,19 +50,25 @@ class Given:
         self._files: dict[Path, bytes] = {}
 
     def rows(self, rows: Iterable[Any], *, key: str) -> str:
-        """Return the file of these rows, each a mapping such as a row of Hugging Face datasets. ValueError."""
+        """Return the file for these rows, each a mapping such as a row of Hugging Face datasets.
+
+        Raises ValueError if there are no rows, or if a row cannot be written as JSON.
+        """
         lines = [line_of(row, f"{key}, row {number}") for number, row in enumerate(rows, start=1)]
         if not lines:
             raise ValueError(f"{key}: holds no rows; give at least one.")
         return str(self._add("rows", "\n".join(lines).encode() + b"\n", ".jsonl"))
 
     def without_functions(self, sections: Mapping[str, Any]) -> Any:
-        """Return the sections with an import path in place of each function, class or other callable. ValueError."""
+        """Return the sections with each function, class or other callable replaced by its import path.
+
+        Raises ValueError for a callable that cannot be pickled.
+        """
         paths = {key: self._path_of(value, key) or self._by_value(value, key) for key, value in callables_in(sections)}
         return replaced(sections, paths)
 
     def write(self) -> None:
-        """Write the files, and let this process and those that it starts find the functions."""
+        """Write the files, and make the functions importable in this process and those that it starts."""
         for path, content in self._files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # all ranks may write it
@@ -76,7 +82,7 @@ class Given:
         return path
 
     def _path_of(self, value: Any, key: str) -> str:
-        """Return the import path of a module's function or class and trust the module; '' for any other."""
+        """Return the import path of a module's function or class and trust the module. Return '' for anything else."""
         origin = value.func if isinstance(value, functools.partial) else value
         home = str(getattr(origin, "__module__", MAIN))
         if home == MAIN or not (inspect.isroutine(origin) or inspect.isclass(origin)):
@@ -93,10 +99,13 @@ class Given:
             self.modules.append(module)
 
     def _by_value(self, value: Any, key: str) -> str:
-        """Return the import path of a copy, in a module of its own: who needs it imports nothing for the others."""
+        """Return the import path of a pickled copy.
+
+        Each copy has a separate module, so that its users need not import the other functions.
+        """
         try:
             pickled = cloudpickle.dumps(value)
-        except Exception as error:  # of whatever a user's function holds
+        except Exception as error:  # user objects may raise anything
             raise ValueError(
                 f"{key}: {type(error).__name__}: {error}; other processes compute it, and what it uses cannot be sent "
                 f"there; make such a thing inside of the function."
@@ -108,19 +117,19 @@ class Given:
 
 
 def callables_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what can be called, and what a decorator has made of it (algo/registry.py), by its key."""
+    """Yield each callable, and each registry entry that a decorator made (algo/registry.py), with its key."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from callables_in(part, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
             yield from callables_in(part, f"{key}[{number}]")
-    elif callable(value) or (dataclasses.is_dataclass(value) and "." in key):  # without a dot it is a section
+    elif callable(value) or (dataclasses.is_dataclass(value) and "." in key):  # without a dot it is a config section
         yield key, value
 
 
 def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
-    """Return the value with these paths at their keys."""
+    """Return the value with the parts at these keys replaced by the paths."""
     if isinstance(value, Mapping):
         return {name: replaced(part, paths, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -129,14 +138,14 @@ def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
 
 
 def name_of(value: Any) -> str:
-    """Return the name of a callable, or of its class, where it is one that a module may have."""
+    """Return the name of a callable, or of its class, or 'function' if that is no public identifier."""
     origin = value.func if isinstance(value, functools.partial) else value
     own = getattr(origin, "__name__", type(origin).__name__)
     return own if own.isidentifier() and not own.startswith("_") else "function"
 
 
 def line_of(row: Any, where: str) -> str:
-    """Return a row as a line of JSON. ValueError names what JSON cannot hold."""
+    """Return a row as a line of JSON. Raises ValueError, which names what JSON cannot hold."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: is a {type(row).__name__}; must be a mapping with a prompt or messages.")
     try:
@@ -153,7 +162,7 @@ def line_of(row: Any, where: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return numpy's numbers and arrays as Python's."""
+    """Convert numpy numbers and arrays to Python's. Raises TypeError for anything else."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")

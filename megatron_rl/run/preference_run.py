@@ -1,4 +1,4 @@
-"""Training on pairs of replies, one of which was preferred: a policy, or a reward model, on the same engine as RL."""
+"""Preference training on pairs of replies: of a policy or a reward model, on the same engine as RL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rl.types import StepStats, TrajectoryBatch
 
 
 def check_preference(config: TrainConfig) -> tuple[PreferenceLoss, RowData]:
-    """Return the loss and the pairs, checked before a process group is started. ValueError."""
+    """Check the config before a process group is started. Return the loss and the pairs. Raises ValueError."""
     options = config.preference
     if not options.loss:
         raise ValueError(
@@ -33,7 +33,7 @@ def check_preference(config: TrainConfig) -> tuple[PreferenceLoss, RowData]:
 
 
 class PairTraining(RowTraining):
-    """Trains an engine on pairs, whose prompt is computed once where `share_prompts` says so."""
+    """Trains an engine on pairs. With `share_prompts`, a pair's prompt is computed once."""
 
     weight = "pairs"
 
@@ -44,54 +44,54 @@ class PairTraining(RowTraining):
         self.entry = loss.entry
 
     def ref_logprobs(self, pairs: TrajectoryBatch) -> Tensor:
-        """Return log p of every reply token by the engine as it is now, `[N]` float32; 0 for prompts.
+        """Return the log-probability of every reply token under the current weights, `[N]` float32; 0 for prompts.
 
-        Updates and evaluations want it of their pairs where the loss needs a reference.
+        If the loss needs a reference, updates and evaluations need these for their pairs.
         """
         self.engine.eval()
         return exchange.by_token(pairs, self.groups, self.engine.forward, share_prompts=self.share_prompts)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
-        """Return means over pairs; `accuracy` is the share of pairs whose chosen reply the model finds better."""
+        """Return means over pairs. `accuracy` is the share of pairs in which the model prefers the chosen reply."""
         return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))
 
     def _share(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        if self.entry.head == "value":  # the score is the value behind the last token, which needs a row of its own
+        if self.entry.head == "value":  # the score is the value after the last token, which needs an additional row
             batch = batch.with_one_more_token()[0]
         return super()._share(batch)
 
 
 class Reference:
-    """The log-probabilities that the model of the run's start gives the pairs still to be trained, by their number.
+    """Log-probabilities of the pairs still to be trained under the run's initial model, by pair number.
 
-    The engine computes it before its first update, which needs no second model. Every rank holds 4 bytes for each token
-    of these pairs' replies, and nothing of their prompts.
+    The engine computes them before its first update, so no second model is needed. Every rank holds 4 bytes for each
+    reply token of these pairs, and nothing for their prompts.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}
 
     def keep(self, numbers: list[int], pairs: TrajectoryBatch, logprobs: Tensor) -> None:
-        """logprobs: `[N]` of the batch that these numbers are."""
-        # Each pair is two sequences: every second bound parts two pairs.
+        """Keep the log-probabilities of these pairs. logprobs: `[N]`, for the batch of the pairs `numbers`."""
+        # Each pair is two sequences, so every second bound separates pairs.
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), pairs["loss_mask"].cumsum(0)])[pairs.cu_seqlens[::2]]
         parts = logprobs[pairs["loss_mask"]].split(ends.diff().tolist())
         self._of |= zip(numbers, parts, strict=True)
 
     def add_to(self, pairs: TrajectoryBatch, numbers: list[int]) -> None:
-        """Give the batch that these numbers are its `ref_logprobs`."""
+        """Set the batch's `ref_logprobs`. numbers: the pairs in the batch."""
         known = torch.zeros(len(pairs["loss_mask"]))
         known[pairs["loss_mask"]] = torch.cat([self._of[number] for number in numbers])
         pairs.tokens["ref_logprobs"] = known
 
 
 def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the pairs that the steps from `first_step` on train, parted by the step of the run in which they are new.
+    """Yield the pairs that the steps from `first_step` on train, grouped by the step in which they first occur.
 
-    numbers_of: the pairs of a step. A pair has the same company whichever step the run was resumed at, so a
-    resumed run finds the same bits.
+    numbers_of: returns a step's pairs. The groups do not depend on where the run was resumed, so that a resumed run
+    computes bit-identical values.
     """
-    # By all steps of the run, also those that are done: who shares a batch decides how sums are rounded.
+    # Group by all steps, including finished ones, because the composition of a batch affects rounding.
     needed = {number for step in range(first_step, steps) for number in numbers_of(step)}
     seen: set[int] = set()
     for step in range(steps):
@@ -102,7 +102,7 @@ def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_ste
 
 
 class PreferenceRun(Run):
-    """All parts of one run on pairs on this rank.
+    """All parts of one preference run on this rank.
 
     with PreferenceRun(load_config("configs/count_dpo.yaml", [])) as run:
         if run.begin():
@@ -132,23 +132,26 @@ class PreferenceRun(Run):
         return self.steps.state_dict()
 
     def begin(self) -> bool:
-        """Bring model and reference to where the first step starts. False if a stop signal came before that."""
+        """Bring model and reference to the state of the first step.
+
+        Return False if a stop signal arrived before that.
+        """
         if self.loss.entry.needs_reference and not self._ask_reference():
-            self.stop_after(self.first_step)  # of nothing new: a resumed run keeps the checkpoint that it came from
+            self.stop_after(self.first_step)  # nothing new to save: a resumed run keeps its checkpoint
             return False
-        if self.resumed:  # after the reference, which is the model of the run's start
+        if self.resumed:  # after the reference, which is the run's initial model
             self.load_checkpoint()
         else:
             self.evaluate(step=0)
         return True
 
     def _ask_reference(self) -> bool:
-        """Compute what the loss needs of the reference, which is the model as it is now; False if told to stop."""
+        """Compute the reference log-probabilities with the current weights. Return False if told to stop."""
         for pairs in self.data.held_out.values():
             with self.timers("reference"):
                 pairs.tokens["ref_logprobs"] = self.training.ref_logprobs(pairs)
         for numbers in asked_together(self.steps.numbers, self.config.run.steps, self.first_step):
-            if self.stop_is_near():  # it may take as long as the training itself
+            if self.stop_is_near():  # the loop may take as long as the training
                 return False
             with self.timers("reference"):
                 pairs = self.data.rows.batch(numbers)

@@ -1,5 +1,6 @@
-"""The models of an RL run: the policy with its losses, and those of reference, critic, reward model and teachers that
-the config asks for.
+"""The models of an RL run: the policy with its losses, and the other models that the config asks for.
+
+Those are the reference, the critic, the reward model and the teachers.
 """
 
 from __future__ import annotations
@@ -24,21 +25,20 @@ from megatron_rl.types import FinetuneSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RLModels:
-    """Models that are built, each initialized."""
+    """The initialized models of a run."""
 
     policy: MegatronEngine
     actor: PolicyActor
     reference: MegatronEngine | FrozenBase | None
     critic: Critic | None
     critic_engine: MegatronEngine | None
-    """The critic's."""
     reward_model: MegatronEngine | None
     teachers: Teachers
     demonstrations: Demonstrations
 
 
 def policy_updates(config: TrainConfig) -> int:
-    """Return how many optimizer steps the policy takes in the whole run."""
+    """Return the number of optimizer steps that the policy takes in the whole run."""
     return (config.run.steps - config.critic.warmup_steps) * config.batch.updates_per_step
 
 
@@ -52,10 +52,10 @@ def build_models(
 ) -> RLModels:
     """Build the models of a run. Collective: every rank calls it.
 
-    shared_device: takes turns with others; None where the models have the device for themselves. prompts: the training
-    prompts, with the tokenizer that reads them.
+    shared_device: the device that models and servers use in turn, or None if the models do not share it. prompts: the
+    training prompts. tokenizer: encodes them.
     """
-    own_gpu.stay_near()  # after the start of the servers, which have other GPUs
+    own_gpu.stay_near()  # the servers have started by now, and do not inherit this CPU binding
     options: dict[str, Any] = {"megatron": config.megatron, "shared_device": shared_device}
     policy = MegatronEngine(config.actor, groups=groups, **options)
     policy.initialize(None, FinetuneSpec(total_updates=policy_updates(config)))
@@ -105,7 +105,7 @@ def initialized(engine: MegatronEngine) -> MegatronEngine:
 
 
 def groups_of(layout: ParallelConfig, config: TrainConfig, policys: ParallelGroups) -> ParallelGroups:
-    """Return the policy's groups if another model has its layout too, else groups of its own."""
+    """Return the policy's groups if another model has the same layout, otherwise new groups."""
     if layout == config.parallel:
         return policys
     return parallel.start(layout, seed=config.run.seed, timeout_s=config.collective_timeout_s, control=policys.control)

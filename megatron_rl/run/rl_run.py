@@ -1,7 +1,6 @@
-"""Builds the parts of an RL run from its config, checked before anything is started, and has them ready for the loop.
+"""Builds the parts of an RL run from its config and offers the methods from which the training loop is made.
 
-The order of starting: checks (no process, no GPU), process group, servers, engines. Every method is called by all
-ranks.
+Start-up order: checks (no process, no GPU), process group, servers, engines. Every method is called by all ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 DIES_BEFORE_STOP_SIGNAL_S = 1.0
-"""Some schedulers send a stop signal to every process of a job, also to the servers."""
+"""Some schedulers send the stop signal to every process of a job, so servers may die shortly before it arrives here."""
 
 
 class RLRun(Run):
-    """All parts of one run of RL on this rank.
+    """All parts of one RL run on this rank.
 
         with RLRun(load_config("configs/demo.yaml", [])) as run:
             run.begin()
@@ -62,18 +61,18 @@ class RLRun(Run):
     rollouts: Rollouts
 
     def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
-        """The arguments are Run's."""
+        """See `Run`."""
         super().__init__(config, resume=resume, ends_process=ends_process)
         self.has_hung = False
-        """The rollout under way has lasted too long and is left."""
+        """True if the current rollout has lasted too long and is abandoned."""
         self.trained_version = 0
-        """The policy's when the step's trajectories were complete."""
+        """Policy version when this step's batch was taken."""
         self.is_built = False
-        """Models and rollouts are there."""
+        """True once models and rollouts exist."""
 
     @property
     def is_ending(self) -> bool:
-        """True once this rank was told of a stop signal or a hang: waiting for replies or servers may fail then."""
+        """True once this rank knows of a stop signal or a hang. Waiting for replies or servers may then fail."""
         return self.stop_signal.came() or self.has_hung
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ class RLRun(Run):
                 f"rollouts and needs one prompt at least; raise it, or start fewer ranks."
             )
         self.processes = RolloutProcesses(config, self.groups, on_death=self._on_death, say=self.say)
-        self.at_end.push(self._stop_rollouts)  # before `_open`, so that the stop signal is heard until they are down
+        self.at_end.push(self._stop_rollouts)  # before `_open`, so that it runs after the cleanup of `_open`
         self._open(
             on_half_time=self._leave_on_stop_signal,
             waits_for=lambda phase: self.rollouts.waits_for(phase) if self.is_built else "",
@@ -113,7 +112,7 @@ class RLRun(Run):
             nodes=processes.nodes,
             dropped=processes.dropped,
         )
-        self.devices.give_to_trainer()  # no engine may find the memory taken
+        self.devices.give_to_trainer()  # so that no engine finds the memory taken
         self._build_models(self.train_prompts, self.tokenizer)
         self.rollouts = Rollouts(
             config, self.groups, self.processes, self.devices, self.engine, is_ending=lambda: self.is_ending
@@ -136,11 +135,11 @@ class RLRun(Run):
 
     def _stop_rollouts(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self.is_built and self.engine.publisher is not None and error_type is None:
-            self.engine.publisher.close()  # servers that go on after this run forget its group
+            self.engine.publisher.close()  # servers that outlive this run then forget its group
         self.processes.stop()
 
     def _on_death(self, message: str) -> None:
-        """End the run, whose servers or rollout process have died; save first where it was told to stop as well."""
+        """End the run, because its servers or rollout process have died. After a stop signal, save first."""
         if self.stop_signal.came(within_s=DIES_BEFORE_STOP_SIGNAL_S):
             self._leave_on_stop_signal()
         elif self.ends_process:
@@ -167,38 +166,38 @@ class RLRun(Run):
     # -- the loop's parts ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Bring models and servers to where the first step starts: resumed from a checkpoint, or warm-started."""
+        """Bring models and servers to the state of the first step: resumed from a checkpoint, or warm-started."""
         if self.resumed:
             self._continue(self.resumed)
         else:
             self._begin_from_warm_start()
         for fault in self.processes.on_main.journal_faults() if self.groups.is_main else []:
             self.say(f"rollout journal: {fault}; the prompts of what is missing are sampled again.")
-        with self.timers("publish"):  # before the first request: servers of the run's own have no weights yet
+        with self.timers("publish"):  # before the first request: servers that the run started have no weights yet
             self.rollouts.publish()
-        # A checkpoint is written after its step's evaluation has begun, which may not have ended.
+        # A checkpoint may be written while its step's evaluation is unfinished.
         if not self.resumed or self.first_step in self.resumed["evaluating"]:
             self.evaluate(step=self.first_step)
-        starting_up = self.timers.snapshot()  # which is not part of the first step
-        stats_tracker.take()  # what the trial of the rewards has logged
+        starting_up = self.timers.snapshot()  # excludes start-up time from the first step
+        stats_tracker.take()  # discards what the trial of the rewards has logged
         self.traces.begin(self.first_step)
         if self.resumed_from:
             self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
 
     def _begin_from_warm_start(self) -> None:
-        """Warm-start the policy where the config asks for it, and give reference and critic its weights."""
+        """Warm-start the policy if the config asks for it, and copy its weights to reference and critic."""
         if not self.warm_start.run():
             return
         self.engine.reset_optimizer(policy_updates(self.config))
         self.engine.set_version(0)
-        if isinstance(self.reference, MegatronEngine):  # below adapters it is the policy's own model
+        if isinstance(self.reference, MegatronEngine):  # with adapters, the reference is the policy's base model
             self.reference.copy_weights(self.engine)
         critic = None if self.config.critic.model else self.critic
         is_needed_later = self.reference is not None and self.config.run.checkpoint_every_steps > 0
         if critic is not None or is_needed_later:
             self.warm_start.save()
         if critic is not None:
-            critic.engine.load(self.warm_start.folder)  # through files: the layouts may differ
+            critic.engine.load(self.warm_start.folder)  # through files, because the layouts may differ
 
     def _sampled_reward(self) -> float:
         return self.rollouts.mean_reward(self.config.generation.new(n_samples=2))
@@ -216,35 +215,38 @@ class RLRun(Run):
         return {"policy": self.engine} | ({"critic": self.critic_engine} if self.critic_engine is not None else {})
 
     def checkpoint(self, *, step: int) -> bool:
-        # Before the checkpoint that may be written: its place in the prompts is the one between these two steps.
+        # Before a checkpoint may be written, because the position in the prompts is the one between the two steps.
         self.resume_state.note_step(self.processes.process)
         return super().checkpoint(step=step)
 
     def _state(self) -> dict[str, Any]:
-        if self.processes.process is not None:  # entries older than the oldest checkpoint are of no use to anyone
+        if self.processes.process is not None:  # entries older than the oldest checkpoint are useless
             self.processes.process.rotate_journal(self.checkpoints.oldest)
         state = {"version": self.engine.get_version(), "held_out_scores": self.evaluations.scores}
         state |= {"evaluating": self.evaluations.steps_under_way, "algorithm": self.actor.state_dict()}
         return state | self.demonstrations.state_dict() | self.resume_state.state_dict()
 
     def _leave_hung_rollout(self, message: str) -> None:
-        """Leave the rollout under way, which has lasted too long while nothing else is wrong. From any thread."""
+        """Abandon the current rollout, which has lasted too long while nothing else is wrong.
+
+        Callable from any thread.
+        """
         self.has_hung = True
         self.say(message)
         self.processes.leave_step(message)
 
     def next_batch(self, step: int) -> StepBatch | None:
-        """Return the step's trajectories, or None where a stop signal ends the run early.
+        """Return the step's trajectories, or None if a stop signal ends the run early.
 
-        Every rank has the numbers of all of them, and the tokens of those that its replica trains. A rollout that a
-        stop signal or the end of its time cuts short is left, and so is the step: the checkpoint is that of its
-        beginning.
+        Every rank has the per-sequence columns of all trajectories, and the tokens of those that its replica trains. If
+        a stop signal or the time limit cuts a rollout short, the whole step is abandoned, and the checkpoint is that of
+        its beginning.
         """
         own: TrajectoryBatch | None = None
-        is_left = False  # on this rank; the others may have their replies, and are told below
+        is_left = False  # on this rank; other ranks may have their replies
         self.trained_version = self.engine.get_version()
         with self.timers("rollout"):
-            self.resume_state.note_step(self.processes.process)  # where the step goes back to if it is left
+            self.resume_state.note_step(self.processes.process)  # an abandoned step restarts here
             try:
                 own = self.rollouts.batch()
             except RuntimeError:
@@ -255,19 +257,19 @@ class RLRun(Run):
                 self.stop_after(step, "a hang" if self.has_hung else "")
                 return None
             if own is not None and self.reward_model is None:
-                own = take_out_greedy(own)  # which nobody computes anything of: their tokens stay here
+                own = take_out_greedy(own)  # not needed for any computation, so their tokens are not exchanged
             options = self.config.batch
             return exchange.share_out(
                 own,
                 self.groups,
                 updates=options.updates_per_step,
-                seed=self.config.run.seed * 1_000_003 + step,  # of the step alone: a resumed run's shares are the same
+                seed=self.config.run.seed * 1_000_003 + step,  # from the step alone, so that a resumed run splits alike
                 share_prompts=options.share_prompts,
             )
 
     def add_reward_model_scores(self, batch: StepBatch) -> StepBatch:
-        """Add the reward model's scores, where there is one, to the workflow's rewards; return what is trained."""
-        check_greedy(self.config, batch)  # here, as the greedy replies are taken out below
+        """Add the reward model's scores, if there is one, to the rewards. Return the trajectories to train."""
+        check_greedy(self.config, batch)  # before the greedy replies are removed below
         if self.reward_model is not None:
             with self.timers("score"):
                 scores = batch.in_layout(self._groups_of(self.reward_model)).by_sequence(self.reward_model.score)
@@ -277,7 +279,7 @@ class RLRun(Run):
         return trained
 
     def compute_advantages(self, batch: StepBatch) -> None:
-        """Set `advantages`, and with a critic its `values` and `returns`."""
+        """Set `advantages`, and with a critic also `values` and `returns`."""
         if self.critic is not None:
             with self.timers("values"):
                 there = batch.in_layout(self._groups_of(self.critic_engine))
@@ -296,28 +298,31 @@ class RLRun(Run):
         self.actor.compute_advantages(batch)
 
     def split_into_updates(self, batch: StepBatch, step: int) -> list[TrajectoryBatch]:
-        """Return this data-parallel rank's share of each of the policy's updates: none while the critic warms up."""
+        """Return this data-parallel rank's share of each policy update. Empty while the critic warms up."""
         return [] if step < self.config.critic.warmup_steps else batch.shares()
 
     def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
-        """Return the updates with what is imitated beside the step's trajectories, as the section demonstrations says.
+        """Add the demonstrations to the updates, as the config section `demonstrations` says.
 
-        Behind all passes over the step, which are of what was sampled.
+        Call this after all passes over the step, which concern only sampled tokens.
         """
         return self.demonstrations.add(batch, updates)
 
     def teacher_targets(self, updates: list[TrajectoryBatch]) -> list[TeacherTargets] | None:
-        """Return what teachers say of each update's tokens, before the first, or None unless teacher.kl_in = loss."""
+        """Return the teachers' targets for each update's tokens. None unless teacher.kl_in is `loss`.
+
+        Call this before the first update.
+        """
         if not self.config.teacher.is_there or self.config.teacher.shapes_advantages:
             return None
         with self.timers("teacher"):
             return [self.teachers.targets(share) for share in updates]
 
     def update_critic(self, batch: StepBatch, step: int) -> list[StepStats]:
-        """Train the critic, where there is one, on the same split of the step in its own layout."""
+        """Train the critic, if there is one, on the same split of the step in its own layout."""
         if self.critic is None:
             return []
-        if step < self.config.critic.warmup_steps:  # admission counts versions, so one passes though the policy stays
+        if step < self.config.critic.warmup_steps:  # admission counts versions, so raise it without an update
             self.engine.set_version(self.engine.get_version() + 1)
         with self.timers("critic"):
             there = batch.in_layout(self._groups_of(self.critic_engine))
@@ -325,7 +330,7 @@ class RLRun(Run):
             return self.critic.update(there.shares())
 
     def evaluate(self, *, step: int) -> None:
-        """Answer the held-out prompts where it is time to, and log what is there."""
+        """Begin to answer the held-out prompts if an evaluation is due, and log the finished evaluations."""
         if not self.evaluations.is_due(step):
             return
         with self.timers("evaluate"):
@@ -343,10 +348,10 @@ class RLRun(Run):
         stats: list[StepStats],
         critic_stats: list[StepStats],
     ) -> None:
-        """Write the step's metrics. Means over the step's updates weigh trained tokens.
+        """Write the step's metrics. Means over the step's updates are weighted by trained tokens.
 
-        RuntimeError where trainer and servers differ by more than correction.alarm, or too many updates in a row were
-        skipped.
+        Raises RuntimeError if trainer and servers differ by more than correction.alarm, or if too many updates in a row
+        were skipped.
         """
         metrics = (
             batch_metrics(batch, self.trained_version)
@@ -364,13 +369,13 @@ class RLRun(Run):
         if critic_stats:
             metrics |= critic_metrics(critic_stats)
         own = user_metrics(self.groups)
-        counts = self.rollouts.counts()  # collectives, and so outside of what the main rank does alone
+        counts = self.rollouts.counts()  # collective, so outside of the main rank's branch
         if self.groups.is_main:
             self.evaluations.log_finished(is_ending=self.is_ending)
             metrics |= metrics_of(counts) | own
             if self.engine.publisher is not None and self.engine.publisher.last is not None:
                 metrics |= publication_metrics(self.engine.publisher.last)
-        metrics |= self.timers.snapshot()  # here a step's time ends and the next one's begins
+        metrics |= self.timers.snapshot()  # this step's time ends here and the next one's begins
         metrics["rollout/trainer_idle_share"] = metrics["time/rollout"] / metrics["time/step"]
         self.traces.end(step)
         self.traces.begin(step + 1)
@@ -379,7 +384,7 @@ class RLRun(Run):
         if self.groups.is_main:
             samples = decode_samples(self.tokenizer, shown, prompts=self.prompts.prompts)
         self.log_file.log_step(step, metrics, samples)
-        # What ends the run comes behind the log, which is to show why.
+        # These may end the run, so they follow the log, which shows why.
         is_skipped = bool(stats) and not stats[0].applied
         mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)
         self.check_updates("policy", stats)

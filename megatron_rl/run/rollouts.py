@@ -1,8 +1,8 @@
-"""The rollout side of a run: the processes beside the trainer, and the traffic between them and the trainer.
+"""The rollout side of a run: its processes, and the exchange of weights and replies with them.
 
-`RolloutProcesses` starts and stops the servers and this rank's rollout process, before there is an engine. `Rollouts`
-publishes the engine's weights to them and asks them for replies. Servers that share the trainer's devices are on all of
-its nodes: the first rank of each node starts those of the node, and hands them their weights.
+`RolloutProcesses` starts and stops the servers and this rank's rollout process, before an engine exists. `Rollouts`
+publishes the engine's weights to them and requests replies. Servers that share the trainer's devices run on all of its
+nodes: the first rank of each node starts the node's servers, and sends them their weights.
 """
 
 from __future__ import annotations
@@ -49,23 +49,25 @@ from megatron_rl.weights.route_form import route_form
 logger = logging.getLogger(__name__)
 
 SERVER_LOOK_S = 0.2
-"""Seconds after which a rank that waits for replies looks again whether a server is left to give them."""
+"""Interval at which a rank that waits for replies checks whether a server is left."""
 PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
-"""In which the trainer waits for its rollout process."""
+"""Phases in which the trainer waits for its rollout process."""
 PUBLICATION_ATTEMPTS = 3
-"""The number of times that a version may cost every server before the run ends."""
+"""Publication attempts of one version. If all servers fail in each, the run ends."""
 
 
 class RolloutProcesses:
-    """The processes beside this rank: on rank 0, or on the first rank of each node, the servers that the run starts; on
-    rollout ranks the rollout process.
+    """The processes that this rank starts.
+
+    Rank 0 starts the run's servers; with colocated servers, each node's first rank does. Rollout ranks start a rollout
+    process.
 
         processes = RolloutProcesses(config, groups, on_death=process_exit.stop, say=print)
         processes.start(tokenizer, prompts, held_out, resume_state)
         ...
         processes.stop()
 
-    Collective: every rank calls every method; `process` and `supervisor` are None on the other ranks.
+    Collective: every rank calls every method. On the other ranks `process` and `supervisor` are None.
     """
 
     def __init__(
@@ -76,18 +78,18 @@ class RolloutProcesses:
         on_death: Callable[[str], None],
         say: Callable[[str], None],
     ) -> None:
-        """on_death(message) is called from a thread when all servers, or the rollout process, have died."""
+        """on_death(message) is called from a thread if all servers, or the rollout process, have died."""
         self.config, self.groups, self.folder = config, groups, Path(config.run.folder)
         self._on_death, self._say = on_death, say
         self.routes = route_form(read_architecture(config.model.path), config.algo.routing_replay)
         self.supervisor: Supervisor | None = None
         self.process: RolloutProcess | None = None
         self.nodes: Axis | None = None
-        """Where servers share the trainer's devices, on the first ranks of the nodes."""
+        """Axis of the nodes' first ranks, on those ranks, if servers share the trainer's devices. Otherwise None."""
         self.urls: list[list[str]] = []
-        """Of all servers, by the node that the run has started them on."""
+        """URLs of all servers, grouped by the node that the run started them on."""
         self.dropped: dict[str, str] = {}
-        """On the main rank: servers of other nodes that are to be started again, and why."""
+        """On the main rank: URL -> reason for each server of another node that must be restarted."""
 
     def start(
         self,
@@ -96,8 +98,8 @@ class RolloutProcesses:
         held_out: list[dict[str, Any]],
         resume_state: PromptResumeState,
     ) -> None:
-        """Start the servers, or take those of the config or the registry, and connect every rollout rank to all."""
-        if self.groups.is_rollout_rank:  # first, so that it makes itself ready while the servers do
+        """Start the servers, or find them by the config or the registry. Connect every rollout rank to all of them."""
+        if self.groups.is_rollout_rank:  # first, so that it gets ready while the servers start
             self._start_process(tokenizer, prompts, held_out, resume_state)
         urls: list[Any] = [[list(self.config.rollout.servers)]]
         if self.config.rollout.colocated:
@@ -106,7 +108,7 @@ class RolloutProcesses:
             urls = [[self._registered_servers()]]
         elif self.groups.is_main and not self.config.rollout.servers:
             urls = [[self._start_servers(servers_of(self.config), self.folder / "servers")]]
-        # The others wait here for as long as servers take to start; the hang watch begins with the first phase.
+        # The other ranks wait here until the servers have started. The hang watch begins with the first phase.
         dist.broadcast_object_list(urls, src=0, group=self.groups.control)
         self.urls = urls[0]
         if self.process is not None:
@@ -139,11 +141,11 @@ class RolloutProcesses:
         )
 
     def _start_on_nodes(self) -> list[list[str]]:
-        """Start this node's share of the servers, on its first rank; there, return all by node."""
+        """Start this node's share of the servers on its first rank. There, return all URLs by node; elsewhere []."""
         config, options = self.config, servers_of(self.config)
         self.nodes = nodes = parallel.first_ranks_of_nodes(self.groups, timeout_s=config.collective_timeout_s)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.groups.world_size))
-        options.check_share(self.groups.world_size // here, len(gpus_of_host()))  # on all ranks, or some would wait
+        options.check_share(self.groups.world_size // here, len(gpus_of_host()))  # on all ranks, so that none waits
         if nodes is None:
             return []
         if nodes.size == 1:
@@ -181,43 +183,43 @@ class RolloutProcesses:
         return wait_for_servers(options.registry, run, options.server_count, timeout_s=options.start_timeout_s)
 
     def stop(self) -> None:
-        """End what was started; nothing where nothing was."""
-        if self.process is not None:  # before the servers, whose end it would take for their failure
+        """Stop what was started, if anything."""
+        if self.process is not None:  # before the servers, whose end would look like a failure
             self.process.close()
         if self.supervisor is not None:
             self.supervisor.stop()
 
     def _on_drop(self, url: str, reason: str) -> None:
-        if self.supervisor is not None:  # servers of others are for others to start again
+        if self.supervisor is not None:  # servers that others started are not restarted here
             self.supervisor.replace(url, reason)
         if any(url in urls for urls in self.urls[1:]):
             self.dropped[url] = reason
 
     @property
     def on_main(self) -> RolloutProcess:
-        """The main rank's own."""
+        """The main rank's rollout process. Use this on the main rank only."""
         assert self.process is not None
         return self.process
 
     def leave_step(self, why: str) -> None:
-        """Let the rollout of the step that is under way fail. From any thread."""
+        """Make the current step's rollout fail. Callable from any thread."""
         if self.process is not None:
             self.process.fail(why)
 
     def silent(self) -> Silence:
-        """Return who of rollout process and servers has not been heard of, for how long. From any thread."""
+        """Return silent parts of the rollout process and the servers, with durations. Callable from any thread."""
         parts = [part for part in (self.process, self.supervisor) if part is not None]
         return {who: silence for part in parts for who, silence in part.silent().items()}
 
 
 class Rollouts:
-    """Brings the policy's weights to the servers and replies to the trainer.
+    """Sends the policy's weights to the servers and brings replies to the trainer.
 
         rollouts = Rollouts(config, groups, processes, devices, engine, is_ending=lambda: False)
         rollouts.publish()
         batch = rollouts.batch()  # this rollout rank's part of a step; None on ranks that drive no rollouts
 
-    Collective: every rank calls every method, unless it says otherwise.
+    Collective: every rank calls every method unless its docstring says otherwise.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class Rollouts:
         *,
         is_ending: Callable[[], bool],
     ) -> None:
-        """is_ending(): True once the run is about to be ended; servers and replies may fail then."""
+        """is_ending(): True once the run is about to end; servers and replies may then fail."""
         self.config, self.groups, self.devices = config, groups, devices
         self.engine, self.is_ending = engine, is_ending
         self.processes, self.supervisor, self.process = processes, processes.supervisor, processes.process
@@ -240,7 +242,10 @@ class Rollouts:
             engine.publisher = IPCPublisher(receiver, bucket_bytes=config.actor.bucket_bytes, nodes=nodes)
 
     def waits_for(self, phase: str) -> str:
-        """Say what the rollout process has under way in a phase that waits for it. From any thread."""
+        """Describe the rollout process's work in a phase that waits for it, else return ''.
+
+        Callable from any thread.
+        """
         if self.process is None or phase not in PHASES_OF_ROLLOUTS:
             return ""
         publisher, publication = self.engine.publisher, ""
@@ -252,9 +257,9 @@ class Rollouts:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Bring the servers to the policy's weights and version: all that take part, at least one.
+        """Publish the policy's weights and version to all participating servers, at least one.
 
-        Servers that fail are left out, and those restarted since the last time take part again.
+        Servers that fail are dropped. Servers restarted since the last publication take part again.
         """
         engine, groups = self.engine, self.groups
         self.devices.prepare_publication()
@@ -263,12 +268,12 @@ class Rollouts:
         with watched:
             is_published, attempt = [False], 0
             while not is_published[0]:
-                if not self._select_servers():  # again for each attempt: others may have come back
+                if not self._select_servers():  # for each attempt, because servers may have returned
                     return
                 is_published, attempt = [True], attempt + 1
                 try:
                     engine.update_weights(self.process if groups.is_main else None, version)
-                except NoServerLeft as error:  # those that are restarted, or come back, get it in another attempt
+                except NoServerLeft as error:  # restarted or returning servers get the weights in another attempt
                     if attempt == PUBLICATION_ATTEMPTS:  # the weights may be what kills them
                         raise
                     logger.warning("%s", error)
@@ -276,16 +281,16 @@ class Rollouts:
                 dist.broadcast_object_list(is_published, src=0, group=groups.control)
         if groups.is_main:
             served_by = [self.processes.on_main.serving]
-        # No rank may ask for a reply before the servers have the version.
+        # No rank may request a reply before the servers have the version.
         dist.broadcast_object_list(served_by, src=0, group=groups.control)
-        if self.process is not None and not groups.is_main:  # the main rank's process has published, and knows
+        if self.process is not None and not groups.is_main:  # the main rank's process has published
             self.process.mark_published(served_by[0], version)
 
     def _select_servers(self) -> bool:
-        """Settle who takes part in the publication, at least one server.
+        """Select the servers of the publication, at least one.
 
-        False on all ranks where none is left in a run that is about to end: servers that were ended together with it do
-        not come back, and it only has to save.
+        Return False on all ranks if none is left and the run is ending. Servers that were stopped with the run do not
+        return, and the run only has to save.
         """
         is_over = False
         if self.groups.is_main:
@@ -302,33 +307,33 @@ class Rollouts:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def batch(self) -> TrajectoryBatch | None:
-        """Generate this rollout rank's part of the step's groups; None on ranks that drive no rollouts."""
+        """Generate this rollout rank's part of the step's groups. Return None on ranks that drive no rollouts."""
         self.devices.give_to_servers()
         pending: list[Future[TrajectoryBatch]] = [self.process.prepare_batch()] if self.process is not None else []
-        self.wait_for(pending)  # together: the trainer takes the devices from the servers next
+        self.wait_for(pending)  # on all ranks: next, the trainer takes the devices from the servers
         self.devices.give_to_trainer()
         return pending[0].result() if pending else None
 
     def counts(self) -> list[Counts]:
-        """Return what each rollout process did since the last call, on the main rank; empty on others."""
+        """Return the counts of each rollout process since the last call, on the main rank. Empty on others."""
         own = self.process.counts() if self.process is not None else None
         of_ranks: list[Counts | None] | None = [None] * self.groups.world_size if self.groups.is_main else None
         dist.gather_object(own, of_ranks, dst=0, group=self.groups.control)
         return [counts for counts in of_ranks or [] if counts is not None]
 
     def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
-        """Begin to answer the held-out prompts: one future on the main rank, none on others."""
+        """Begin to answer the held-out prompts. Return one future on the main rank, none on others."""
         self.devices.give_to_servers()
         return [self.process.evaluate(generation)] if self.process is not None and self.groups.is_main else []
 
     def wait_for(self, pending: list[Future[TrajectoryBatch]]) -> None:
-        """Return once all of `pending` are done, of which a rank may have none.
+        """Wait until all of `pending` are done; the list may be empty on some ranks.
 
-        Should every server be lost meanwhile, they go on while all ranks publish the weights once more, to servers that
-        were restarted.
+        If every server is lost meanwhile, all ranks publish the weights again, to restarted servers, and the requests
+        continue.
         """
         stalled = torch.ones(1)
-        while stalled:  # a round ends once each rank is done or has stalled: a publication needs all of them
+        while stalled:  # a round ends once each rank is done or stalled: all must join a publication
             stalled.zero_()
             while pending and not stalled and wait(pending, SERVER_LOOK_S).not_done:
                 stalled.fill_(self.process is not None and self.process.needs_weights)
@@ -340,23 +345,23 @@ class Rollouts:
     def mean_reward(self, generation: GenerationConfig) -> float:
         """Publish the weights and return the mean reward of sampled replies to the held-out prompts.
 
-        The same on every rank; 0 where the run is ending and the replies were cut short.
+        The result is the same on every rank; 0 if the run is ending and the replies were cut short.
         """
         self.publish()
         sampled = self.evaluate(generation)
         self.wait_for(sampled)
         reward = [0.0]
         for found in sampled:
-            if found.exception() is None or not self.is_ending():  # raises the failure of a run that goes on
+            if found.exception() is None or not self.is_ending():  # otherwise `result` raises
                 reward = [mean_reward(take_out_greedy(found.result()))]
         dist.broadcast_object_list(reward, src=0, group=self.groups.control)
         return reward[0]
 
 
 def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:
-    """Return the GPUs that each started server sees, its own first; None where the config leaves that open.
+    """Return the GPUs that each started server sees, its own first. None if the config does not determine them.
 
-    Those that share theirs with the trainer see the others' too: a publication over ipc comes from the first rank's.
+    Servers that share the trainer's GPUs see all of them, because an ipc publication comes from the first rank's GPU.
     """
     each, gpus = options.gpus_per_server, options.devices
     if options.colocated and not gpus and len(visible := gpus_of_host()) >= options.server_gpus:

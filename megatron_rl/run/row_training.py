@@ -1,5 +1,6 @@
-"""Training on rows of data, which needs no rollouts: the checks, the updates and the steps of supervised and preference
-runs. A warm start makes its updates here too.
+"""Training on rows of data, without rollouts: checks, updates and steps of supervised and preference runs.
+
+Warm starts use the updates as well.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class RowData:
     """The rows of one run."""
 
     order: PromptIterator
-    """The order of the training rows."""
+    """Iterates over the training rows in training order."""
     rows: ReplyRows
     held_out: dict[str, TrajectoryBatch]
-    """A batch of all rows of each held-out set."""
+    """One batch per held-out set, with all of its rows."""
     rows_per_step: int
 
 
 def check_rows(config: TrainConfig, *, head: str) -> RowData:
-    """Return the rows of a run, after the checks that runs on rows have in common. ValueError."""
+    """Run the checks common to all runs on rows, and return the rows. Raises ValueError."""
     if platform.has_cuda():
         library.check_cuda()
     setting = config.chosen_data.partition(" ")[0]
@@ -60,7 +61,7 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
             f"warm_start.updates = {config.warm_start.updates}: must be 0 with {setting}; run megatron-rl sft before, "
             f"and name what it writes as model.path."
         )
-    # Called for what they refuse: minutes before an engine would find the same.
+    # Called for their errors, minutes before an engine would raise them.
     arch = read_architecture(config.model.path).with_head(head)
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
@@ -73,15 +74,15 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
 
 
 def start_engine(config: TrainConfig, groups: parallel.ParallelGroups, *, head: str) -> MegatronEngine:
-    """Return the engine that such a run trains, with its weights loaded. Collective: every rank calls it."""
+    """Create the engine to train, with its weights loaded. Collective: every rank calls it."""
     own_gpu.stay_near()
     engine = MegatronEngine(config.actor, groups=groups, head=head, megatron=config.megatron)
-    engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))  # by which its learning rate is scheduled
+    engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))  # sets the learning-rate schedule
     return engine
 
 
 class RowTraining:
-    """Trains an engine by a loss of rows. Collective: every rank calls every method, with the same whole batches.
+    """Trains an engine with a loss on rows. Collective: every rank calls every method, with the same whole batches.
 
     training = answer_training(engine, groups)
     for batch in batches:
@@ -89,7 +90,7 @@ class RowTraining:
     """
 
     weight = "tokens"
-    """The unit that the loss is a mean over."""
+    """Unit over which the loss is averaged."""
 
     def __init__(
         self,
@@ -100,8 +101,10 @@ class RowTraining:
         *,
         share_prompts: bool = False,
     ) -> None:
-        """weigh: counts what the loss is a mean over; trained tokens unless it is given. share_prompts: compute the
-        common prompt of a row's replies once."""
+        """weigh: counts the units over which the loss is averaged; by default trained tokens.
+
+        share_prompts: compute the common prompt of a row's replies once.
+        """
         self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
         self.loss, self.weigh = loss, weigh
 
@@ -116,8 +119,8 @@ class RowTraining:
         return self.engine.eval_batch(self._share(batch), self.loss, self.weigh)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
-        """Return what an update or an evaluation says of its rows."""
-        # Perplexity as a tensor: exp of a large loss is infinite there, and an OverflowError in math.
+        """Return the metrics of an update or an evaluation."""
+        # As a tensor, because exp of a large loss is infinite there but an OverflowError in math.
         return {"loss": stats.loss, "perplexity": float(torch.tensor(stats.loss).exp())}
 
     def _share(self, batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -125,12 +128,12 @@ class RowTraining:
 
 
 def answer_training(engine: TrainEngine, groups: parallel.ParallelGroups) -> RowTraining:
-    """Return what trains a policy on answers: the loss is the mean of -log p over the answers' tokens."""
+    """Return a RowTraining for supervised learning: the loss is the mean of -log p over the answers' tokens."""
     return RowTraining(engine, groups, LogprobLoss(supervised, by_row=True))
 
 
 class RowSteps:
-    """The steps and evaluations of a run on rows, and the metrics that they log. Collective, as RowTraining is.
+    """The steps and evaluations of a run on rows, with their metrics. Collective, like RowTraining.
 
     steps = RowSteps(config, data, training, run.log_file, run.timers, resumed=None, check=check)
     steps.update(0, data.rows.batch)  # logs supervised/loss
@@ -147,9 +150,9 @@ class RowSteps:
         resumed: dict[str, Any] | None,
         check: Callable[[StepStats, str], None],
     ) -> None:
-        """resumed: the state of a checkpoint, after whose rows it continues; None or empty starts with the first row.
+        """resumed: a checkpoint's state, whose rows are skipped; None or empty to start with the first row.
 
-        check: is given the statistics of each update, and the rows' numbers in words.
+        check: called with the statistics of each update and a description of its rows.
         """
         self.config, self.data, self.training = config.run, data, training
         self.log_file, self.timers, self._check = log_file, timers, check
@@ -164,16 +167,16 @@ class RowSteps:
             if data.order.number == 0:  # earlier versions did not count the rows
                 data.order.number = self._first_step * data.rows_per_step
         self._rows_before = data.order.number
-        """Rows that were taken before the first step of this process."""
+        """Rows taken before this process's first step."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.data.order.state_dict()}
 
     def numbers(self, step: int) -> list[int]:
-        """Return which rows of data.train a step takes.
+        """Return the indices of the rows of data.train that a step takes.
 
-        The steps of this process continue after the rows taken so far, whatever number of rows earlier processes took
-        for each step. Steps before them are counted back from there.
+        This process's steps continue after the rows taken so far, whatever number of rows per step earlier processes
+        used. Earlier steps are counted back from there.
         """
         end = self._end_of(step)
         places = range(max(0, end - self.data.rows_per_step), max(0, end))
@@ -183,9 +186,9 @@ class RowSteps:
         return self._rows_before + (step + 1 - self._first_step) * self.data.rows_per_step
 
     def update(self, step: int, batch_of: Callable[[list[int]], TrajectoryBatch]) -> None:
-        """Train on the step's rows, which batch_of makes from their numbers, and log what came out.
+        """Train on the step's rows and log the metrics. batch_of: makes a batch from row indices.
 
-        RuntimeError where too many updates in a row were skipped.
+        Raises RuntimeError if too many consecutive updates were skipped.
         """
         numbers = self.numbers(step)
         with self.timers("update"):
@@ -196,11 +199,11 @@ class RowSteps:
         metrics = {f"{self.section}/{name}": value for name, value in found.items()}
         metrics |= user_metrics(self.training.groups)
         self.log_file.log_step(step, metrics | self.timers.snapshot())
-        # Behind the log, which is to show the update that ends the run.
+        # After logging, so that the log shows the update that ends the run.
         self._check(stats, f", whose groups are the rows {', '.join(map(str, numbers))} of data.train")
 
     def evaluate(self, *, step: int) -> None:
-        """Measure the held-out rows where it is time to."""
+        """Evaluate the held-out rows if an evaluation is due."""
         every = self.config.evaluate_every_steps
         if step in (0, self.config.steps) or (every > 0 and step % every == 0):
             for name, batch in self.data.held_out.items():

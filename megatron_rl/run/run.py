@@ -1,7 +1,7 @@
-"""A run on one rank from its start to its end, whatever it trains: process group, folder, log, checkpoints, early ends.
+"""A run on one rank from start to end, whatever it trains: process group, folder, log, checkpoints, early ends.
 
-A stop signal (life/stop_signal.py) ends a run with checkpoints between two steps, behind a checkpoint of that place,
-and Ctrl-C any run. A hang (hang_watch.py) ends it too. Leaving the `with` block stops all that was started.
+A stop signal (life/stop_signal.py) ends a run with checkpoints between two steps, after writing one. Ctrl-C ends any
+run. A hang (hang_watch.py) ends it too. Leaving the `with` block stops everything that was started.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import StepStats
 
 LOCK = "run.lock"
-"""In run.folder: keeps other runs out of it."""
+"""File in run.folder whose lock keeps other runs out."""
 
 
 class Run(ABC):
@@ -53,55 +53,54 @@ class Run(ABC):
             if not run.checkpoint(step=run.first_step):
                 run.finish()
 
-    A kind of run starts in `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
+    A subclass starts in `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
     """
 
     def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
-        """resume: `auto`, or the folder of a checkpoint, continues a run.
+        """resume: `auto`, or a checkpoint's folder, to resume a run.
 
-        ends_process: the death of servers or rollouts ends the process too, else the step that needs them.
+        ends_process: if servers or rollouts die, end the process; otherwise fail only the step that needs them.
         """
         refuse_while_importing("a run")
         rollout = config.rollout.with_time_for(config.model.path)
         self.config, self.resume = dataclasses.replace(config, rollout=rollout), resume
         self.folder, self.timers, self.ends_process = Path(config.run.folder), PhaseTimers(), ends_process
         self.is_stopped = False
-        """A stop signal has ended the run before its last step."""
+        """True if a stop signal ended the run before its last step."""
         self.is_interrupted = False
-        """Ctrl-C on one of the ranks has stopped the run, which says on leaving its `with` block so by
-        KeyboardInterrupt."""
+        """True if Ctrl-C on a rank stopped the run. Leaving the `with` block then raises KeyboardInterrupt."""
         self._skipped_in_a_row: Counter[str] = Counter()
 
-    # -- what a kind of run says of itself ----------------------------------------------------------------------------
+    # -- what a subclass provides ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _start(self) -> None:
-        """Start all parts; what is to be stopped again goes onto `at_end`."""
+        """Start all parts. Register what must be stopped on `at_end`."""
 
     @property
     @abstractmethod
     def trained(self) -> dict[str, MegatronEngine]:
-        """The engines that a checkpoint holds, by their name in it; the first is what the run is for."""
+        """The engines that a checkpoint holds, by their name in it. The first is the run's main model."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Return what else a checkpoint of this moment has to hold, of JSON; it is about to be written."""
+        """Return the JSON state that a checkpoint holds besides the engines. Called just before writing it."""
 
     def _looks(self) -> list[Look]:
-        """Return the looks for silent ranks; a kind of run adds those for what it has beside the ranks."""
+        """Return the checks for silent ranks. Subclasses add checks for their other processes."""
         return [self.hang_watch.silent]
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as at_end:  # stops what has been started where something else cannot be
+        with contextlib.ExitStack() as at_end:  # stops the started parts if another fails to start
             self.at_end = at_end
             self._start()
             signs = SignsOfLife([StoppedProcesses(names_parent=self.groups.is_main), *self._looks()])
             at_end.callback(signs.close)
             signs.start()
-            if threading.current_thread() is threading.main_thread():  # which alone may ask for signals
-                self.stop_signal.listen([signal.SIGINT])  # before, there is nothing to save: Ctrl-C ends the process
+            if threading.current_thread() is threading.main_thread():  # only this thread may set signal handlers
+                self.stop_signal.listen([signal.SIGINT])  # until now, Ctrl-C ended the process
             self.at_end = at_end.pop_all()
         return self
 
@@ -118,33 +117,33 @@ class Run(ABC):
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         threads = options.threads_per_rank or max(1, free_cores() // local_ranks)
         torch.manual_seed(options.seed)
-        self.at_end.callback(parallel.stop)  # ends last: what is stopped before may need the groups
+        self.at_end.callback(parallel.stop)  # ends last, because other parts may need the groups to stop
         timeout_s = self.config.collective_timeout_s
         self.groups = parallel.start(self.config.parallel, seed=options.seed, timeout_s=timeout_s)
-        torch.set_num_threads(self.groups.least(threads))  # replicas that sum in another order would drift apart
+        torch.set_num_threads(self.groups.least(threads))  # equal: other summation orders make replicas drift
 
     def _open(self, *, on_half_time: Callable[[], None] = lambda: None, **hangs: Any) -> None:
-        """Take the run's folder and open it, choose what to continue from, and begin to hear stop signals and to watch
-        for hangs. Nothing may have been written or started before. ValueError where another run is in the folder.
+        """Lock and open the run's folder, choose the checkpoint to resume, and start handling stop signals and hangs.
 
-        on_half_time is StopSignal's, hangs are HangWatch's: waits_for, can_leave and on_leave.
+        Nothing may have been written or started before. Raises ValueError if another run uses the folder. on_half_time:
+        StopSignal's. hangs: HangWatch's waits_for, can_leave and on_leave.
         """
         options, groups = self.config.run, self.groups
 
         def keep_folder() -> None:
             self.at_end.callback(os.close, file_lock.keep_folder(self.folder, LOCK, "a run"))
 
-        if fault := groups.on_main(keep_folder):  # before anything is read there, which another run may be changing
+        if fault := groups.on_main(keep_folder):  # before anything is read there, as another run may be changing it
             raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
         wait_for_earlier_processes(self.folder, groups)
         self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups)
         self.at_end.callback(self.checkpoints.close)
         with self.timers("resume"):
             self.resumed_from = self.checkpoints.choose(self.resume)
-        # The state of that checkpoint; empty where the run had none yet, None for a new run.
+        # State of that checkpoint; {} if the resumed run had no checkpoint yet; None for a new run.
         self.resumed = read_state(self.resumed_from) if self.resumed_from else {} if self.resume else None
         changes: list[str] = []
-        if self.resumed and "config" in self.resumed:  # earlier versions kept none
+        if self.resumed and "config" in self.resumed:  # earlier versions saved none
             changes = changes_at_resume(self.resumed["config"], self.config, str(self.resumed_from))
         self.first_step = self.checkpoints.newest = self.resumed["step"] if self.resumed else 0
         self.log_file = RunLog(self.folder, options.steps, groups.is_main, first_step=self.first_step)
@@ -178,14 +177,14 @@ class Run(ABC):
         self.log_file.say(text)
 
     def check_updates(self, model: str, updates: list[StepStats], *, trained_on: str = "") -> None:
-        """RuntimeError where more updates of `model` in a row than run.most_skipped_updates were skipped.
+        """Raise RuntimeError if more than run.most_skipped_updates consecutive updates of `model` were skipped.
 
-        trained_on: what the last of them saw, where it has a name.
+        trained_on: describes the data of the last update, if it has a name.
         """
         most = self.config.run.most_skipped_updates
         for update in updates:
             self._skipped_in_a_row[model] = 0 if update.applied else self._skipped_in_a_row[model] + 1
-            if self._skipped_in_a_row[model] > most:  # on every rank: they all have the same statistics
+            if self._skipped_in_a_row[model] > most:  # on every rank, as all have the same statistics
                 raise RuntimeError(
                     f"run.most_skipped_updates = {most}: {self._skipped_in_a_row[model]} updates of the {model} in a "
                     f"row had a loss or a gradient that is no number, and were skipped. The last one{trained_on}: "
@@ -197,7 +196,7 @@ class Run(ABC):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self) -> None:
-        """Bring the trained engines to where the checkpoint has them that `resumed_from` names."""
+        """Load the trained engines from the checkpoint `resumed_from`."""
         assert self.resumed_from is not None
         with self.timers("resume"):
             for name, engine in self.trained.items():
@@ -207,12 +206,12 @@ class Run(ABC):
         self.say(f"resumed after step {self.first_step} from {self.resumed_from}")
 
     def checkpoint(self, *, step: int) -> bool:
-        """Begin to write what a later run continues from after `step` steps, where it is time to.
+        """Begin to write a checkpoint of the state after `step` steps, if one is due.
 
-        True if a stop signal came to any rank, and the run is to stop here: the checkpoint is written then.
+        Return True if any rank received a stop signal: the checkpoint is then complete, and the run must stop here.
         """
         options = self.config.run
-        # Whether the ranks ask each other depends on the config and the step alone: it is a collective.
+        # A collective, so whether it runs may depend only on the config and the step.
         if (options.checkpoint_every_steps > 0 or step < options.steps) and self.stop_is_near():
             self.stop_after(step)
             return True
@@ -220,7 +219,7 @@ class Run(ABC):
             return False
         is_due = step == options.steps or step % options.checkpoint_every_steps == 0
         with self.timers("checkpoint"):
-            with self._warning_of_checkpoints():  # of the one before, whose fault must not cost this one
+            with self._warning_of_checkpoints():  # the previous one's error must not prevent this one
                 self.checkpoints.finish(wait=is_due)
             if is_due:
                 with self._warning_of_checkpoints():
@@ -228,18 +227,18 @@ class Run(ABC):
         return False
 
     def stop_is_near(self) -> bool:
-        """Return True on all ranks if a stop signal came to one."""
+        """Return True on all ranks if any of them received a stop signal."""
         return self.groups.any(self.stop_signal.came())
 
     def stop_after(self, step: int, why: str = "") -> None:
-        """Write the checkpoint of this place, where there is something new, and say how to go on.
+        """Write a checkpoint of this state if it is new, and say how to resume.
 
-        A run without checkpoints, which only Ctrl-C stops, and any that it stops, gets its report.
+        A run that Ctrl-C stopped also gets its report. Only Ctrl-C stops a run without checkpoints.
         """
         self.is_stopped, saves = True, self.config.run.checkpoint_every_steps > 0
         if saves:
             self.checkpoints.finish(wait=True)
-            if step > self.checkpoints.newest:  # else a step was left, whose beginning has one
+            if step > self.checkpoints.newest:  # otherwise a step was abandoned, and its beginning has a checkpoint
                 self._start_checkpoint(step, in_background=False)
                 self.checkpoints.finish(wait=True)
         why = why or self.stop_signal.signal_name or "another rank's stop signal"
@@ -251,21 +250,21 @@ class Run(ABC):
 
     @contextlib.contextmanager
     def _warning_of_checkpoints(self) -> Iterator[None]:
-        """Say what could not be written and go on: training is worth more than the newest checkpoint."""
+        """Print checkpoint errors as warnings and continue: training is worth more than the newest checkpoint."""
         try:
             yield
         except CheckpointError as error:
             self.say(f"WARNING: {error} Training goes on; the next one is tried when it is due.")
 
     def _start_checkpoint(self, step: int, *, in_background: bool = True) -> None:
-        self.log_file.sync()  # before: a resumed run cuts the log at its checkpoint, and expects all of it up to there
+        self.log_file.sync()  # before: a resumed run needs the whole log up to its checkpoint
         state = self._state() | {"config": saved_form(self.config)}
         self.checkpoints.start(step, self.trained, state, in_background=in_background)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
     def save(self, *, step: int) -> None:
-        """Write HF weights where it is time to; CheckpointError where those of the last step cannot be written."""
+        """Write HF weights if they are due. Raises CheckpointError if those of the last step cannot be written."""
         options = self.config.run
         is_last = step == options.steps
         if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
@@ -281,7 +280,7 @@ class Run(ABC):
         self._report()
 
     def _report(self) -> None:
-        self.log_file.close()  # which the report reads
+        self.log_file.close()  # the report reads it
         if not self.groups.is_main:
             return
         try:
@@ -291,9 +290,9 @@ class Run(ABC):
 
 
 def write_report(folder: Path) -> Path:
-    """Write a run's report.html and report.png, and return the page. RuntimeError says why there is none.
+    """Write a run's report.html and report.png, and return the page. Raises RuntimeError with the reason if that fails.
 
-    In a process of its own: a report that cannot be made takes no trained weights with it.
+    Runs in a separate process, so that a failing report cannot lose trained weights.
     """
     command = [sys.executable, "-P", "-m", "megatron_rl.cli", "report", str(folder)]
     made = subprocess.run(command, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True)

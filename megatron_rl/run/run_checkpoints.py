@@ -1,8 +1,8 @@
-"""The state that a run continues from after any death: its checkpoints, and its place in the prompts.
+"""The state from which a killed run resumes: its checkpoints, and its position in the prompts.
 
-A checkpoint, `run.folder/checkpoints/step-N`, holds an engine's checkpoint per trained model, run.json (what the loop
-itself remembers) and, last, the manifest. It is written aside and appears under its name when it is whole; older ones
-go only after that, and none that is damaged goes at all. All ranks call every method.
+A checkpoint, `run.folder/checkpoints/step-N`, holds an engine checkpoint per trained model, run.json (the loop's own
+state) and, written last, the manifest. It is written under a temporary name and renamed when complete. Older ones are
+removed only after that; damaged ones are never removed. Collective: every rank calls every method.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from megatron_rl.weights.hf_files import recover_folder, replace_folder
 
 FOLDER, RUN_STATE = "checkpoints", "run.json"
 AUTO = "auto"
-"""Asks for the newest good checkpoint of the run's own folder, or a fresh start where there is none."""
+"""Selects the newest good checkpoint in the run's own folder, or a fresh start if there is none."""
 IS_PLACE = "must have number and count, whole numbers of at least 0"
 
 
 class RunCheckpoints:
-    """Writes, finds and thins out the checkpoints of one run, one at a time and in the background."""
+    """Writes, finds and prunes the checkpoints of one run, one at a time and in the background."""
 
     def __init__(self, run_folder: str | Path, *, keep: int, groups: ParallelGroups) -> None:
         self.folder, self.keep, self.groups = Path(run_folder) / FOLDER, keep, groups
         self.engines: dict[str, MegatronEngine] = {}
         self.aside: Path | None = None
         self.step = 0
-        """The folder that is being written, and after which step."""
+        """Step of the checkpoint in progress, whose temporary folder is `aside`."""
         self.newest = 0
-        """Step of the newest one that this process has written or resumed."""
+        """Step of the newest checkpoint that this process has written or resumed."""
         self.passed_over: list[str] = []
-        """Damaged checkpoints that `choose` met, each with its fault."""
+        """Damaged checkpoints that `choose` skipped, each with its fault."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def start(
         self, step: int, engines: dict[str, MegatronEngine], state: dict[str, Any], *, in_background: bool = True
     ) -> None:
-        """Begin to write the engines and `state` (of JSON) as they are now. CheckpointError where that fails."""
+        """Begin to write the engines and `state` (JSON) as they are now. Raises CheckpointError if that fails."""
         self.finish(wait=True)
-        # A name of its own: a writer may have outlived the run that was killed in this step, and still be at work.
+        # A unique name: a writer of a run killed in this step may still be active.
         unique = [f".step-{step}.{uuid.uuid4().hex[:8]}.partial"]
         dist.broadcast_object_list(unique, src=0, group=self.groups.control)
         aside = self.folder / unique[0]
@@ -72,7 +72,7 @@ class RunCheckpoints:
             aside.mkdir(parents=True)
             (aside / RUN_STATE).write_text(json.dumps({"step": step} | state))
 
-        self._on_main(make_room, step)  # returns on all ranks once the folder is there to write into
+        self._on_main(make_room, step)  # returns on all ranks once the folder exists
         self.engines = engines
         try:
             for name, engine in engines.items():
@@ -83,14 +83,15 @@ class RunCheckpoints:
         self.aside, self.step = aside, step
 
     def finish(self, *, wait: bool) -> bool:
-        """Publish the checkpoint in work if its writers are done, or after waiting for them; True if none is left.
+        """Publish the checkpoint in progress if its writers are done. Return True if none is in progress any more.
 
-        CheckpointError on all ranks where it could not be written; earlier ones are all there then.
+        wait: wait for the writers first. Raises CheckpointError on all ranks if the checkpoint could not be written.
+        All earlier checkpoints are then still there.
         """
         if self.aside is None:
             return True
         try:
-            # Of all engines, also after one that is not done: each call is a collective.
+            # Ask all engines, even after one that is not done, because each call is a collective.
             is_done = all([engine.finish_saves(wait=wait) for engine in self.engines.values()])
         except CheckpointError:
             self._abandon()
@@ -100,9 +101,9 @@ class RunCheckpoints:
         aside, self.aside = self.aside, None
 
         def publish() -> None:
-            manifest.write(aside)  # last of its files: a folder that has it is whole
+            manifest.write(aside)  # last file: a folder that has it is complete
             replace_folder(aside, self.folder / f"step-{self.step}")
-            # Only now is there one more: at no moment are fewer good ones there than were before.
+            # Only now, so that there are never fewer good checkpoints than before.
             for old in sorted(self._steps())[: -self.keep]:
                 shutil.rmtree(self.folder / f"step-{old}")
 
@@ -111,13 +112,13 @@ class RunCheckpoints:
         return True
 
     def close(self) -> None:
-        """Give up a checkpoint that a failed run leaves in work: its writers do not outlive the run."""
+        """Abandon the checkpoint in progress of a failed run, so that its writers do not outlive the run."""
         if self.aside is not None:
             for engine in self.engines.values():
                 engine.drop_saves()
 
     def _abandon(self) -> None:
-        """One engine could not be written: wait for the writers of the others, whose part is of no use."""
+        """Give up a checkpoint because one engine failed: wait for the other engines' writers."""
         self.aside = None
         for engine in self.engines.values():
             with contextlib.suppress(CheckpointError):
@@ -133,22 +134,22 @@ class RunCheckpoints:
 
     @property
     def oldest(self) -> int:
-        """Step of the oldest checkpoint that could be resumed, for the main rank; 0 where there is none."""
+        """Step of the oldest checkpoint that could be resumed, on the main rank. 0 if there is none."""
         return min(self._steps(), default=0)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def choose(self, resume: str) -> Path | None:
-        """Return the checkpoint to continue from, every file of it compared with its sums, or None for a fresh start.
+        """Return the checkpoint to resume, with all files verified against their checksums. None for a fresh start.
 
-        resume: `auto`, a checkpoint's folder, or empty for a fresh start. Steps of this run that come after the chosen
-        one are set aside under other names, as are damaged ones that `auto` passes over. ValueError for a folder that
-        is no checkpoint, or for a fresh start in the folder of a run that could be continued; RuntimeError where
-        what there is is damaged.
+        resume: `auto`, a checkpoint's folder, or empty for a fresh start. This run's checkpoints of later steps than
+        the chosen one are renamed, as are damaged ones that `auto` skips. Raises ValueError if the folder is no
+        checkpoint, or for a fresh start in the folder of a run that could be resumed. Raises RuntimeError if the
+        checkpoints are damaged.
         """
         names: list[Any] = [None]
         if self.groups.is_main:
-            for old in self.folder.glob(".step-*.old"):  # killed while it replaced a checkpoint of the same step
+            for old in self.folder.glob(".step-*.old"):  # the process was killed while it replaced this checkpoint
                 recover_folder(self.folder / old.name.removeprefix(".").removesuffix(".old"))
             names = [sorted(self._steps(), reverse=True)]
         dist.broadcast_object_list(names, src=0, group=self.groups.control)
@@ -164,18 +165,18 @@ class RunCheckpoints:
         if not resume:
             return None
         chosen = self._checked(Path(resume))
-        for step in steps:  # else `auto` would later prefer steps of a course that was given up
+        for step in steps:  # otherwise `auto` would later prefer the steps of the abandoned course
             if step > read_state(chosen)["step"]:
                 self._set_aside(step, "superseded")
         return chosen
 
     def _newest_good(self, steps: list[int]) -> Path | None:
         damaged: dict[int, str] = {}
-        for step in steps:  # the newest first
+        for step in steps:  # newest first
             path = self.folder / f"step-{step}"
             faults = manifest.faults_for_all(path, self.groups)
             if not faults:
-                for other in damaged:  # not before a good one is known: all of them may be all there is
+                for other in damaged:  # only once a good one is known: they may be all there is
                     self._set_aside(other, "damaged")
                 self.passed_over = [f"checkpoint step-{other}: {fault}" for other, fault in damaged.items()]
                 return path
@@ -199,7 +200,7 @@ class RunCheckpoints:
         return path
 
     def _set_aside(self, step: int, reason: str) -> None:
-        """Rename a checkpoint so that it is neither found nor thinned out."""
+        """Rename a checkpoint so that it is neither found nor pruned."""
 
         def rename() -> None:
             path = self.folder / f"step-{step}"
@@ -214,9 +215,9 @@ class RunCheckpoints:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what `start` was given for a chosen checkpoint, with its `step`: the number of finished steps.
+    """Return the `state` that `start` received for a checkpoint, plus `step`, the number of finished steps.
 
-    RuntimeError where that is no state of a run after the step that the folder is named for.
+    Raises RuntimeError if it is not a valid state, or not that of the step in the folder's name.
     """
     where = f"checkpoint {str(path)!r}: its {RUN_STATE}"
     try:
@@ -247,11 +248,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63  # of JSON, where true would pass for 1
+    return type(value) is int and 0 <= value < 2**63  # from JSON, where `true` would pass for 1
 
 
 def is_place(state: Any) -> bool:
-    """Return True for the state of an iteration over prompts or rows."""
+    """Return True if this is the state of an iterator over prompts or rows."""
     return isinstance(state, dict) and all(is_count(state.get(name)) for name in ("number", "count"))
 
 
@@ -268,16 +269,19 @@ def is_ledger(state: Any) -> bool:
 
 
 def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:
-    """Return once no other process writes the run's journal; RuntimeError on all ranks names one that goes on."""
+    """Wait until no other process writes the run's journal.
+
+    Raises RuntimeError on all ranks, naming one that remains.
+    """
     fault = groups.on_main(lambda: journal.wait_for_owners(run_folder / journal.FOLDER))
     if fault:
         raise RuntimeError(fault)
 
 
 class PromptResumeState:
-    """The run's place in its prompts. What each rollout rank has of them is in its rollout process (resume_state.py).
+    """The run's position in its prompts. Each rollout process has its rank's own part (resume_state.py).
 
-    resumed: the state of the checkpoint that the run continues from, empty where it had none yet; None for a new run.
+    resumed: state of the checkpoint that the run resumes. {} if it had none yet, None for a new run.
     """
 
     def __init__(
@@ -285,7 +289,7 @@ class PromptResumeState:
     ) -> None:
         self.prompts, self.groups, self.resumed = prompts, groups, resumed
         self.rates: SuccessRates | None = None
-        """Of the prompts, where data.sampling follows the run: the same on all ranks."""
+        """Success rates of the prompts, equal on all ranks. None if data.sampling is `all`."""
         if config.data.sampling != "all":
             path = config.data.success_rates
             measured = measured_rates(prompts.prompts, path) if path else []
@@ -298,12 +302,12 @@ class PromptResumeState:
         attempt = [journal.next_run_attempt(self.folder)]
         dist.broadcast_object_list(attempt, src=0, group=groups.control)
         self.run_attempt: int = attempt[0]
-        """The number of this start of the run, counted from its first one."""
+        """Number of times that the run was started, this start included."""
         if resumed:
             prompts.load_state_dict(resumed["prompts"])
 
     def resume_point(self) -> ResumePoint:
-        """Return what this rollout rank's rollout process has to know."""
+        """Return what this rank's rollout process must know to resume."""
         return ResumePoint(
             rank=self.groups.data.rank,
             ranks=self.groups.data.size,
@@ -314,17 +318,17 @@ class PromptResumeState:
         )
 
     def lock(self) -> int | None:
-        """Take the lock of this rank's journal, for its rollout process; None where the run keeps no journal."""
+        """Take the lock of this rank's journal, for its rollout process. Return None if the run keeps no journal."""
         return journal.take_lock(self.folder, self.groups.data.rank) if self.keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
-        """Remember the place where a step begins or has ended, for `state_dict`; the rates follow up to there."""
-        # Not asked for when it is written: a step that is left goes back to where it began.
+        """Note the position between two steps, for `state_dict`, and update the success rates up to it."""
+        # Not queried when a checkpoint is written, because an abandoned step restarts from its beginning.
         self._ledger_state = None if rollout is None else rollout.ledger_state()
         outcomes = [] if self._ledger_state is None else self._ledger_state.pop("outcomes")
         if self.rates is None:
             return
-        # Between two steps no rank takes a prompt: all take those of a step by the same rates.
+        # Between two steps no rank takes a prompt, so all choose those of a step by the same rates.
         of_ranks: list[Any] = [None] * self.groups.world_size
         dist.all_gather_object(of_ranks, outcomes, group=self.groups.control)
         outcomes = sorted(outcome for of_rank in of_ranks for outcome in of_rank)
@@ -333,7 +337,7 @@ class PromptResumeState:
             rollout.add_outcomes(outcomes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the prompts, the same on all ranks: what they are, and all ledgers."""
+        """Return what a checkpoint keeps of the prompts, equal on all ranks: the iterator's state and all ledgers."""
         states: list[Any] = [None] * self.groups.world_size
         dist.all_gather_object(states, self._ledger_state, group=self.groups.control)
         ledgers = [state for state in states if state is not None]
@@ -342,13 +346,13 @@ class PromptResumeState:
 
 
 def fingerprint(config: TrainConfig) -> str:
-    """Sum up every setting that a group depends on which is sampled at a given version of the same run."""
+    """Hash every setting that affects a group sampled at a given version of the same run."""
     parts = {"model": config.model, "generation": config.generation, "data": config.data}
     parts |= {"warm_start": config.warm_start, "optimizer": config.optimizer}
     settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
     rollout, seed = config.rollout, config.run.seed
     settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
     settings |= {"recipe": rollout.recipe}
-    if config.algo.routing_replay != "off":  # journals of runs without it have no word of it
+    if config.algo.routing_replay != "off":  # journals of runs without it do not mention it
         settings |= {"routing_replay": config.algo.routing_replay}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The numbers that one step leaves in metrics.jsonl."""
+"""The metrics of one step for metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatron_rl.weights.publish import Publication
 
 
 def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    """Return the metrics that the updates of a step, at least one, have in common whatever the model."""
+    """Return the metrics common to policy and critic, from the updates of a step (at least one)."""
     seen = applied_of(stats)
-    weight = max(sum(s.weight for s in seen), 1.0)  # 0 where not one token of the step is trained
+    weight = max(sum(s.weight for s in seen), 1.0)  # 0 if no token of the step is trained
     return {
         "loss": sum(s.loss * s.weight for s in seen) / weight,
-        "first_loss": stats[0].loss,  # before any update: the policy that sampled, but for staleness
+        "first_loss": stats[0].loss,  # before any update: with the policy that sampled, apart from staleness
         "first_grad_norm": stats[0].grad_norm,
         "grad_norm": max(s.grad_norm for s in seen),
         "skipped_updates": sum(not s.applied for s in stats),
@@ -36,20 +36,20 @@ def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 
 def applied_of(stats: list[StepStats]) -> list[StepStats]:
-    """Return the updates that means are taken over: those applied, as others may have no numbers; all if none was."""
+    """Return the updates to average over: those applied, because skipped ones may be NaN. All if none was applied."""
     return [s for s in stats if s.applied] or stats
 
 
 def trained_tokens(stats: StepStats) -> float:
-    """Return the trained tokens of an update: its weight, unless its loss is a mean over trajectories."""
+    """Return the number of trained tokens of an update: its weight, unless the loss is a mean over trajectories."""
     return stats.sums.get("tokens", stats.weight)
 
 
 def user_metrics(groups: ParallelGroups) -> dict[str, float]:
-    """Return what losses have given to log_metric since the last call, on the main rank; nothing on others.
+    """Return the means of what losses passed to log_metric since the last call, on the main rank; {} on others.
 
-    All ranks call it. Those of a replica that compute a loss together have its numbers in parts, or all of them the
-    same: numerator and denominator add up in both cases.
+    Collective. The ranks of a replica that share a loss have either parts of its values or equal copies. Numerators and
+    denominators add up correctly in both cases.
     """
     own = stats_tracker.take()
     of_ranks = [own] * groups.world_size if groups.is_main else None
@@ -59,16 +59,19 @@ def user_metrics(groups: ParallelGroups) -> dict[str, float]:
 
 
 COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
-"""Counts that skipped updates take part in: they say why an update was skipped."""
+"""Counts that include skipped updates, because they explain why an update was skipped."""
 
 
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    """The loss is aggregated as configured; what the loss counts beside it are means over trained tokens."""
+    """Return the policy's metrics.
+
+    The loss is aggregated as configured; its other counts are means over trained tokens.
+    """
     metrics = update_metrics(stats)
     for key in stats[0].sums:
         over = stats if key in COUNTED_IN_ALL else applied_of(stats)
         metrics[key] = sum(s.sums[key] for s in over) / max(sum(map(trained_tokens, over)), 1.0)
-    metrics.pop("tokens", None)  # what the means were taken over
+    metrics.pop("tokens", None)  # denominator of the means
     if metrics.pop("demonstrated_tokens", None) is not None:
         nll, count = (sum(s.sums[f"demonstrated_{key}"] for s in applied_of(stats)) for key in ("nll", "tokens"))
         metrics["demonstrated_nll"] = nll / max(count, 1.0)
@@ -90,20 +93,20 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 OWN_COLUMNS = {"group", "sample", "agent", "pair", "prompt", "prompt_index", REUSED}
 OWN_COLUMNS |= {"rewards", "scores", "model_rewards", "is_greedy", "greedy_reward", "greedy_score", "greedy_tokens"}
-"""The columns of trajectories that are no numbers of a workflow's own, or have other metrics."""
+"""Sequence columns that are not a workflow's own numbers, or have other metrics."""
 
 
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """Return the metrics of the step's trajectories, whatever is trained on them. All ranks call it.
+    """Return the metrics of the step's trajectories, whatever is trained on them. Collective: every rank calls it.
 
-    version: the policy's before the updates. What is reused has metrics of its own, and is in no other.
+    version: policy version before the updates. Reused trajectories count only in the reuse metrics.
     """
     reused = reuse_metrics(batch, version) if REUSED in batch else {}
     batch = batch.fresh()
     own = batch.own()
-    rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # by token they have no mean of their own
+    rewards = batch["scores" if "rewards" in batch.tokens else "rewards"]  # per-token rewards have no mean of their own
     member = group_numbers(batch["group"])
-    # Each member of a group has its group's deviation: one of them stays.
+    # All members of a group have the same deviation; keep one per group.
     deviations = torch.zeros(int(member.max()) + 1, dtype=torch.float64)
     deviations[member] = deviation_of(rewards, member, correction=0)
     metrics: dict[str, Any] = {
@@ -129,7 +132,10 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
 
 
 def reuse_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """Return how much of the step is reused, and of what age in versions its tokens are. All ranks call it."""
+    """Return how much of the step is reused, and the staleness of its tokens in versions.
+
+    Collective: every rank calls it.
+    """
     again = batch.select(batch.is_reused.nonzero()[:, 0].tolist())
     count = {"reuse/trajectories": len(again)}
     if not len(again):
@@ -154,11 +160,14 @@ def publication_metrics(publication: Publication) -> dict[str, Any]:
 
 
 Total = Callable[[Tensor], Tensor]
-"""Adds the counts of all ranks, as TrajectoryBatch.total does."""
+"""Adds up the counts of all ranks, as TrajectoryBatch.total does."""
 
 
 def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> dict[str, int]:
-    """Count whole numbers by the class [2^k, 2^(k+1)) they are in: class -> count, from the lowest one that has any."""
+    """Histogram {range: count} of whole numbers, with ranges [2^k, 2^(k+1)).
+
+    It has all ranges from the lowest to the highest non-empty one.
+    """
     classes = total(torch.bincount(values.clamp_min(1).double().log2().floor().long(), minlength=63)).tolist()
     present = [number for number, count in enumerate(classes) if count]
     between = range(present[0], present[-1] + 1) if present else ()
@@ -166,8 +175,7 @@ def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> 
 
 
 def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, most: int = 0) -> dict[str, int]:
-    """Count whole numbers from 0: number -> count, up to the highest that has any. most: none is above it on any rank
-    of several."""
+    """Histogram {value: count} of whole numbers from 0 to the largest. most: largest value on any rank."""
     counts = total(torch.bincount(values.clamp_min(0).long(), minlength=most + 1)).tolist()
     end = max((number + 1 for number, count in enumerate(counts) if count), default=0)
     return {str(number): count for number, count in enumerate(counts[:end])}
@@ -176,19 +184,19 @@ def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, mo
 def mismatch_metrics(
     shares: list[TrajectoryBatch], stats: list[StepStats], version: int, groups: ParallelGroups
 ) -> dict[str, float]:
-    """Compare the trainer's log-probs of the step's first update, before it, with the servers', over all ranks.
+    """Compare trainer and server log-probs of the step's first update, computed before it, over all ranks.
 
-    version: the policy's before the updates. All ranks call it. What is reused does not take part.
+    version: policy version before the updates. Reused trajectories are excluded. Collective: every rank calls it.
     """
-    if not stats or stats[0].logprobs is None:  # on all ranks or on none
+    if not stats or stats[0].logprobs is None:  # equal on all ranks
         return {}
     share = shares[0]
     sampled = share["loss_mask"] & ~share.spread(share.is_reused)
     if DEMONSTRATED in share:
-        sampled = sampled & (share[DEMONSTRATED] == 0)  # no server has said anything of the others
+        sampled = sampled & (share[DEMONSTRATED] == 0)  # no server sampled the others
     columns = share["logprobs"], sampled, share["versions"]
     sums, largest = mismatch.tally(stats[0].logprobs, *columns, share.lengths, version)
-    if not groups.is_rollout_rank:  # its replica's rollout rank counts the same share; a collective needs all ranks
+    if not groups.is_rollout_rank:  # the replica's rollout rank counts the same share
         sums, largest = sums.zero_(), largest.zero_()
     dist.all_reduce(sums, group=groups.control)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.control)

@@ -1,4 +1,4 @@
-"""Records the steps of telemetry.trace_steps on all ranks and writes their traces."""
+"""Records the steps in telemetry.trace_steps on all ranks and writes their traces."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StepTraces:
         ...
         timers.snapshot(); traces.end(3)  # writes run.folder's trace of step 3
 
-    The time of a step is that of its timers: from one snapshot to the next. A trace has all that happened in it, also
-    where that belongs to other steps: rollouts of an asynchronous run, the evaluation after the step before.
+    A step lasts from one snapshot of its timers to the next. Its trace has everything that happened in that time, even
+    if it belongs to other steps: rollouts of an asynchronous run, or the evaluation after the previous step.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class StepTraces:
         self._publications: list[Span] = []
 
     def begin(self, step: int) -> None:
-        """Begin to record the step, if it is one of them. The timers have just been read."""
+        """Begin to record the step, if it is to be traced. Call this right after the timers' snapshot."""
         if step in self.steps:
-            self._publications = self._last_publication()  # which the step's first replies are made with
+            self._publications = self._last_publication()  # the step's first replies use its weights
             if self.process is not None:
                 self.process.record()
 
     def end(self, step: int) -> None:
-        """Write the trace of the step, if it is one of them. The timers have just been read."""
+        """Write the trace of the step, if it is to be traced. Call this right after the timers' snapshot."""
         if step not in self.steps:
             return
         groups = self.groups
         with self.timers("trace"):
-            dist.barrier(group=groups.control)  # by which the ranks' clocks are set against each other
+            dist.barrier(group=groups.control)  # synchronizes the ranks' clocks
             trace = RankTrace(
                 rank=groups.rank,
                 host=socket.gethostname(),

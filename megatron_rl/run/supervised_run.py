@@ -1,4 +1,4 @@
-"""Training on the answers that rows bring, with the same engine as RL: its check, and its run."""
+"""Supervised training on the rows' answers, with the same engine as RL: its config check and its run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megatron_rl.run.run import Run
 
 
 def check_supervised(config: TrainConfig) -> RowData:
-    """Return the rows, checked before a process group is started. ValueError names key, value and remedy."""
+    """Check the config before a process group is started. Return the rows.
+
+    Raises ValueError, which names key, value and remedy.
+    """
     if not config.supervised.answer:
         raise ValueError(
             "supervised.answer = '': names no column of the rows; set the one with the answer's text, or messages. RL "
@@ -21,7 +24,7 @@ def check_supervised(config: TrainConfig) -> RowData:
 
 
 class SupervisedRun(Run):
-    """All parts of one run on answers on this rank.
+    """All parts of one supervised run on this rank.
 
     with SupervisedRun(load_config("configs/count_sft.yaml", [])) as run:
         run.begin()
@@ -48,7 +51,7 @@ class SupervisedRun(Run):
         return self.steps.state_dict()
 
     def begin(self) -> bool:
-        """Bring the model to where the first step starts; True, as nothing in it takes long enough to be stopped."""
+        """Bring the model to the state of the first step. Always True, because this is too short to be stopped."""
         if self.resumed:
             self.load_checkpoint()
         else:

@@ -1,7 +1,6 @@
-"""The teachers that are engines: their check, and the log-probabilities or distributions that they give for the
-policy's tokens.
+"""Teachers that are engines: their checks, and their log-probabilities or distributions for the policy's tokens.
 
-A teacher with a hint reads another prompt than the policy did, and the same tokens behind it.
+A teacher with a hint reads another prompt than the policy, followed by the same tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +34,11 @@ Prompts = list[dict[str, Any]]
 def check_teachers(
     config: TrainConfig, policy: Architecture, tokenizer: PreTrainedTokenizerBase, prompts: Prompts
 ) -> None:
-    """Raise ValueError for a teacher that is not whole, has other tokens or too short a context, or has no prompts."""
+    """Check the teachers. Raises ValueError with the reason.
+
+    A teacher must be complete, share the policy's tokens, have a sufficient context, and cover the source of every
+    prompt.
+    """
     options, own_tokens = config.teacher, tokenizer.get_vocab()
     teachers, contexts = options.teachers, {POLICY: policy.max_positions, "": policy.max_positions}
     for path in options.engine_paths:
@@ -57,7 +60,7 @@ def check_teachers(
         if options.top_k >= (least := min(arch.vocab, policy.vocab)):
             raise ValueError(f"teacher.top_k = {options.top_k}: must be below the vocabulary of {least}; lower it.")
         weight_source(path, arch)
-        transformer_config(arch, engine, config.megatron)  # raises where the layout does not fit the model
+        transformer_config(arch, engine, config.megatron)  # raises if the layout does not fit the model
         contexts[path] = arch.max_positions
     for number, prompt in enumerate(prompts, start=1):
         if options.by_source and prompt.get("source") not in teachers:
@@ -74,11 +77,9 @@ def check_teachers(
 class Teachers:
     """The teachers of a run, which share the policy's layout. Collective: every rank calls every method.
 
-    For example:
-
-        teachers = Teachers(config, groups, engine, prompts, tokenizer)
-        batch.tokens["teacher_logprobs"] = teachers.logprobs(batch)  # teacher.kl_in: advantage
-        targets = teachers.targets(share)  # teacher.kl_in: loss
+    teachers = Teachers(config, groups, engine, prompts, tokenizer)
+    batch.tokens["teacher_logprobs"] = teachers.logprobs(batch)  # teacher.kl_in: advantage
+    targets = teachers.targets(share)  # teacher.kl_in: loss
     """
 
     def __init__(
@@ -90,8 +91,12 @@ class Teachers:
         tokenizer: PreTrainedTokenizerBase | None,
         **options: Any,
     ) -> None:
-        """prompts: those that a batch's `prompt_index` numbers; without any the first teacher has all trajectories, as
-        they are. options: of MegatronEngine."""
+        """prompts: indexed by a batch's `prompt_index`.
+
+        Without prompts, the first teacher reads all trajectories unchanged.
+
+        options: passed to MegatronEngine.
+        """
         self.options, self.temperature = config.teacher, config.generation.temperature
         self.teachers = config.teacher.teachers
         self.prompts, self.tokenizer = prompts, tokenizer
@@ -105,7 +110,10 @@ class Teachers:
         self.engines = self.own_engines | {POLICY: policy}
 
     def logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """Return log p(teacher) of each trained token here, `[N]` float32; what servers have scored is kept."""
+        """Return the teacher's log-probability of each trained token on this rank, `[N]` float32.
+
+        Log-probabilities that teacher servers have already returned are kept.
+        """
         own = batch.own()
         scored = "teacher_logprobs" in own
         found = own["teacher_logprobs"].clone() if scored else torch.zeros(len(own["input_ids"]))
@@ -116,7 +124,7 @@ class Teachers:
         return found
 
     def targets(self, share: TrajectoryBatch) -> TeacherTargets:
-        """Return what the teachers say in place of each trained token of an update's share, and set its column."""
+        """Return the teachers' distributions for the trained tokens of an update's share, and set its column PLACE."""
         place, found, count = torch.full((len(share["input_ids"]),), -1, dtype=torch.int32), [], 0
         for engine, read, places in self._readings(share):
             found.append(engine.distributions(read, top=self.options.top_k, temperature=self.temperature))
@@ -128,7 +136,7 @@ class Teachers:
         return TeacherTargets(found, shard, self.temperature, self.options.coefficient)
 
     def _readings(self, own: TrajectoryBatch) -> Iterator[tuple[MegatronEngine, TrajectoryBatch, Tensor]]:
-        """Return of each teacher its engine, the trajectories it reads, and its tokens' places in the batch, or -1."""
+        """Yield each teacher's engine, the trajectories it reads, and each token's index in the batch, or -1."""
         for number, (source, teacher) in enumerate(self.teachers.items()):
             if teacher.servers:
                 continue
@@ -149,9 +157,9 @@ class Teachers:
 def behind_prompts(
     batch: TrajectoryBatch, chosen: list[int], prompts: list[list[int] | None]
 ) -> tuple[TrajectoryBatch, Tensor]:
-    """Return the chosen trajectories as a teacher reads them, and of each token its place in the batch, or -1.
+    """Return the chosen trajectories as a teacher reads them, and for each token its index in the batch, or -1.
 
-    A prompt takes the place of what comes before the first token that the policy wrote; None leaves it as it is.
+    A prompt replaces everything before the first token that the policy wrote. None leaves the trajectory as it is.
     """
     ids, mask, written = batch["input_ids"], batch["loss_mask"], written_tokens(batch)
     bounds, none = batch.cu_seqlens.tolist(), torch.empty(0, dtype=torch.int64)

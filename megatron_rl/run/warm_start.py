@@ -1,4 +1,4 @@
-"""Supervised training on the prompts' own answers before RL, kept in a folder for runs with the same settings."""
+"""Warm start: supervised training on the prompts' own answers before RL, kept for runs with the same settings."""
 
 from __future__ import annotations
 
@@ -30,20 +30,25 @@ def warm_start_rows(
     context: int,
     vocab: int | None = None,
 ) -> AnswerRows:
-    """Return the training prompts with their answers. ValueError names the first without one, or that is too long."""
+    """Return the training prompts with their answers.
+
+    Raises ValueError, which names the first prompt without an answer or that is too long.
+    """
     asked = {"column": "answer", "setting": f"warm_start.updates = {options.updates}"}
     return AnswerRows("data.train", prompts, tokenizer, **asked, context=context, vocab=vocab)
 
 
 class WarmStart:
-    """Trains the policy on answers before RL where `warm_start.updates` asks for it.
+    """Trains the policy on answers before RL, if `warm_start.updates` is set.
+
+    Collective: every rank calls every method.
 
         warm_start = WarmStart(config, groups, engine, train_prompts, tokenizer, measure=None, say=print, check=check)
         if warm_start.run():
             engine.reset_optimizer(total_updates)  # RL has an optimizer and a schedule of its own
 
-    measure: returns the mean reward of sampled replies, at which the warm start may stop early; None samples nothing.
-    check: is given the statistics of each update. Collective: every rank calls every method.
+    measure: returns the mean reward of sampled replies, at which the warm start may stop early; None disables that.
+    check: called with the statistics of each update.
     """
 
     def __init__(
@@ -62,10 +67,13 @@ class WarmStart:
         self.groups, self.engine, self.prompts, self.tokenizer = groups, engine, prompts, tokenizer
         self._measure, self._say, self._check = measure, say, check
         self.folder = Path(self.options.folder or Path(config.run.folder) / "warm_start")
-        """Holds its weights, where `run` or `save` has written them."""
+        """Folder of the warm-started weights, written by `run` or `save`."""
 
     def run(self) -> bool:
-        """Train, or load what an earlier run with the same settings made. False where the config asks for neither."""
+        """Train, or load what an earlier run with the same settings made.
+
+        Return False if no warm start is configured.
+        """
         if self.options.updates == 0:
             return False
         if self._is_kept():
@@ -75,17 +83,17 @@ class WarmStart:
         self._train()
         if self.options.folder:
             self.engine.save(self.folder)
-            if self.groups.is_main:  # last: only a folder that has it counts as whole
+            if self.groups.is_main:  # last: a folder without this file is incomplete
                 (self.folder / SETTINGS).write_text(self._settings())
         return True
 
     def save(self) -> None:
-        """Write the engine's weights to `folder`, unless `run` has left them there."""
+        """Write the engine's weights to `folder`, unless `run` has already written them."""
         if not self.options.folder:
             self.engine.save(self.folder)
 
     def load(self, engine: MegatronEngine) -> None:
-        """Load what the run's warm start had made; ValueError where it is not there any more."""
+        """Load the weights of the run's warm start. Raises ValueError if they no longer exist."""
         if self.options.folder and not self._is_kept():
             raise ValueError(
                 f"warm_start.folder = {str(self.folder)!r}: no longer holds the warm start of this run, which the "
@@ -95,7 +103,7 @@ class WarmStart:
 
     def _train(self) -> None:
         options, engine = self.options, self.engine
-        engine.reset_optimizer(options.updates, lr=options.lr)  # of its own; the caller makes RL's afterwards
+        engine.reset_optimizer(options.updates, lr=options.lr)  # for the warm start only; the caller resets it for RL
         rows = warm_start_rows(options, self.prompts, self.tokenizer, context=engine.arch.max_positions)
         prompts = PromptIterator(rows.rows, seed=self.config.run.seed, shuffle=True)
         training, losses = answer_training(engine, self.groups), []
@@ -105,19 +113,19 @@ class WarmStart:
             stats = training.update(batch)
             losses.append(stats.loss)
             self._check(stats)
-            # The same on all ranks: it depends on the config and on a reward that they all have been told.
+            # Equal on all ranks: it depends on the config and on a reward broadcast to all.
             is_check = self._measure is not None and (update + 1) % options.check_every_updates == 0
             if is_check and self._measure() >= options.stop_at_reward:
                 break
         self._say(f"warm start: {len(losses)} supervised updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
     def _settings(self) -> str:
-        """Return everything that a warm start's result depends on but the layout, which changes but rounding."""
+        """Return all settings that affect a warm start's result, except the layout, which affects only rounding."""
         config = self.config
         parts = {"model": config.model, "data": config.data, "warm_start": config.warm_start}
         parts |= {"optimizer": config.optimizer, "generation": config.generation}
         settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
-        for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # RL's alone, or no matter
+        for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # only for RL, or irrelevant
             del settings["optimizer"][key]
         settings |= {"reward": config.rollout.reward, "recipe": config.rollout.recipe}
         return json.dumps(settings | {"seed": config.run.seed}, indent=2, sort_keys=True)
@@ -127,6 +135,6 @@ class WarmStart:
         if self.groups.is_main and self.options.folder:
             path = self.folder / SETTINGS
             kept = [path.is_file() and path.read_text() == self._settings()]
-        # Asked of one rank alone: a file may show itself on some hosts later than on others.
+        # Only one rank looks, because a file may appear on some hosts later than on others.
         dist.broadcast_object_list(kept, src=0, group=self.groups.control)
         return kept[0]

@@ -1,2 +1,5 @@
-"""The trainer's side of the rollout servers: one HTTP client each, the pool that shares requests among them, the
-receiver of new weights, and the supervisor that starts them and starts them again."""
+"""The trainer's side of the rollout servers.
+
+It has an HTTP client per server, the pool that distributes requests among them, the receiver of new weights, and the
+supervisor that starts and restarts servers.
+"""

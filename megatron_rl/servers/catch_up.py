@@ -1,11 +1,11 @@
-"""Brings a server that came late to the weights that the others serve, between publications and without the trainer.
+"""Brings a late server to the current weights, between publications and without the trainer.
 
-They come from a peer that serves them, which goes on serving (embedded servers), or from the folder of the last
-publication. The server is given the version's name only after it has proved that it holds what the peers were confirmed
-to hold: whoever goes by the name never takes a half-loaded server for a whole one.
+The weights come from a peer that continues to serve (embedded servers), or from the folder of the last publication. The
+server gets the version's name only after it has proved that it holds the same weights as its peers. So the name never
+refers to a half-loaded server.
 
-A publication that begins meanwhile wins: it cancels this and waits for it to end. What cannot be taken back from a
-server is not cancelled but waited for, so that no command of this arrives in the middle of the publication.
+A publication that begins meanwhile has priority: it cancels the catch-up and waits for its end. Commands that a server
+cannot undo are awaited instead of cancelled, so that none of them arrives in the middle of the publication.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from megatron_rl.servers.client import ServerClient
 from megatron_rl.servers.server_http import CommandRefused, ServerError
 
 UNCONFIRMED = "unconfirmed"
-"""The name of weights until they are proved. No policy version has this name."""
+"""Name of weights until they are verified. It is not a valid policy version."""
 NAMED_TENSORS = 3
 
 
 @dataclass(frozen=True)
 class Current:
-    """The weights that servers hold since the last publication, as the client knows that published it."""
+    """The weights that servers hold since the last publication, as known to the client that published them."""
 
     version: str
     checksums: dict[ChecksumForm, dict[str, str]]
-    """Of every form that a server was confirmed in."""
+    """Confirmed checksums, for each form that a server has."""
     folder: str | None
-    """The folder of these weights, for a publication over a disk."""
+    """Folder of these weights, if they were published over a disk."""
 
 
 def source_for(server: ServerClient, serving: Sequence[ServerClient], current: Current) -> ServerClient | str | None:
-    """Return the peer or the folder to take the weights from; None where only a publication helps.
+    """Return the peer or folder to take the weights from, or None if only a publication helps.
 
-    A server that says its checksums needs a confirmed one's to compare them with.
+    A server that reports checksums needs those of a confirmed server for comparison.
     """
     form = server.info.checksum_form if server.info else None
     if form is not None and form not in current.checksums:
@@ -52,18 +52,18 @@ def source_for(server: ServerClient, serving: Sequence[ServerClient], current: C
 
 
 async def catch_up(server: ServerClient, source: ServerClient | str, current: Current, config: RolloutConfig) -> None:
-    """Load, prove and name the weights, and let the server go on; ServerError where that fails.
+    """Load, verify and name the weights, and resume the server. Raises ServerError if that fails.
 
-    The server gets no requests meanwhile; what others had asked of it is aborted.
+    The server receives no requests meanwhile. Requests of other clients are aborted.
     """
     assert server.info is not None
     timeout_s, load_timeout_s = config.control_timeout_s, config.start_timeout_s
-    # What follows may be cancelled between two steps, and within one only where the server itself gives it up then.
+    # Cancellation is possible between two steps, and within a step only if the server itself then aborts it.
     await _to_the_end(_clear(server, timeout_s))
-    if isinstance(source, str):  # SGLang goes on with it whether anyone waits or not
+    if isinstance(source, str):  # SGLang continues loading even if nobody waits
         body = {"model_path": source, "weight_version": UNCONFIRMED, "flush_cache": False}
         await _to_the_end(server.command("/update_weights_from_disk", body, timeout_s=load_timeout_s))
-    else:  # an embedded server, which stops loading where the caller hangs up
+    else:  # an embedded server stops loading if the caller disconnects
         body = {"peer_url": source.url, "peer_version": current.version, "weight_version": UNCONFIRMED}
         await server.command("/update_weights_from_peer", body, timeout_s=load_timeout_s)
     form = server.info.checksum_form
@@ -73,7 +73,7 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
         names = sorted(n for n in checksums.keys() | held.checksums.keys() if checksums.get(n) != held.checksums.get(n))
         if names:
             more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
-            raise ServerError(  # it stays paused, with a name that no policy version has
+            raise ServerError(  # it stays paused, under a name that is no policy version
                 f"{server.url}: took version {current.version} and holds other weights than its peers: "
                 f"{', '.join(names[:NAMED_TENSORS])}{more}"
             )
@@ -81,15 +81,15 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
 
 
 async def _clear(server: ServerClient, timeout_s: float) -> None:
-    """Nothing runs, nothing is cached, and no session of a publication that it was dropped from is open."""
+    """Abort all requests, flush the cache, and close the session of a publication from which the server was dropped."""
     await server.pause("abort", flush=True, timeout_s=timeout_s)
     if server.info is not None and server.info.has_sessions:
-        with contextlib.suppress(CommandRefused):  # none is open, as a rule
+        with contextlib.suppress(CommandRefused):  # usually none is open
             await server.command("/end_weight_update", {}, timeout_s=timeout_s)
 
 
 async def _let_go_on(server: ServerClient, version: str, timeout_s: float) -> None:
-    # Named before it goes on: a token sampled in between would bear a name that no version has.
+    # Set the name before it resumes, because tokens sampled in between would carry the name `unconfirmed`.
     body = {"new_version": version, "abort_all_requests": False}
     await server.command("/update_weight_version", body, timeout_s=timeout_s)
     await server.command("/continue_generation", {}, timeout_s=timeout_s)
@@ -97,11 +97,11 @@ async def _let_go_on(server: ServerClient, version: str, timeout_s: float) -> No
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`; where this is cancelled, only once the work is over."""
+    """Await `work`. If this is cancelled, wait until the work has finished, then raise."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
-    except asyncio.CancelledError:  # the publication that wants this ended waits as well, and then finds no one at it
+    except asyncio.CancelledError:  # the cancelling publication waits for the end of `work`, too
         with contextlib.suppress(ServerError):
             await task
         raise

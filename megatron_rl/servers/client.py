@@ -1,6 +1,6 @@
-"""One rollout server as this client knows it: its facts, its requests under way, and the commands that it is given.
+"""One rollout server as this client knows it: its properties, its requests in flight, and the commands sent to it.
 
-Servers speak SGLang's protocol, of 0.5.6 to 0.5.23; older ones without pause modes.
+Servers speak the protocol of SGLang 0.5.6 to 0.5.23. Older ones have no pause modes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron_rl.telemetry.spans import Spans
 
 PAUSE_MODES_SINCE = (0, 5, 6)
 RETRACTED_FLUSH_SINCE = (0, 5, 21)
-"""Before, requests that wait keep the cache from being flushed, and so do those that a pause has put back (0.5.19)."""
+"""Before this version, waiting requests prevent a cache flush, as do requests retracted by a pause (0.5.19)."""
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
 ADAPTERS = "policy"
-"""The name under which servers have a policy's adapters."""
+"""Name under which servers hold a policy's adapters."""
 
 
 class CacheAge:
-    """How many publications the oldest keys in a server's cache have outlived, now and under its last versions."""
+    """Age of the oldest entries in a server's KV cache, in publications, now and for its recent versions."""
 
     def __init__(self) -> None:
         self.age = 0
@@ -41,12 +41,14 @@ class CacheAge:
             self._under.popitem(last=False)
 
     def stale_tokens(self, part: ReplyPart) -> int:
-        """Return how many tokens of a reply may have attended to keys that older weights computed; never too few.
+        """Return how many tokens of a reply may have attended to keys computed by older weights.
 
-        Keys found in the cache are of unknown age, so they count as old as the oldest. A request that runs through a
-        publication keeps its keys unless that one flushed.
+        Never an underestimate.
+
+        Keys found in the cache have an unknown age, so they count as the oldest ones. A request that spans a
+        publication keeps its keys unless that publication flushed the cache.
         """
-        if not part.spans:  # before SGLang 0.5.19
+        if not part.spans:  # SGLang before 0.5.19
             return len(part.sampled) if self.age else 0
         stale = 0
         for number, (version, tokens) in enumerate(part.spans):
@@ -56,7 +58,7 @@ class CacheAge:
 
 
 class ServerClient(ServerHttp):
-    """Knows and commands one server.
+    """Knows and controls one server.
 
     server = ServerClient(url, session, freezes_steps=False, vocab_size=None, spans=Spans())
     print((await server.probe(timeout_s=30.0)).version)
@@ -73,32 +75,35 @@ class ServerClient(ServerHttp):
         vocab_size: int | None,
         spans: Spans,
     ) -> None:
-        """freezes_steps: updates come while a step is under way, because requests are paused in place. uses_adapters:
-        requests are for the adapters that it has by the name ADAPTERS. vocab_size: the model's, as this side knows it;
-        the server may say less, and nothing above.
+        """freezes_steps: updates arrive during a step, because requests are paused in place.
+
+        uses_adapters: requests use the server's adapters named ADAPTERS.
+
+        vocab_size: the model's size as this client knows it. If the server reports a smaller one, that holds.
         """
         super().__init__(url, session, spans)
         self.freezes_steps, self.vocab_size, self.uses_adapters = freezes_steps, vocab_size, uses_adapters
         self.calls: set[asyncio.Task[ReplyPart]] = set()
-        """Generation requests of this client that are under way."""
+        """This client's generation requests in flight."""
         self.info: ServerInfo | None = None
         self.cache = CacheAge()
         self.keeps_cache = False
-        """The pause under way, or the last one, flushed nothing."""
+        """The current or last pause did not flush the cache."""
         self.last_reply_s = 0.0
-        """On the monotonic clock, as the next ones: when it last gave a reply, whatever of."""
+        """Monotonic time of its last reply to any request."""
         self.busy_since = 0.0
-        """Since when there always was a call under way."""
+        """Monotonic time since which at least one call has been in flight."""
         self._known_s = 0.0
-        """When it was last asked which start of it this is."""
+        """Monotonic time at which its instance ID was last queried."""
         self._start: str | None = None
-        """The start that has the current weights; None until it is asked."""
+        """Instance ID of the server process that has the current weights. None until queried. It changes with each
+        restart."""
         self._asking: asyncio.Task[None] | None = None
 
     # -- requests
 
     def asked(self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int) -> Asked:
-        """Return what a reply to this request is held against; the version is the policy's now."""
+        """Return the facts against which the reply to this request is checked. version: the current policy version."""
         info = self.info
         sizes = [size for size in (info.vocab_size if info else None, self.vocab_size) if size is not None]
         return Asked(
@@ -111,38 +116,43 @@ class ServerClient(ServerHttp):
             room=info.room if info else None,
             gives_spans=info is not None and info.version >= SPANS_SINCE,
             gives_text=info is None or info.gives_text,
-            # SGLang starts a step before it has booked the last one; the embedded server does not.
+            # SGLang starts a step before it has recorded the last one; the embedded server does not.
             late=int(self.freezes_steps and info is not None and not info.is_embedded),
         )
 
     def open_call(self, call: asyncio.Task[ReplyPart]) -> None:
-        """Note that it is under way; once it is over, it is taken out of `calls`."""
+        """Add a call to `calls`."""
         if not self.calls:
             self.busy_since = time.monotonic()
         self.calls.add(call)
 
     def abandon_calls(self) -> None:
-        """Cancel what it is generating; whoever waits for it asks another server."""
+        """Cancel its generation requests. Their callers retry on another server."""
         for call in self.calls:
             call.cancel()
 
     # -- signs of life
 
     async def check_health(self, *, timeout_s: float) -> None:
-        """Raise ServerError where it is not healthy. SGLang generates a token for that, which a paused one cannot."""
+        """Raise ServerError if the server is unhealthy.
+
+        SGLang generates a token for this, which it cannot while paused.
+        """
         await self.call("GET", "/health", timeout_s=timeout_s)
 
     async def check_generation(self, *, timeout_s: float) -> None:
-        """Raise ServerError where it generates nothing, be it that it answers everything else."""
+        """Raise ServerError if the server generates nothing, even if it answers everything else."""
         try:
             await self.call("GET", "/health_generate", timeout_s=timeout_s)
         except NotFound:
             await self.check_health(timeout_s=timeout_s)
 
     async def give_sign_of_life(self, *, timeout_s: float) -> str | None:
-        """Return the name of its weights, None where it does not say; ServerError where it does not answer at all.
+        """Return the name of the server's weights, or None if it reports none.
 
-        A paused or busy server does.
+        Raises ServerError if it does not answer.
+
+        Paused and busy servers answer, too.
         """
         try:
             model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
@@ -152,23 +162,26 @@ class ServerClient(ServerHttp):
         return weights
 
     def forget_start(self) -> None:
-        """It has new weights: whichever start of it is asked next is the one that has them."""
+        """Forget which server instance has the weights, because it is about to receive new ones or has received them.
+
+        The next query stores the new instance ID.
+        """
         self._start, self._known_s = None, 0.0
 
     @property
     def has_same_start(self) -> bool:
-        """True where `info` is of the start that has the weights, as far as it was asked."""
+        """True if `info` comes from the server instance that has the weights, as far as known."""
         return self._start is None or (self.info is not None and self.info.start == self._start)
 
     async def check_start(self, *, timeout_s: float) -> None:
-        """Raise ServerError where the server was started since it got the weights, whatever it calls them.
+        """Raise ServerError if the server was restarted since it received the weights, whatever name they have now.
 
-        It is asked where a connection was made since the last time, once for all that wait to know.
+        The server is queried only if a connection was made since the last query. Concurrent callers share one query.
         """
         while self.info is not None and self.info.start is not None and self._known_s <= self.connected_s:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._learn_start(timeout_s))
-            await asyncio.shield(self._asking)  # of all who wait, one may be cancelled
+            await asyncio.shield(self._asking)  # one caller's cancellation must not affect the others
 
     async def _learn_start(self, timeout_s: float) -> None:
         try:
@@ -186,7 +199,7 @@ class ServerClient(ServerHttp):
             return await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
 
     async def probe(self, *, timeout_s: float) -> ServerInfo:
-        """Ask what it says of itself, which a paused server answers too; the answer is kept in `info`."""
+        """Query the server's properties and keep them in `info`. Works for paused servers, too."""
         try:
             server = await self._server_info(timeout_s=timeout_s)
         except NotFound as error:
@@ -202,7 +215,7 @@ class ServerClient(ServerHttp):
         return self.info
 
     async def held_weights(self, *, form: ChecksumForm | None, timeout_s: float) -> HeldWeights:
-        """Ask for the version and, where it has a form, the checksums of the weights in use."""
+        """Return the version of the weights in use and, if the server has a checksum form, their checksums."""
         model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
         version = self.checked("/model_info", lambda: member(model, "weight_version", str, optional=True))
         if form is None:
@@ -219,14 +232,15 @@ class ServerClient(ServerHttp):
         return HeldWeights(version, self.checked("/weights_checker", checksums))
 
     async def pause(self, mode: str, *, flush: bool, timeout_s: float) -> None:
-        """Stop generating until `resume`; `flush` drops all keys and values, those of running requests too.
+        """Stop generation until `resume`. flush: also drop all KV-cache entries, including those of running requests.
 
-        mode: `abort` ends running requests, `retract` puts them back into the queue, `in_place` freezes them with their
-        keys, which cannot be flushed. Servers before 0.5.6 know only abort; before 0.5.21 a flush needs it.
+        mode: `abort` ends running requests; `retract` puts them back into the queue; `in_place` freezes them with their
+        KV cache, which then cannot be flushed. Servers before 0.5.6 know only abort. Before 0.5.21 a flush requires
+        abort.
         """
         assert self.info is not None
         if flush and self.info.version < RETRACTED_FLUSH_SINCE:
-            mode = "abort"  # what it ends is asked for again, with the tokens that it had
+            mode = "abort"  # aborted requests are sent again, with their tokens so far
         body = {"mode": mode} if self.info.version >= PAUSE_MODES_SINCE else {}
         await self.command("/pause_generation", body, timeout_s=timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -234,7 +248,7 @@ class ServerClient(ServerHttp):
             try:
                 await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
                 return
-            except RequestRefused as error:  # its scheduler was told to put requests away, and is still at it
+            except RequestRefused as error:  # its scheduler is still retracting requests
                 if asyncio.get_running_loop().time() > deadline:
                     raise CommandRefused(f"{error} The cache could not be flushed within {timeout_s:g} s.") from error
             await asyncio.sleep(FLUSH_POLL_S)

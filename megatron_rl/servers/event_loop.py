@@ -1,4 +1,4 @@
-"""An event loop on a thread, for who calls it from plain functions, and what is awaited on such loops."""
+"""An event loop on its own thread, to be called from plain functions, and helpers for blocking work."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_rl.life.beat import Beat, HoldWatch
 T = TypeVar("T")
 
 LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
-"""Threads of a loop's pool; one is started when all others are busy."""
+"""Bounds of the number of threads in a loop's pool. A thread is started only when all others are busy."""
 
 
 class EventLoopThread:
-    """Owns one loop and its daemon thread. `run` and `submit` are for all other threads.
+    """An event loop with its daemon thread. `run` and `submit` are for other threads.
 
     thread = EventLoopThread("rollout")
     print(thread.run(asyncio.sleep(1, "slept")))
@@ -28,7 +28,7 @@ class EventLoopThread:
     """
 
     def __init__(self, name: str, *, blocking_steps: int = LEAST_BLOCKING_STEPS) -> None:
-        """blocking_steps: those of `allow_blocking_steps`."""
+        """blocking_steps: see `allow_blocking_steps`."""
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         allow_blocking_steps(self.loop, blocking_steps)
         self._is_stopping = False
@@ -42,20 +42,20 @@ class EventLoopThread:
         watch.begin()
         self.loop.run_forever()
         watch.end()
-        if not self._is_stopping:  # to go on without a loop would leave everyone waiting who has asked for something
+        if not self._is_stopping:  # without the loop, everyone who awaits something on it would wait forever
             raise RuntimeError("something that ran on it has stopped its event loop")
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine on the loop and return its result, or raise what it raised."""
+        """Run the coroutine on the loop and return its result, or raise its error."""
         assert threading.current_thread() is not self._thread, "would wait for itself"
         return self.submit(coroutine).result()
 
     def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Cancel what still runs, wait for it to end, run `last`, and end the thread."""
-        self.run(cancel_others())  # before `last`, which closes what these would still use
+        """Cancel all tasks, wait for them to end, run `last`, and end the thread."""
+        self.run(cancel_others())  # before `last`, which closes what they use
         if last is not None:
             self.run(last)
         self._is_stopping = True
@@ -65,30 +65,30 @@ class EventLoopThread:
 
 
 def allow_blocking_steps(loop: asyncio.AbstractEventLoop, count: int) -> None:
-    """Let so many calls in `asyncio.to_thread` run at once, within the bounds of this module.
+    """Let up to `count` calls of `asyncio.to_thread` run concurrently, within the bounds of this module.
 
-    asyncio itself has no more than a few for each core, and whatever waits needs none.
+    asyncio's default is a few threads per core, although waiting threads need no core.
     """
     threads = min(max(count, LEAST_BLOCKING_STEPS), MOST_BLOCKING_STEPS)
     loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="blocking-step"))
 
 
 async def cancel_others() -> None:
-    """Cancel every task of this loop but the caller's, and wait for them to end."""
+    """Cancel every other task of this loop, and wait for them to end."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)  # one that fails while it ends keeps no other from ending
+    await asyncio.gather(*tasks, return_exceptions=True)  # an error of one task must not affect the others
 
 
 async def in_own_thread(call: Callable[[], T], *, name: str) -> T:
-    """Return what a blocking call gives, from a thread for it alone: users' steps may have all threads of the pool."""
+    """Run a blocking call in its own thread and return its result, because users' steps may occupy the whole pool."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # also SystemExit: who awaits it would wait for ever
+        except BaseException as error:  # also SystemExit, or the caller would wait forever
             future.set_exception(error)
 
     process_exit.start_thread(run, name=name)

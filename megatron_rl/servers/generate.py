@@ -1,11 +1,11 @@
 """Generation: the engine under every workflow, which gets replies from one or more rollout servers.
 
-A reply is complete whatever happens on the way: a failed call is sent again, to another server if there is one. An
-interrupted reply continues from its partial output, with the log-probability and policy version of every token kept.
+Replies are complete in spite of failures: a failed call is retried, on another server if there is one. An interrupted
+reply continues from its partial output, and keeps the log-probability and policy version of every token.
 
-    agenerate -> one reply: parts, until one ends by itself
-    _part     -> one part: tries, until a server answers sensibly
-    _try      -> one HTTP call, whose answer is checked token by token (reply_check.py): a status of 200 proves nothing
+    agenerate -> one reply: sends parts until one finishes by itself
+    _part     -> one part: tries until a server returns a valid answer
+    _try      -> one HTTP call; its answer is checked token by token (reply_check.py), because a 200 proves nothing
 """
 
 from __future__ import annotations
@@ -50,26 +50,28 @@ from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
 logger = logging.getLogger(__name__)
 
 REQUEST_ATTEMPTS = 4
-"""Tries of one HTTP call; the executor's `episode_attempts` come on top."""
+"""Tries of one part of a reply. The executor's `episode_attempts` multiply these."""
 FIRST_RETRY_S = 0.1
 FRUITLESS_RESUMES = 8
-"""Interruptions in a row without a new token, after which a reply is returned as aborted."""
+"""Consecutive interruptions without a new token, after which a reply is returned as aborted."""
 REMEMBERED_RIDS = 65_536
 EARLY_END_S = 5.0
-"""Longest that a cancelled reply waits for the tokens that its server has of it."""
+"""Maximum wait for the tokens that a server has generated for a cancelled reply."""
 TOKENS_IN_TIME = 6_000
-"""Tokens of a reply for which rollout.request_timeout_s is meant."""
+"""Reply length for which rollout.request_timeout_s is meant. Longer limits get proportionally more time."""
 READ_HERE_BYTES = 32 * 1024
-"""Replies from this size on are read by another thread: to hand a smaller one over takes longer than to read it."""
+"""Replies of at least this size are parsed in another thread. For smaller ones the handover costs more than parsing."""
 OF_THE_REQUEST = (400, 413, 422)
-"""Statuses with which a server refuses what it was asked to generate; others say that it, or its door, is not right."""
+"""Statuses with which a server rejects the request itself. Others point to a problem of the server or its proxy."""
 MOST_EVENTS = 512
 """Maximum SSE events per reply. Each repeats all tokens so far, so the total grows quadratically."""
 OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compile(rb'"finish_reason":\s*null')
 
 
 class SamplingClient(Sampler):
-    """The replies of one client's servers. It lives on one event loop, that of `connect`; `version` is the policy's.
+    """Generates replies on one client's servers. It belongs to the event loop that called `connect`.
+
+    `version` is the current policy version.
 
     client = SamplingClient(RolloutConfig(), seed=1)
     await client.connect(["http://127.0.0.1:30000"])
@@ -78,7 +80,7 @@ class SamplingClient(Sampler):
     """
 
     fleet: Fleet
-    """The servers, from `connect` on."""
+    """The servers; set by `connect`."""
 
     def __init__(
         self,
@@ -88,8 +90,10 @@ class SamplingClient(Sampler):
         on_failure: Callable[[str], None] | None = None,
         has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on_failure(message)` is told of what has ended that the run depends on; has_failed() is True once the run
-        ends."""
+        """on_failure(message): called if something that the run depends on has ended.
+
+        has_failed(): True once the run ends.
+        """
         self.config, self.options, self.version = config, options, 0
         self.is_connected = False
         self._on_failure, self._has_failed = on_failure, has_failed
@@ -98,10 +102,10 @@ class SamplingClient(Sampler):
         self._homes: OrderedDict[str, ServerClient] = OrderedDict()
         self.metrics = RolloutMetrics()
         self.spans = Spans(on_end=self._count_reward)
-        """The work under way: episodes, replies, the calls for them, rewards, commands to servers."""
+        """Spans of the work in progress: episodes, replies, their HTTP calls, rewards, commands to servers."""
 
     async def connect(self, urls: list[str]) -> None:
-        """Connect to the servers at `urls`; ServerError or RequestRefused names one that is not there."""
+        """Connect to the servers at `urls`. Raises ServerError or RequestRefused, naming one that cannot be reached."""
         self._loop = asyncio.get_running_loop()
         self.fleet = Fleet(
             self.config,
@@ -111,11 +115,11 @@ class SamplingClient(Sampler):
             version=self.get_version,
             on_failure=self._on_failure,
         )
-        self.is_connected = True  # before it is: `close` has a session to close where connecting fails
+        self.is_connected = True  # set early, so that `close` closes the session if connecting fails
         await self.fleet.connect()
 
     async def close(self) -> None:
-        """Disconnect; the servers stay up. May be called twice."""
+        """Disconnect. The servers keep running. May be called twice."""
         if self.is_connected:
             self.is_connected = False
             await self.fleet.close()
@@ -129,16 +133,16 @@ class SamplingClient(Sampler):
             self.metrics.observe(span.args.get("metrics", {}))
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Generate one reply; an interrupted one is continued. Awaitable on any event loop.
+        """Generate one reply, continuing after interruptions. Awaitable on any event loop.
 
-        ValueError for a request that no server would take, RuntimeError where the servers do not manage it.
+        Raises ValueError for a request that every server would refuse, RuntimeError if the servers fail.
         """
         if not self.is_connected:
             raise RuntimeError("rollout client: not connected, or closed; connect it to its servers first.")
         if asyncio.get_running_loop() is not self._loop:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.agenerate(req), self._loop))
         with self.spans("replies", str(req.metadata.get("sample_key", req.rid))) as span:
-            # Each round asks for the rest: the prompt and all tokens so far go to a server, perhaps another one.
+            # Each round sends the prompt and all tokens so far to a server, which may be another one each time.
             reply = begun_by(req) or LLMResponse.nothing(req.input_ids)
             started, fruitless, timeout_s = time.monotonic(), 0, self._deadline_s(req)
             self.metrics.enter()
@@ -146,7 +150,7 @@ class SamplingClient(Sampler):
                 async with asyncio.timeout(timeout_s) as deadline:
                     while fruitless <= FRUITLESS_RESUMES:
                         left = req.gconfig.max_new_tokens - reply.output_len
-                        # A grammar cannot be continued, and a text that ends a reply could lie across two parts.
+                        # A reply with a grammar cannot be continued, and a stop string could span two parts.
                         is_whole = req.grammar is not None or req.gconfig.stop
                         most = left if is_whole else min(left, self.config.part_tokens or left)
                         part = await self._part(req, reply, most, deadline)
@@ -160,9 +164,9 @@ class SamplingClient(Sampler):
                             reply.stop_reason = "length"
                             break
                         reply.interruptions += 1
-                        # A server that aborts every part at once would keep the request for ever.
+                        # Otherwise a server that aborts every part immediately would hold the request forever.
                         fruitless = 0 if len(part.sampled) else fruitless + 1
-                        if req.grammar is not None:  # to a server it begins with the first token that it generates
+                        if req.grammar is not None:  # servers apply a grammar from the first generated token
                             reply, before = LLMResponse.nothing(req.input_ids), reply
                             reply.interruptions = before.interruptions
                         # The server may have been told to abort before this client hears of the pause that follows.
@@ -190,9 +194,9 @@ class SamplingClient(Sampler):
         return reply
 
     async def _part(self, req: LLMRequest, reply: LLMResponse, most: int, deadline: asyncio.Timeout) -> ReplyPart:
-        """Send prompt + generated tokens until a server answers sensibly, at most REQUEST_ATTEMPTS times.
+        """Send prompt + generated tokens until a server returns a valid answer, at most REQUEST_ATTEMPTS times.
 
-        most: new tokens to ask for.
+        most: new tokens to request.
         """
         generated, routed = reply.sampled.ids, 0 if reply.routes is None else len(reply.routes)
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
@@ -204,11 +208,11 @@ class SamplingClient(Sampler):
         failed: ServerClient | None = None
         refused: dict[ServerClient, RequestRefused] = {}
         attempt, busy = 1, 0
-        async with self._slot(deadline):  # before the server is chosen, which could be gone by the time a slot is free
+        async with self._slot(deadline):  # before choosing, as a chosen server could be gone when a slot is free
             while True:
                 server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
                 check_request(server, tokens, room)
-                # SGLang refuses a rid that is in use, by this client or another; one episode may have many at a time.
+                # SGLang refuses a rid that is in use by any client, and one episode may have many requests in flight.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
                     part = await self._try(server, rid, tokens, params, deadline, begun_by(req), routed, tell)
@@ -222,7 +226,7 @@ class SamplingClient(Sampler):
                         await asyncio.sleep(max(error.wait_s, backoff(busy)))
                     busy += 1
                 except RequestRefused as refusal:
-                    # One that refuses everything would soon be the one with the fewest requests, and end them all.
+                    # A faulty server that refuses everything would soon be the least busy one and end every episode.
                     if refused or not self.fleet.has_another(server):
                         raise
                     refused[server] = refusal
@@ -235,19 +239,22 @@ class SamplingClient(Sampler):
                     logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
                     await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
                     attempt += 1
-                else:  # another one could: those that refused are to blame, and not the request
+                else:  # another server could: blame those that refused, not the request
                     for one, said in refused.items():
                         self.fleet.record_failure(one, BadReply(f"{said} (which another server did not)"))
                     self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
                     return part
 
     def _deadline_s(self, req: LLMRequest) -> float:
-        """rollout.request_timeout_s, and in proportion more for a reply that may be longer than it is meant for."""
+        """Return rollout.request_timeout_s, scaled up for replies that may exceed TOKENS_IN_TIME tokens."""
         return self.config.request_timeout_s * max(1.0, req.gconfig.max_new_tokens / TOKENS_IN_TIME)
 
     @contextlib.asynccontextmanager
     async def _slot(self, deadline: asyncio.Timeout) -> AsyncIterator[None]:
-        """One of the connections that this process may have open; to wait for it does not count."""
+        """Hold one of the connections that this process may open.
+
+        The wait for it does not count towards the deadline.
+        """
         with not_counted(deadline):
             await self.fleet.slots.acquire()
         try:
@@ -266,15 +273,14 @@ class SamplingClient(Sampler):
         routed: int,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> ReplyPart:
-        """Generate on one server; ServerError where it fails or is dropped meanwhile.
+        """Generate on one server. Raises ServerError if the server fails or is dropped meanwhile.
 
-        The server is lost then, but where a reply merely lacks a log-probability.
-
-        begun: is added what there is where the caller is cancelled. routed: rows whose routes are known.
+        The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: if the
+        caller is cancelled, the tokens generated so far are added to it. routed: number of rows whose routes are known.
         """
         fleet, since = self.fleet, time.monotonic()
-        asked = fleet.asked(server, rid, tokens, params, routed)  # before it is sent: a publication may end meanwhile
-        # A task of its own: a server that is dropped cancels its calls, and not the episodes that wait for them.
+        asked = fleet.asked(server, rid, tokens, params, routed)  # before sending: a publication may end meanwhile
+        # In a separate task: dropping a server cancels its calls, but not the episodes that await them.
         call = asyncio.create_task(generate(server, asked, tokens, params, fleet.reply_readers, on_tokens))
         server.open_call(call)
         try:
@@ -285,7 +291,7 @@ class SamplingClient(Sampler):
             await fleet.accept(server, part, asked)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if deadline.expired():  # which cancels this task, as who ends the episode does
+            if deadline.expired():  # the timeout cancels this task, as the episode's end does
                 fleet.note_overdue(server, since)
             if task is None or task.cancelling():  # this episode is cancelled, not the call
                 if begun is not None and not self._has_failed():
@@ -300,14 +306,14 @@ class SamplingClient(Sampler):
                 self.metrics.add(unknown_logprobs=is_unknown)
             raise
         finally:
-            call.cancel()  # which hangs up, so that the server generates no more
+            call.cancel()  # closes the connection, so that the server stops generating
             server.calls.discard(call)
         return part
 
     async def _end_early(
         self, server: ServerClient, call: asyncio.Task[ReplyPart], asked: Asked, begun: LLMResponse
     ) -> None:
-        """Have the server end a request at once, and keep what it had generated, if it can say so soon."""
+        """Abort a request on the server, and keep the tokens that it returns within EARLY_END_S."""
         try:
             async with asyncio.timeout(EARLY_END_S):
                 await server.call("POST", "/abort_request", {"rid": asked.rid}, timeout_s=EARLY_END_S)
@@ -319,31 +325,32 @@ class SamplingClient(Sampler):
             add_part(begun, part)
 
     async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
-        """Return the server that this rid used last, else the `least_busy`.
+        """Return the server that this rid used last, or else the `least_busy` one.
 
-        Waits while the servers are paused or none is left; that time does not count towards the deadline.
+        Waits while the servers are paused or none is available. That time does not count towards the deadline.
         """
         members = self.fleet.members
         if not (self.fleet.open.is_set() and members.serving):
             with not_counted(deadline):
-                # A loop: either may change while the other is awaited.
+                # In a loop, because either condition may change while the other is awaited.
                 while not (self.fleet.open.is_set() and members.serving):
                     await self.fleet.open.wait()
                     await members.wait_for_one(self.config.start_timeout_s)
-        if self.fleet.router is not None:  # it takes requests as a server does, and chooses one for each
+        if self.fleet.router is not None:  # the router accepts requests like a server and distributes them
             return self.fleet.router.client
         home = self._homes.pop(rid, None)
         if home is None or home is avoid or home not in members.serving:
             home = least_busy(members.serving, rank=self.options.rank, ranks=self.options.ranks, avoid=avoid)
-        self._homes[rid] = home  # it has the keys of this part, should another one follow
+        self._homes[rid] = home  # its KV cache has this part, in case another part follows
         if len(self._homes) > REMEMBERED_RIDS:
             self._homes.popitem(last=False)
         return home
 
     def _seed_of(self, req: LLMRequest, generated: int) -> int | None:
-        """Derive the sampling seed from the run's seed and the sample's name: the same on every server, rank and retry.
+        """Derive the sampling seed from the run's seed and the sample's name: equal on every server, rank and retry.
 
-        A continuation has a seed of its own; the embedded server numbers draws per request and would repeat them.
+        A continuation gets a different seed, because the embedded server numbers draws per request and would repeat
+        them.
         """
         key = req.metadata.get("sample_key")
         if req.gconfig.seed is not None:
@@ -363,10 +370,10 @@ async def generate(
     readers: Executor,
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> ReplyPart:
-    """Generate once, however long it takes: the deadline of a reply is the caller's. BadReply for a wrong one.
+    """Generate once, without a timeout: the caller has the reply's deadline. Raises BadReply for an invalid answer.
 
-    params: SGLang's sampling parameters. readers: threads in which long replies are read. on_tokens: is told the ids so
-    far, as they come. What it was told is kept, as an abort's, if the server dies.
+    params: SGLang's sampling parameters. readers: threads that parse long replies. on_tokens: called with all token ids
+    so far as they arrive. If the server dies, those tokens are returned as an aborted reply.
     """
     body = {"rid": asked.rid, "input_ids": input_ids, "sampling_params": params, "return_logprob": True}
     if server.uses_adapters:
@@ -386,7 +393,7 @@ async def generate(
     except RequestRefused as refusal:
         if refusal.status in OF_THE_REQUEST:
             raise
-        raise ServerError(str(refusal)) from refusal  # its token or its door: another server may take the prompt
+        raise ServerError(str(refusal)) from refusal  # credentials or proxy: another server may accept the prompt
     except ServerError as error:
         if events is None or not events.is_begun:
             raise
@@ -396,30 +403,30 @@ async def generate(
     try:
         if sum(map(len, pieces)) < READ_HERE_BYTES:
             part = read_reply(pieces, asked)
-        else:  # an abort brings all that were under way at once, and the loop has more to do than to read them
+        else:  # an abort returns all replies at once, which would block the event loop
             part = await asyncio.get_running_loop().run_in_executor(readers, read_reply, pieces, asked)
     except ValueError as error:
         kind = UnknownLogprob if isinstance(error, NoLogprob) else BadReply
         raise kind(f"{server.url}/generate: the reply cannot be used: {error}") from error
-    server.last_reply_s = time.monotonic()  # of good replies alone: bad ones are no sign that it works
+    server.last_reply_s = time.monotonic()  # only for good replies: bad ones do not show that it works
     return part
 
 
 class EventStream:
-    """The events of a streamed reply, each of which has all of it so far: the last one is the reply."""
+    """Parser for a streamed reply. Each event repeats the whole reply so far, so the last event is the reply."""
 
     def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
         self._on_tokens = on_tokens
         self.rest, self._last = bytearray(), b""
         self.count = 0
-        """Tokens that have come."""
+        """Tokens received so far."""
 
     @property
     def is_begun(self) -> bool:
         return self.count > 0
 
     def take(self, piece: bytes) -> None:
-        """Take what has come of the body. RequestRefused or ServerError where an event is one."""
+        """Parse the next piece of the body. Raises RequestRefused or ServerError for an error event."""
         self.rest += piece
         *events, rest = self.rest.split(b"\n\n")
         self.rest = rest
@@ -440,16 +447,16 @@ class EventStream:
         return ServerError(f"the stream ended: {words}")
 
     def reply(self, what: str) -> bytes:
-        """Return the body of the whole reply; of one that was cut off, as an abort."""
+        """Return the body of the whole reply. A stream that was cut off becomes an aborted reply."""
         if not self._last:
             raise ServerError(f"{what}: the stream had no reply.")
         return UNFINISHED.sub(b'"finish_reason":{"type":"abort","message":"the stream was cut off"}', self._last)
 
 
 def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
-    """Translate into SGLang's fields for a reply that already has `generated` tokens."""
+    """Translate options into SGLang's fields, for a reply that already has `generated` tokens."""
     params: dict[str, Any] = {
-        # Temperature 0 is SGLang's greedy; it reports log-probabilities at temperature 1 then.
+        # Temperature 0 makes SGLang decode greedily; it then reports log-probabilities at temperature 1.
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
         "top_k": 1 if gconfig.greedy else gconfig.top_k,
@@ -470,19 +477,20 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
 def least_busy(
     serving: list[ServerClient], *, rank: int, ranks: int, avoid: ServerClient | None = None
 ) -> ServerClient:
-    """Return the server with the fewest requests of this client, which is number `rank` of `ranks`; `avoid` if alone.
+    """Return the server with the fewest requests of this client. `avoid` is returned only if there is no other.
 
-    Of several the first on the ring of all servers, on which the ranks begin at even distances. So ranks that do not
-    know of each other fill the servers evenly: with equally many groups each, no server has two more than another.
+    rank, ranks: number of this client among those of the same servers. Ties go to the first server on a ring of all
+    servers, on which the ranks start at equal distances. So ranks fill the servers evenly without knowing of each
+    other: with equally many groups each, no server has two more than another.
     """
-    ring = sorted(serving, key=lambda server: server.url)  # `serving` is in the order in which they came back
+    ring = sorted(serving, key=lambda server: server.url)  # `serving` is in the order in which servers returned
     begin = rank * len(ring) // ranks
     ring = ring[begin:] + ring[:begin]
     return min([server for server in ring if server is not avoid] or ring, key=lambda server: len(server.calls))
 
 
 def begun_by(req: LLMRequest) -> LLMResponse | None:
-    """Return the reply as far as it can be continued: one that obeys a grammar cannot."""
+    """Return the partial reply to continue, or None. A reply with a grammar cannot be continued."""
     return req.begun if req.grammar is None else None
 
 
@@ -500,7 +508,7 @@ def add_part(reply: LLMResponse, part: ReplyPart) -> None:
 
 @contextlib.contextmanager
 def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
-    """Stop the deadline's clock within."""
+    """Stop the deadline's clock inside the block."""
     clock, when = asyncio.get_running_loop().time, deadline.when()
     left_s = None if when is None else when - clock()
     deadline.reschedule(None)
@@ -512,7 +520,10 @@ def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
 
 
 def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int) -> None:
-    """Raise RequestRefused for what the server could not serve. An id past the vocabulary would kill a CPU SGLang."""
+    """Raise RequestRefused for a request that the server could not serve.
+
+    A token id beyond the vocabulary would crash SGLang on a CPU.
+    """
     if not tokens:
         raise RequestRefused("input_ids = []: a prompt needs at least one token.")
     info = server.info

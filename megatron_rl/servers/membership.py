@@ -1,19 +1,19 @@
-"""Which servers get requests, and which take part in the next publication of weights.
+"""Tracks which servers receive requests, and which take part in the next publication of weights.
 
     from         to            when
-    SERVING      LOST          a call failed, it gave no sign of life or generates nothing, or a reply was bad
-    SERVING      LOST          it failed a publication, or its replies are not to be believed: it is dropped
+    SERVING      LOST          a call failed, it does not respond or generates nothing, or a reply was bad
+    SERVING      LOST          it failed a publication, or its replies cannot be trusted: it is dropped
     LOST         SERVING       it generates as before, with the weights that it had
-    LOST         BEHIND        it answers, and is not as before: it was started anew, or was dropped
-    BEHIND       LOST          it answers no more
+    LOST         BEHIND        it answers, but was restarted or dropped
+    BEHIND       LOST          it no longer answers
     BEHIND       CATCHING_UP   another server, or the disk, has the current weights for it
     CATCHING_UP  SERVING       it has them and generates
     CATCHING_UP  BEHIND        that failed, or a publication begins
-    any          SERVING       a publication ended in which it took part
+    any          SERVING       a publication in which it took part ended
     SERVING      LOST          a publication ended without it
 
-A server whose replies are not to be believed is caught up only once it was started anew. Everything here runs on one
-event loop, which may itself stand still: no server is lost for that.
+A server whose replies cannot be trusted catches up only after a restart. Everything here runs on one event loop. If the
+loop itself stalls, no server is lost for that.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ LOOK_TIMEOUT_S = 10.0
 PATROL_EVERY_S = 5.0
 SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
-"""So many more times than it gave a good reply, a server came with a bad one: then it is dropped."""
+"""Bad replies, minus good ones since, after which a server is dropped."""
 JUDGED_REPLIES, LEAST_REPLIES = 64, 16
-"""A server is judged by its newest replies, and by no fewer than these: by whether half of them lack a
-log-probability."""
+"""Number of a server's newest replies that are judged, and the minimum for judging. The server is dropped if half of
+them lack a log-probability."""
 LAG_SHARE = 0.1
-"""Of its patience: where this event loop stood still for longer while a server was asked, it is asked again."""
+"""Fraction of the patience. If this event loop stalled for longer while a server was queried, the query is repeated."""
 MOST_STATES = 256
-"""Servers that are described to whoever looks at the run."""
+"""Maximum servers that `states` describes."""
 VISITS = 10
-"""Most times that it is asked so: a loop that always stands still would never find a server dead."""
+"""Limits retries after event-loop stalls. Otherwise a loop that stalls all the time would never find a server dead."""
 
 
 class ServerState(Enum):
-    """What a server is asked for; the table above has who goes where, and when."""
+    """State of a server. The table above lists the transitions."""
 
     SERVING = "serving"
-    """It gets requests, and takes part in publications."""
+    """It receives requests and takes part in publications."""
     LOST = "lost"
-    """It gets nothing, and is looked at."""
+    """It receives nothing and is probed."""
     BEHIND = "behind"
-    """It answers, and takes part in the next publication, by which it serves."""
+    """It answers, takes part in the next publication, and serves after that."""
     CATCHING_UP = "catching up"
-    """It is being brought to the current weights between two publications."""
+    """It receives the current weights between two publications."""
 
 
 @dataclass(eq=False)
@@ -77,29 +77,29 @@ class Member:
     server: ServerClient
     state: ServerState = ServerState.SERVING
     weights: str | None = None
-    """Name of the weights it must have to serve again; None where its own word for them is not enough."""
+    """Name of the weights it must have to serve again. None if a matching name is not enough."""
     failures: int = 0
-    """Calls that failed since one last went well."""
+    """Failures since its last good reply."""
     bad_replies: int = 0
-    """Times that it was lost for a bad reply, less good ones since."""
+    """Number of times it was lost for a bad reply, minus the good replies since."""
     unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
-    """Whether each of its newest replies lacked a log-probability."""
+    """For each of its newest replies, whether it lacked a log-probability."""
     distrusted: str | None = None
-    """The start of it whose replies were not to be believed; empty where it does not say which it is."""
+    """Instance ID of the server process whose replies cannot be trusted. Empty if the server reports none."""
     is_restarted: bool = False
-    """It was started since it took part in a publication, or named its weights first."""
+    """It was restarted since it last took part in a publication or first named its weights."""
     is_published: bool = False
-    """It has weights that were published to it, and not those of its start."""
+    """It has weights that were published to it, rather than those it started with."""
     silent_since: float | None = None
-    """On the monotonic clock: since when it was found to generate nothing."""
+    """Monotonic time since which it has generated nothing, or None."""
     dropped_in: int = -1
-    """The publication that it failed."""
+    """Number of the publication that it failed, or -1."""
     trouble: str = ""
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Membership:
-    """The servers of one client. `serving` get requests; `publishing` take part in control calls."""
+    """The servers of one client. `serving` receive requests; `publishing` take part in control calls."""
 
     def __init__(
         self,
@@ -110,23 +110,23 @@ class Membership:
         on_drop: Callable[[str, str], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """`catch_up` brings a server to the current weights and returns their name; None where it has no way to.
-        Servers that cannot be sent weights by this `publication` come in no more.
+        """catch_up: brings a server to the current weights and returns their name, or None if it has no way to.
 
-        `on_drop(url, reason)` is told of servers that failed a publication, or that are not to be believed;
-        `on_failure(message)` where something here ended that has to last.
+        publication: servers that cannot receive weights in this way do not return. on_drop(url, reason) is called for
+        servers that failed a publication or cannot be trusted. on_failure(message) is called if a permanent task here
+        has ended.
         """
         self._members = {server: Member(server) for server in servers}
         self.serving = list(servers)
         self.publishing = list(servers)
         self.number = 0
-        """Counts changes: a weight group made under another number no longer fits."""
+        """Counts changes of the set. A weight group made under another number is obsolete."""
         self._catch_up, self._publication, self._on_drop = catch_up, publication, on_drop
         self._on_failure = on_failure or logger.error
         self._may_catch_up = True
         self._patience_s = math.inf
         self.follows = False
-        """Another client publishes, and this one hears of it behind the servers."""
+        """Another client publishes. This client may hear of a publication after the servers do."""
         self._beat = Beat(asyncio.get_running_loop())
         self.changed = asyncio.Event()
         """Set whenever `serving` may have changed."""
@@ -137,9 +137,9 @@ class Membership:
         self._some_serve.set()
 
     def begin(self, patience_s: float) -> None:
-        """The servers have answered `probe`, and serve with the weights that they named.
+        """Start watching the servers, which have answered `probe` and serve with the weights that they named.
 
-        From now on one that gives no sign of life for `patience_s` is lost, and what it was generating with it.
+        From now on a server that does not respond for `patience_s` is lost, together with its requests.
         """
         for server, member in self._members.items():
             member.weights = server.info.weight_version if server.info else None
@@ -148,7 +148,7 @@ class Membership:
         self._patrol = self.lasting(self._go_round(), "the patrol of rollout servers")
 
     def lasting(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Start what the run depends on; `on_failure` is told where it raises, which nobody would hear of."""
+        """Start a permanent task. If it raises, `on_failure` is called, because nobody awaits it."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -160,7 +160,7 @@ class Membership:
         return task
 
     def add(self, server: ServerClient) -> None:
-        """A server that is new: it takes part in publications once it answers, and serves once it has weights."""
+        """Add a new server. It takes part in publications once it answers, and serves once it has weights."""
         member = Member(server, ServerState.LOST, trouble="is new")
         self._members[server] = member
         self._watch(member)
@@ -174,8 +174,8 @@ class Membership:
         (self._some_serve.set if self.serving else self._some_serve.clear)()
 
     def forget(self, server: ServerClient) -> None:
-        """A server that is gone for good. What it was generating moves to others."""
-        self.lose(server, "is gone")  # while it is a member: others are passed over there
+        """Remove a server permanently. Its requests move to others."""
+        self.lose(server, "is gone")  # before it is removed: `lose` ignores non-members
         if (member := self._members.pop(server, None)) is not None:
             self._stop_watching(member)
         if server in self.publishing:
@@ -185,17 +185,17 @@ class Membership:
 
     @property
     def needs_weights(self) -> bool:
-        """True where no server serves and one that could lacks the weights. From any thread."""
-        # Copied in one go here and below: the loop's thread may add a server meanwhile.
+        """True if no server serves and one that answers lacks the weights. Callable from any thread."""
+        # Copied at once, here and below, because the loop's thread may add a server meanwhile.
         answering = (ServerState.BEHIND, ServerState.CATCHING_UP)
         return not self.serving and any(member.state in answering for member in list(self._members.values()))
 
     def troubles(self) -> str:
-        """Say what is the matter with the servers that do not serve."""
+        """Describe the problems of the servers that do not serve."""
         return "; ".join(m.trouble for m in self._members.values() if m.state is not ServerState.SERVING)
 
     def states(self) -> list[dict[str, Any]]:
-        """Describe each server for whoever looks at the run: its state, its calls, its weights and what ails it."""
+        """Return each server's state, calls, weights and trouble, for the run's status."""
         return [
             {
                 "url": member.server.url,
@@ -209,7 +209,7 @@ class Membership:
         ]
 
     async def wait_for_one(self, timeout_s: float) -> None:
-        """Return once a server serves; ServerError where none does for `timeout_s`."""
+        """Wait until a server serves. Raises ServerError after `timeout_s`."""
         try:
             await asyncio.wait_for(self._some_serve.wait(), timeout_s)
         except TimeoutError:
@@ -225,16 +225,16 @@ class Membership:
         return member is not None and member.is_published
 
     def record_success(self, server: ServerClient) -> None:
-        """A reply of it was good."""
+        """Note a good reply of the server."""
         if (member := self._members.get(server)) is not None:
             member.failures, member.silent_since = 0, None
             member.unknown_logprobs.append(False)
             member.bad_replies = max(0, member.bad_replies - 1)
 
     def record_unknown_logprob(self, server: ServerClient, trouble: str) -> None:
-        """A reply of it lacked a log-probability: it is dropped where half of its newest replies do.
+        """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do.
 
-        The last server that serves is not: then the policy is the likely cause, and the run ends with that reason.
+        The last serving server is not dropped. There the policy is the likely cause, so the run ends with that reason.
         """
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
@@ -256,7 +256,7 @@ class Membership:
         member.dropped_in = -1  # it failed no publication
 
     def distrust(self, server: ServerClient, trouble: str) -> None:
-        """A reply of it was bad: it is lost, and after BAD_REPLIES dropped."""
+        """Note a bad reply: the server is lost, and after BAD_REPLIES of them dropped."""
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
             return
@@ -270,19 +270,19 @@ class Membership:
         member.dropped_in = -1  # it failed no publication
 
     def lose(self, server: ServerClient, trouble: str) -> None:
-        """Send it nothing more until it answers as before."""
+        """Send the server nothing more until it answers as before."""
         member = self._members.get(server)
-        if member is None:  # it is gone for good
+        if member is None:  # removed permanently
             return
         member.trouble = trouble
-        if member.state is not ServerState.SERVING:  # all its calls fail: the first has begun the watch, and counts
+        if member.state is not ServerState.SERVING:  # all its calls fail; only the first starts a watch and counts
             return
         member.failures += 1
         self._move(member, ServerState.LOST)
         self._watch(member)
 
     def drop(self, server: ServerClient, trouble: str) -> None:
-        """Leave it out, and what it was generating to others, until it takes part in a later publication."""
+        """Exclude a server until it takes part in a later publication. Its requests move to others."""
         member = self._members.get(server)
         if member is None:
             return
@@ -291,18 +291,18 @@ class Membership:
         member.weights, member.trouble = None, trouble
         member.dropped_in = self._publications
         self._move(member, ServerState.LOST)
-        self._watch(member)  # anew: the one before may just be taking it back with the weights that it had
+        self._watch(member)  # restart: the old watch may be about to return it with its previous weights
         if server in self.publishing:
             self.publishing.remove(server)
             self.number += 1
         server.abandon_calls()
-        if self._on_drop is not None:  # last: the supervisor kills it for this, and by now nothing counts on it
+        if self._on_drop is not None:  # last: the supervisor kills the server then, and nothing depends on it any more
             self._on_drop(server.url, trouble)
 
     async def select_servers(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
-        """Select who takes part in the next publication: all that answer, at least one.
+        """Select the servers of the next publication: all that answer, at least one.
 
-        ServerError where none answers for `timeout_s`. What `check` raises ends the waiting.
+        Raises ServerError if none answers for `timeout_s`. An exception from `check` ends the wait.
         """
         await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -311,20 +311,20 @@ class Membership:
                 raise ServerError(f"no rollout server answered for {timeout_s:g} s: {self.troubles()}")
             check()
             await asyncio.sleep(SELECT_POLL_S)
-        for server in present:  # in the middle of a publication a server may name weights that it has half of
+        for server in present:  # during a publication a server may name weights that it has only in part
             self._stop_watching(self._members[server])
         if set(present) != set(self.publishing):
             self.number += 1
             self.publishing = present
 
     async def stop_catching_up(self) -> None:
-        """Let no server catch up until `mark_published` or `allow_catching_up`; those at it have stopped by then."""
-        self._may_catch_up = False  # first: while one is waited for, no other may begin
+        """Stop servers from catching up until `mark_published` or `allow_catching_up`. Waits until none does."""
+        self._may_catch_up = False  # first: no other may begin during the wait below
         for member in [member for member in self._members.values() if member.state is ServerState.CATCHING_UP]:
             if member.watcher is not None:
                 member.watcher.cancel()
                 await asyncio.wait([member.watcher])
-            if member.state is not ServerState.SERVING:  # else it was done before the cancellation came
+            if member.state is not ServerState.SERVING:  # otherwise it finished before the cancellation
                 self._watch(member)
 
     def allow_catching_up(self) -> None:
@@ -332,16 +332,16 @@ class Membership:
 
     @property
     def is_publishing(self) -> bool:
-        """From `select_servers` to the end of the publication."""
+        """True from `select_servers` to the end of the publication."""
         return not self._may_catch_up
 
     def _present(self) -> list[ServerClient]:
         present = [server for server, member in self._members.items() if member.state is not ServerState.LOST]
-        # What failed this publication once may fail it again; but where nobody else is left, it must do.
+        # A server that failed this publication may fail it again. It is used only if no other is left.
         return [s for s in present if self._members[s].dropped_in < self._publications] or present
 
     def mark_published(self, servers: list[ServerClient], weights: str) -> None:
-        """A publication is over: `servers` have `weights` and serve, others wait for the next one."""
+        """End a publication: `servers` have `weights` and serve. The others wait for the next one."""
         for server, member in self._members.items():
             if server in servers:
                 self._stop_watching(member)
@@ -351,7 +351,7 @@ class Membership:
                 member.is_restarted = False
                 self._move(member, ServerState.SERVING)
             else:
-                member.weights = None  # those that it has are old now: it must not come back by their name
+                member.weights = None  # its weights are outdated: it must not return by their name
                 if member.state is ServerState.SERVING:
                     self.lose(server, "left out of a publication")
         self._publications += 1
@@ -365,7 +365,7 @@ class Membership:
             self._stop_watching(member)
 
     async def _go_round(self) -> None:
-        """A server that hangs fails no call, so each is asked something that takes it no time."""
+        """Ping all serving servers periodically, because a hanging server fails no call."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_suspicious.wait(), min(PATROL_EVERY_S, self._patience_s))
@@ -375,11 +375,11 @@ class Membership:
             visits = (self._visit(server, is_suspect) for server in visited)
             ends = await asyncio.gather(*visits, return_exceptions=True)
             for server, end in zip(visited, ends, strict=True):
-                if isinstance(end, Exception):  # a bug of ours: one visit's is not to end all others
+                if isinstance(end, Exception):  # a bug of ours: one failed visit must not end the others
                     logger.error("the visit to %s failed", server.url, exc_info=end)
 
     async def _visit(self, server: ServerClient, is_suspect: bool) -> None:
-        # The name may be compared only where no publication was under way at any time between question and answer.
+        # Weight names are comparable only if no publication was in progress at any time between question and answer.
         published, publications = self.weights_of(server), self._publications
         may_compare = not self.is_publishing
         try:
@@ -390,7 +390,7 @@ class Membership:
             return
         may_compare = may_compare and not self.is_publishing and publications == self._publications
         if may_compare and None not in (weights, published) and weights != published:
-            # Its publisher, another client, has been there; this one is going to hear of it by mark_published.
+            # The other client, which publishes, has updated it. `mark_published` will tell this client.
             is_ahead = VERSION.fullmatch(str(weights)) and VERSION.fullmatch(str(published))
             if not (self.follows and is_ahead and int(str(weights)) > int(str(published))):
                 self.lose(server, f"has weights {weights!r}, and was published {published!r}")
@@ -398,20 +398,23 @@ class Membership:
         await self._see_it_generate(server, is_suspect)
 
     async def _see_it_generate(self, server: ServerClient, is_suspect: bool) -> None:
-        """A server whose scheduler hangs answers everything but requests: those that wait for long are a sign of it."""
+        """Lose a server that generates nothing.
+
+        If its scheduler hangs, it answers everything except generation requests.
+        """
         member = self._members.get(server)
         if member is None:
             return
         quiet_s = time.monotonic() - max(server.last_reply_s, server.busy_since)
         is_suspect = is_suspect or member.silent_since is not None
-        # Paused, it generates nothing. Without a request it is not asked: SGLang generates a token for the answer then.
+        # A paused server generates nothing. An idle one is not checked, as the check makes SGLang generate a token.
         if self.is_publishing or not (is_suspect or (server.calls and quiet_s >= self._patience_s)):
             member.silent_since = None
             return
         try:
             await self.patiently(lambda: server.check_generation(timeout_s=self._patience_s))
         except (ServerError, RequestRefused) as error:
-            # Another client may have it paused just now.
+            # Another client may have paused it.
             member.silent_since = member.silent_since or time.monotonic()
             if time.monotonic() - member.silent_since >= self._patience_s:
                 self.lose(server, f"generates nothing: {error}")
@@ -420,7 +423,7 @@ class Membership:
             member.silent_since = None
 
     async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask, and ask again where it failed while this event loop stood still, which would look like the server."""
+        """Call `ask`, and retry if it failed while this event loop stalled, which looks like a server failure."""
         for _ in range(VISITS):
             lag = self._beat.lag_s
             try:
@@ -431,17 +434,17 @@ class Membership:
         return await ask()
 
     def suspect(self) -> None:
-        """Something failed, and nobody knows at which server: look at all of them now."""
+        """Visit all servers now, because something failed at an unknown one."""
         self._is_suspicious.set()
 
     def _watch(self, member: Member) -> None:
         self._stop_watching(member)
 
-        def look(task: asyncio.Task[None]) -> None:  # a bug of ours: the server is not to be forgotten for it
+        def look(task: asyncio.Task[None]) -> None:  # a bug of ours must not end the watch
             if not task.cancelled() and (error := task.exception()) is not None:
                 member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
                 logger.error("the watch over %s begins again", member.server.url, exc_info=error)
-                if self._members.get(member.server) is member:  # it was not forgotten meanwhile
+                if self._members.get(member.server) is member:  # not removed meanwhile
                     self._watch(member)
 
         member.watcher = asyncio.get_running_loop().create_task(self._look_after(member))
@@ -453,19 +456,19 @@ class Membership:
             member.watcher = None
 
     async def _look_after(self, member: Member) -> None:
-        # One that is well whenever it is asked, and fails every reply, is asked ever more rarely.
+        # A server that passes every probe but fails every reply is probed less and less often.
         await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2 ** min(16, max(0, member.failures - 1))))
         server = member.server
         while True:
             try:
                 info = await server.probe(timeout_s=LOOK_TIMEOUT_S)
                 if member.distrusted is not None and member.distrusted != (info.start or ""):
-                    member.distrusted = None  # it was started anew, and may be well now
-                # Where another client publishes, it may have caught up, and has the name only then.
+                    member.distrusted = None  # it was restarted and may be healthy
+                # If another client publishes, the server may have caught up; its name alone then shows that.
                 is_as_before = self.follows or not member.is_published or server.has_same_start
                 if member.weights is not None and info.weight_version == member.weights and is_as_before:
                     await self._check_generation(member)
-                    if member.weights == info.weight_version:  # else a publication has passed it by meanwhile
+                    if member.weights == info.weight_version:  # otherwise a publication has overtaken it
                         if self.follows:
                             server.forget_start()
                         break
@@ -474,7 +477,7 @@ class Membership:
                         logger.warning("left out: %s", why)
                     raise ServerError(why)
                 if member.weights is not None and not member.is_restarted:
-                    # Another process than the one that is in the weight group.
+                    # The process in the weight group is another one.
                     member.is_restarted, self.number = True, self.number + 1
                 self._move(member, ServerState.BEHIND)
                 if self._may_catch_up and member.distrusted is None and await self._has_caught_up(member):
@@ -483,12 +486,12 @@ class Membership:
                 member.trouble = str(error)
                 self._move(member, ServerState.LOST)
             await asyncio.sleep(LOOK_EVERY_S)
-        # No await from the last check to here: a publication could begin and end in between.
+        # No await between the last check and this line: a publication could begin and end in between.
         member.watcher, member.silent_since = None, None
         self._move(member, ServerState.SERVING)
 
     async def _check_generation(self, member: Member) -> None:
-        """Raise where it generates nothing; after long, move its requests to others."""
+        """Raise if the server generates nothing. After `patience_s` also move its requests to others."""
         try:
             await member.server.check_generation(timeout_s=LOOK_TIMEOUT_S)
         except (ServerError, RequestRefused):
@@ -498,7 +501,7 @@ class Membership:
             raise
 
     async def _has_caught_up(self, member: Member) -> bool:
-        """Bring it to the current weights where there is a way; one that fails is tried ever more rarely."""
+        """Try to bring the server to the current weights. A server that fails is retried less and less often."""
         self._move(member, ServerState.CATCHING_UP)
         try:
             weights = await self._catch_up(member.server)
@@ -508,12 +511,12 @@ class Membership:
             await asyncio.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S * 2 ** min(16, member.failures)))
             return False
         finally:
-            if member.state is ServerState.CATCHING_UP:  # it was not dropped meanwhile
+            if member.state is ServerState.CATCHING_UP:  # not dropped meanwhile
                 self._move(member, ServerState.BEHIND)
         if weights is None:
             return False
         member.weights, member.is_published, member.is_restarted = weights, True, False
-        if member.server not in self.publishing:  # it was dropped, or is new: the weight group lacks it
+        if member.server not in self.publishing:  # it was dropped or is new, so the weight group lacks it
             self.publishing.append(member.server)
             self.number += 1
         return True

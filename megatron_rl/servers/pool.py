@@ -1,8 +1,8 @@
-"""The servers of one client, commanded together: pause, resume, whatever a publication needs. Coroutines of one loop.
+"""The servers of one client, controlled together: pause, resume and publication. All coroutines run on one loop.
 
-A server that fails a command is dropped and the others go on. After an update that did not reach every server that
-takes part, none of them gets requests until a later one is whole. One that comes back between publications is brought
-to the current weights, where this client has published them.
+A server that fails a command is dropped, and the others continue. After an update that did not reach every
+participating server, none receives requests until a later update is complete. A server that returns between
+publications is brought to the current weights, if this client has published them.
 """
 
 from __future__ import annotations
@@ -44,39 +44,39 @@ from megatron_rl.telemetry.spans import Spans
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""Shorter than uvicorn's 5 s: a connection that the server is just closing would lose a control call half way."""
+"""Below uvicorn's 5 s: a control call on a connection that the server is closing would be lost."""
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
-"""A paused SGLang takes 20 s to say that it is not healthy; to tell one to go on that is only slow does no harm."""
+"""A paused SGLang takes 20 s to report that it is unhealthy. Resuming a server that is merely slow does no harm."""
 REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
 HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
-"""How long a reply with the next version waits where another client publishes, which this one hears of later."""
+"""Maximum wait of a reply with the next version. If another client publishes, this one learns of the version later."""
 REPLY_READERS = 2
-"""Threads that read long replies; one of them reads some millions of tokens a second."""
+"""Threads that parse long replies. Each parses some millions of tokens per second."""
 FILES_FOR_OTHERS = 256
-"""Of the files that this process may have open: what is not for requests, such as control calls, rewards and logs."""
+"""Files of this process reserved for other purposes than requests: control calls, rewards, logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """What a client of rollout servers is told beside its config."""
+    """Options of a rollout client in addition to its config."""
 
     seed: int | None = None
-    """The run's: sampling seeds are derived from it and a sample's name. None: the servers choose."""
+    """The run's seed, from which sampling seeds are derived together with a sample's name. None: the servers choose."""
     on_drop: Callable[[str, str], None] | None = None
-    """on_drop(url, reason) is called, on the event loop, for a server that failed a publication, or whose replies are
-    not to be believed."""
+    """on_drop(url, reason) is called, on the event loop, for a server that failed a publication or cannot be
+    trusted."""
     run_name: str = ""
-    """Servers that register for this run in rollout.registry come and go. The client that publishes needs it; others
-    follow that one, by `mark_published`."""
+    """Name under which servers register in rollout.registry; they may come and go. Only the publishing client needs it.
+    Other clients follow that one, by `mark_published`."""
     vocab_size: int | None = None
-    """The model's, if it is known."""
+    """The model's vocabulary size, if known."""
     routes: RouteForm | None = None
-    """The form in which servers tell the experts of tokens, if the trainer replays them."""
+    """Form in which servers report the experts of tokens, if the trainer replays them."""
     rank: int = 0
-    """This client's number among the `ranks` that send requests to the same servers."""
+    """Number of this client among the `ranks` clients of the same servers."""
     ranks: int = 1
 
 
@@ -84,7 +84,7 @@ ALONE = ClientOptions()
 
 
 class Fleet:
-    """Made on the loop it runs on. `connect` before anything else, `close` at the end.
+    """The servers of one client. Create it on its event loop, call `connect` first and `close` last.
 
     await fleet.connect()
     await fleet.members.select_servers(timeout_s=60.0)
@@ -104,15 +104,15 @@ class Fleet:
         version: Callable[[], int],
         on_failure: Callable[[str], None] | None,
     ) -> None:
-        """version() is the policy's now. on_failure(message) is told of what has ended that the run depends on."""
+        """version(): returns the current policy version. on_failure(message): called if a permanent task has ended."""
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
-        # Without a limit of its own, behind which control calls would wait for replies: `slots` are for these.
+        # No limit here, because control calls would then wait behind replies. `slots` limits the replies.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector, headers=headers, trace_configs=[noting_connections()]
         )
         self.slots = asyncio.Semaphore(most_requests())
-        """Requests that may be under way at once, each of which has a connection."""
+        """Limits concurrent requests. Each has its own connection."""
         self.config, self.options, self._spans, self._version = config, options, spans, version
         self.reply_readers = ThreadPoolExecutor(REPLY_READERS, thread_name_prefix="reply-reader")
         self.servers = [self._client(url) for url in urls]
@@ -125,18 +125,18 @@ class Fleet:
             on_failure=on_failure,
         )
         self.open = asyncio.Event()
-        """Clear while the servers are paused: a request sent then would be pinned to the version on its way out."""
+        """Cleared while the servers are paused, because a request's version is fixed when it is sent."""
         self.open.set()
         self.update_is_whole = True
-        """False from the start of an update until every server that takes part has all of it."""
+        """False from the start of an update until every participating server has all of it."""
         self._published: int | None = None
         self._folder: str | None = None
         self._held: dict[ServerClient, HeldWeights] = {}
-        """The weights that each server said it holds, in this publication."""
+        """The weights that each server reported in this publication."""
         self._current: Current | None = None
         """None until this client has published."""
         self._watchers: list[asyncio.Task[None]] = []
-        # Of its own: users' blocking steps may have all threads of the loop's pool.
+        # A separate pool, because users' blocking steps may occupy the whole pool of the loop.
         self._registry_reader = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self._memory = ServerMemory()
 
@@ -151,7 +151,10 @@ class Fleet:
         )
 
     async def connect(self) -> None:
-        """Ask all servers for health and facts; ServerError or RequestRefused names one that is not there."""
+        """Query the health and properties of all servers.
+
+        Raises ServerError or RequestRefused, naming one that fails.
+        """
 
         async def greet(server: ServerClient) -> None:
             info = await server.probe(timeout_s=PROBE_TIMEOUT_S)
@@ -162,7 +165,7 @@ class Fleet:
                 )
             try:
                 await server.check_health(timeout_s=FIRST_HEALTH_S)
-            except ServerError:  # a trainer that was killed while it published has left it paused
+            except ServerError:  # a trainer that was killed during a publication left it paused
                 await server.command("/continue_generation", {}, timeout_s=PROBE_TIMEOUT_S)
                 await server.check_health(timeout_s=PROBE_TIMEOUT_S)
 
@@ -171,7 +174,7 @@ class Fleet:
         if self.options.run_name:
             self._watchers.append(self.members.lasting(self._watch_registry(), "the watch over rollout.registry"))
         if self.router is not None:
-            self.router.client.info = self.servers[0].info  # all serve one model
+            self.router.client.info = self.servers[0].info  # all servers have the same model
             await self._tell_router()
             self._watchers.append(self.members.lasting(self._keep_router(), "the watch over rollout.router"))
 
@@ -179,7 +182,7 @@ class Fleet:
         for watcher in self._watchers:
             watcher.cancel()
         self.reply_readers.shutdown(wait=False)
-        self._registry_reader.shutdown(wait=False)  # a network file system may keep it for minutes
+        self._registry_reader.shutdown(wait=False)  # a network file system may block it for minutes
         self.members.close()
         await self._session.close()
 
@@ -188,9 +191,9 @@ class Fleet:
     def asked(
         self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0
     ) -> Asked:
-        """Return what a reply to a request that is sent to `server` now is held against.
+        """Return the facts against which the reply to a request sent to `server` now is checked.
 
-        routed: rows from the first on whose routes are not asked for.
+        routed: number of leading rows whose routes are not requested.
         """
         asked = server.asked(rid, tokens, params, version=self._version())
         asked = dataclasses.replace(asked, routes=self.options.routes, routes_from=routed)
@@ -198,9 +201,9 @@ class Fleet:
         return dataclasses.replace(asked, weights=weights, is_routed=self.router is not None)
 
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:
-        """A reply came; ServerError where the weights that it is of cannot be those that were published."""
+        """Accept a reply. Raises ServerError if its weights cannot be those that were published."""
         newest = newest_of(part, asked)
-        if self.members.follows and newest == self._version() + 1:  # it may be right, and known here in a moment
+        if self.members.follows and newest == self._version() + 1:  # valid if this client hears of it soon
             deadline = time.monotonic() + HEARSAY_S
             while newest > self._version() and time.monotonic() < deadline:
                 await asyncio.sleep(HEARSAY_POLL_S)
@@ -215,14 +218,14 @@ class Fleet:
             self.members.record_success(server)
 
     def has_another(self, server: ServerClient) -> bool:
-        """Return True where a request that this server refused can be sent to another one."""
+        """Return True if a request that this server refused can be sent to another one."""
         return self.router is None and any(other is not server for other in self.members.serving)
 
     def record_failure(self, server: ServerClient, error: ServerError) -> None:
-        """A request failed at `server`."""
-        if isinstance(error, Busy):  # it is well
+        """Note that a request failed on `server`."""
+        if isinstance(error, Busy):  # a busy server is healthy
             return
-        if self.router is not None:  # which does not say whose failure it was
+        if self.router is not None:  # the router does not say which server failed
             self.members.suspect()
         elif isinstance(error, UnknownLogprob):
             self.members.record_unknown_logprob(server, str(error))
@@ -232,19 +235,19 @@ class Fleet:
             self.members.lose(server, str(error))
 
     def note_overdue(self, server: ServerClient, since: float) -> None:
-        """The deadline of a reply has passed that `server` was asked for at `since`, on the monotonic clock."""
+        """Note that a reply's deadline passed. The request went to `server` at the monotonic time `since`."""
         if self.router is not None:
             self.members.suspect()
-        elif server.last_reply_s < since:  # else it works, and this reply is long
+        elif server.last_reply_s < since:  # otherwise the server works, and the reply is long
             self.members.lose(server, f"gave no reply at all for {time.monotonic() - since:.3g} s")
 
     async def _tell_router(self) -> None:
-        """Let the router send requests to the servers that serve, and to no others."""
+        """Make the router send requests to the serving servers only."""
         assert self.router is not None
-        self.members.changed.clear()  # before it is told: what changes meanwhile is told next
+        self.members.changed.clear()  # cleared first, so that changes during the call are sent next
         try:
             await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
-        except (ServerError, asyncio.CancelledError):  # it has them in part, or not at all
+        except (ServerError, asyncio.CancelledError):  # it may have only some of them
             self.members.changed.set()
             raise
 
@@ -272,9 +275,9 @@ class Fleet:
                 self.enlist(urls)
 
     def enlist(self, urls: list[str]) -> None:
-        """Make the fleet these servers: new ones are caught up, those that are not among them are forgotten.
+        """Set the fleet's servers: new ones catch up, those no longer listed are removed.
 
-        In a publication nobody leaves, and where no server is named all stay: to forget them would gain nothing.
+        During a publication none is removed. An empty list removes none either, because nothing would be gained.
         """
         known, urls = {server.url: server for server in self.servers}, [url.rstrip("/") for url in urls]
         for url in urls:
@@ -291,16 +294,16 @@ class Fleet:
     # -- control
 
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
-        """Act on all servers that take part and drop those that fail; NoServerLeft where that leaves none.
+        """Run `act` on all participating servers and drop those that fail. Raises NoServerLeft if none is left.
 
-        A server that is well and refuses is dropped only where another one did not; where all refuse, what they were
-        asked is to blame, and CommandRefused is raised.
+        A healthy server that refuses is dropped only if another did not refuse. If all refuse, the command is at fault,
+        and CommandRefused is raised.
         """
-        servers = list(self.members.publishing)  # which drop() below takes from
+        servers = list(self.members.publishing)  # a copy, because drop() below modifies the list
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
         failures = {s: result for s, result in zip(servers, results, strict=True) if isinstance(result, BaseException)}
         for server, error in failures.items():
-            if not isinstance(error, ServerError):  # a bug of ours, or a cancellation: no server is to blame
+            if not isinstance(error, ServerError):  # a bug of ours, or a cancellation
                 raise error
             if not isinstance(error, CommandRefused) or len(failures) < len(servers):
                 self.members.drop(server, str(error))
@@ -310,8 +313,8 @@ class Fleet:
             raise next(iter(failures.values()))
 
     async def pause(self) -> None:
-        """Stop generation as the config says. A cache that has outlived as many publications as it may is flushed."""
-        self.open.clear()  # first: what is sent from here on would run into the pause
+        """Pause generation as configured. Flush each cache that has outlived the allowed number of publications."""
+        self.open.clear()  # first: requests sent from now on would hit the pause
         await self.members.stop_catching_up()
 
         async def pause(server: ServerClient) -> None:
@@ -321,20 +324,20 @@ class Fleet:
                 mode = "retract"  # frozen requests would hold their keys
             timeout_s = self.config.control_timeout_s
             await server.pause(mode, flush=not server.keeps_cache, timeout_s=timeout_s)
-            # Paused, it stays as it is: this start takes the weights, and another one could not have them.
+            # Query the instance while it is paused: it receives the weights, and a restarted one would lack them.
             server.forget_start()
             await server.check_start(timeout_s=timeout_s)
 
         await self.on_all(pause)
 
     async def resume(self) -> None:
-        """Let the servers go on, and get requests again unless the last update is not whole.
+        """Resume the servers. They receive requests again unless the last update is incomplete.
 
-        Those that have lent memory to the trainer stay paused until `set_memory` gives it back.
+        Servers that have lent memory to the trainer stay paused until `set_memory` returns it.
         """
         timeout_s = self.config.control_timeout_s
         if not self.update_is_whole:
-            # What they were generating would go on with a part of the new weights.
+            # Otherwise their requests would continue with a part of the new weights.
             await self.on_all(lambda server: server.command("/abort_request", {"abort_all": True}, timeout_s=timeout_s))
         if self._memory.is_whole:
             await self.on_all(lambda server: server.command("/continue_generation", {}, timeout_s=timeout_s))
@@ -345,23 +348,23 @@ class Fleet:
                 self.mark_published(servers, version)
                 self._published = None
                 if self.router is not None:
-                    with contextlib.suppress(ServerError):  # it is told again, and again
+                    with contextlib.suppress(ServerError):  # it is told again later
                         await self._tell_router()
             if self._memory.is_whole:
                 self.members.allow_catching_up()
-                self.open.set()  # last: the router, and who else is told of servers, knows them by now
-            else:  # mark_published has allowed it, and the trainer has the devices
+                self.open.set()  # last: by now the router and other followers know the servers
+            else:  # mark_published has allowed it, but the trainer has the devices
                 await self.members.stop_catching_up()
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Have all servers that answer hold these parts of their memory. With all of them they go on; with fewer they
-        are paused, requests wait, and what was being generated is asked for again later.
+        """Make all responding servers hold exactly these parts of their memory. Return the URLs of failed ones.
 
-        starts: by URL, what differs from one start of a server to the next. Servers that fail are dropped, and their
-        URLs returned; CommandRefused where all refuse.
+        With all parts the servers resume. With fewer they are paused, requests wait, and interrupted replies are
+        requested again later. starts: URL -> number that changes with each restart of the server. Servers that fail are
+        dropped. Raises CommandRefused if all refuse.
         """
         self._memory.wanted = parts
-        if not self._memory.is_whole:  # requests wait before a server is paused for it
+        if not self._memory.is_whole:  # requests must wait before a server is paused
             self.open.clear()
             await self.members.stop_catching_up()
         timeout_s = self.config.start_timeout_s
@@ -378,45 +381,45 @@ class Fleet:
         if self._memory.is_whole:
             try:
                 await self.resume()
-            except NoServerLeft:  # replies wait for those that are started again, and these for a publication
+            except NoServerLeft:  # replies wait for restarted servers, which wait for a publication
                 self.members.allow_catching_up()
                 self.open.set()
         return list(failures)
 
     def check_publishable(self) -> None:
-        """Raise RequestRefused for the first server that cannot be sent new weights."""
+        """Raise RequestRefused for the first server that cannot receive new weights."""
         for server in self.members.publishing:
             if server.info is not None and (why := server.info.refusal(self.config.publication)):
                 raise RequestRefused(f"{server.url}: {why}")
 
     def begin_update(self, folder: str | None = None) -> None:
-        """Servers are about to get new weights, from `folder` where they come over a disk."""
+        """Begin an update. folder: source of the weights, if they come over a disk."""
         self.check_publishable()
         self.update_is_whole, self._folder, self._held = False, folder, {}
 
     def note_held(self, server: ServerClient, held: HeldWeights) -> None:
-        """A server has said what it holds; where that is wrong, the publisher drops it."""
+        """Note the weights that a server reports to hold. The publisher drops it if they are wrong."""
         self._held[server] = held
 
     def _confirmed(self, servers: list[ServerClient], version: str) -> Current:
         checksums = {}
         for server in servers:
             form, held = server.info.checksum_form if server.info else None, self._held.get(server)
-            # What it said under an earlier name is of the weights that it had before.
+            # Checksums reported under an earlier name belong to the weights before.
             if form is not None and held is not None and held.version in (None, version):
                 checksums[form] = held.checksums
         return Current(version, checksums, self._folder)
 
     async def _catch_up(self, server: ServerClient) -> str | None:
-        """Bring a server that does not serve to the current weights; None where there is no way to."""
+        """Bring a server to the current weights and return their name. None if there is no way to."""
         current = self._current
         source = source_for(server, self.members.serving, current) if current is not None else None
         if current is None or source is None:
             return None
-        if self.router is not None:  # else what the server has begun and aborts now would pass as a reply's beginning
+        if self.router is not None:  # otherwise partial replies that it aborts now could be accepted
             await self._tell_router()
         server.forget_start()
-        await server.check_start(timeout_s=self.config.control_timeout_s)  # the start that takes them, and no later one
+        await server.check_start(timeout_s=self.config.control_timeout_s)  # this instance takes the weights
         await catch_up(server, source, current, self.config)
         server.cache.publish(current.version, flushed=True)
         origin = source if isinstance(source, str) else source.url
@@ -424,11 +427,11 @@ class Fleet:
         return current.version
 
     def finish_update(self, version: int) -> None:
-        """Every server that takes part has all weights of `version`; they serve it once resumed."""
+        """Note that every participating server has all weights of `version`. They serve it once resumed."""
         self.update_is_whole, self._published = True, version
 
     async def follow(self, urls: list[str], version: int) -> None:
-        """Another client has published `version` to the servers at `urls`, of which some may be new to this one."""
+        """Note that another client has published `version` to the servers at `urls`, some of which may be new here."""
         self.members.follows = True
         if self.config.registry:
             self.enlist(urls)
@@ -446,7 +449,10 @@ class Fleet:
         self.mark_published([server for server in servers if server.info is not None], version)
 
     def mark_published(self, servers: list[ServerClient], version: int) -> None:
-        """`servers` have `version` and serve; all others wait until they are caught up or take part in a later one."""
+        """Note that `servers` have `version` and serve.
+
+        All others wait until they catch up or join a later publication.
+        """
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
         if self.router is not None:
@@ -455,7 +461,7 @@ class Fleet:
 
 
 def most_requests() -> int:
-    """How many requests this process has files for at once, beside all else that it opens."""
+    """Return how many concurrent requests this process has file descriptors for."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 2**31

@@ -1,10 +1,10 @@
-"""The one checker of what a server says it generated: nothing of a reply is used before all of it was found possible.
+"""The only checker of servers' replies: nothing of a reply is used before the whole reply was found valid.
 
-A reply is held against what was asked for: its counts, ids, log-probabilities, reason to finish and weight versions,
-each by type and range and against one another. ValueError names the field, what was found and the rule.
+A reply is checked against its request: counts, ids, log-probabilities, finish reason and weight versions, each by type
+and range and for mutual consistency. ValueError names the field, its value and the rule.
 
     bytes -> the operator reply_tokens: tensors, and the rest without them -> orjson -> check_reply
-          -> orjson alone, where the operator finds anything unusual: this way has the words for each fault
+          -> orjson alone, if the operator finds anything unusual: this path has a message for each fault
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from megatron_rl.routes import RouteForm
 from megatron_rl.types import Runs, SampledTokens
 
 SPANS_SINCE = (0, 5, 19)
-"""SGLang's first version that says which weights sampled which tokens."""
+"""First SGLang version that reports which weights sampled which tokens."""
 HIGHEST_LOGPROB = 1e-3
-"""A kernel may round log 1 to a little above 0."""
+"""Upper bound: a kernel may round log 1 to slightly above 0."""
 LOWEST_LOGPROB = -1e4
-"""No token that was sampled is less likely."""
+"""Lower bound: no sampled token is less likely."""
 MOST_IDS = 2**31
-"""Of a vocabulary whose size nobody knows."""
+"""Bound of token ids if the vocabulary size is unknown."""
 KEPT_BACK = 64
-"""Tokens of its context, and pages of its cache, that a server may keep for itself."""
+"""Tokens of its context, and pages of its cache, that a server may reserve."""
 NOT_FINITE = re.compile(rb"[\[,:\s](-?Infinity|NaN)(?=[\],}\s])")
 VERSION = re.compile(r"[0-9]{1,15}")
 REPLY_BYTES, TOKEN_BYTES = 2**20, 2**10
-"""Most that a reply takes, and each token that it may have."""
+"""Maximum bytes of a reply, and additional bytes per token."""
 TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
-"""Seconds in a reply's meta_info; SGLang gives the last one always, the others only with --enable-metrics."""
+"""Seconds in a reply's meta_info. SGLang always sends the last one, the others only with --enable-metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The facts of a request that its reply is held against."""
+    """The facts of a request against which its reply is checked."""
 
     rid: str
     prompt_tokens: int
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     version: int
-    """The policy version when it was asked for, the oldest that can have sampled a token."""
+    """Policy version when the request was sent, the oldest that can have sampled a token."""
     weights: str | None = None
-    """The server's name of its weights then; None where it has no name for them, or a router chose the server."""
+    """The server's name for its weights at that time. None if it has no name, or if a router chose the server."""
     is_routed: bool = False
     vocab_size: int | None = None
     room: int | None = None
-    """Tokens of prompt and reply that the server has room for, where that is known."""
+    """Tokens of prompt and reply for which the server has room, if known."""
     gives_spans: bool = True
     gives_text: bool = True
     late: int = 0
-    """Tokens of a span that were sampled before the server changed the name."""
+    """Tokens of a span that were sampled before the server changed the version's name."""
     routes: RouteForm | None = None
-    """The form of its rows' routes, where they were asked for."""
+    """Form of its rows' routes, if they were requested."""
     routes_from: int = 0
-    """The first row of which they were."""
+    """First row for which routes were requested."""
 
     @property
     def bytes_at_most(self) -> int:
@@ -79,38 +79,38 @@ class Asked:
 
 @dataclass(kw_only=True)
 class ReplyPart:
-    """The tokens of one HTTP call; a reply has several parts where it was interrupted."""
+    """The tokens of one HTTP call. A reply has several parts if it was interrupted."""
 
     sampled: SampledTokens
     stop_reason: str
     """stop, length or abort."""
     text: str
     cached_tokens: int
-    """Prompt tokens whose keys the server had already."""
+    """Prompt tokens that were found in the KV cache."""
     spans: list[tuple[str, int]]
-    """(weight version, tokens), in order; empty where the server reports none."""
+    """(weight version, tokens), in order. Empty if the server reports none."""
     routes: Tensor | None = None
-    """`[rows, layers, slots]` from the first row on that was asked for; None of an abort that tells none."""
+    """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
     timing: dict[str, float] = field(default_factory=dict)
-    """The server's part in the time: those of TIMING that it reports."""
+    """The server's share of the time: those of TIMING that it reports."""
 
 
 class NoLogprob(ValueError):
-    """A token that was sampled came with NaN, an infinity or nothing as its log-probability.
+    """A sampled token has NaN, an infinity or nothing as its log-probability.
 
-    A policy that is nearly certain makes sound servers say so: the reply is of no use, and the server not yet to blame.
+    A nearly certain policy makes healthy servers report this. The reply is useless, but the server is not yet to blame.
     """
 
 
 def read_reply(pieces: Sequence[bytes], asked: Asked) -> ReplyPart:
-    """Parse and check the body of a /generate answer, from any thread. ValueError for one that it cannot have."""
+    """Parse and check the body of a /generate answer. Raises ValueError if it is invalid. Callable from any thread."""
     content = bytearray().join(pieces)
     above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
     bounds = {"lowest": LOWEST_LOGPROB, "highest": HIGHEST_LOGPROB}
     found = ops.reply_tokens(content, vocab_size=above, at_most=asked.max_new_tokens, **bounds)
     if found is not None:
         ids, logprobs, rest = found
-        with contextlib.suppress(ValueError):  # which is raised below, in the words for the answer as it came
+        with contextlib.suppress(ValueError):  # raised below, with the original answer in the message
             return check_reply(parsed(rest), asked, ids, logprobs)
     return check_reply(parsed(content), asked)
 
@@ -124,7 +124,7 @@ def parsed(content: bytes | bytearray) -> Any:
             raise NoLogprob(f"{bytes(found[1])!r} at byte {found.start(1)}: {rule}") from None
         raise ValueError(f"{bytes(content[:80])!r} is not JSON: {error}") from None
     try:
-        # orjson silently keeps the last of two values. A search for the key would miss one that is written in escapes.
+        # orjson silently keeps the last of duplicate keys. A text search would miss keys written with escapes.
         json.loads(content, object_pairs_hook=without_repeats)
     except RecursionError:
         raise ValueError(f"{bytes(content[:80])!r} is nested too deep") from None
@@ -132,7 +132,7 @@ def parsed(content: bytes | bytearray) -> Any:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> None:
-    """Raise ValueError for an object that has a key twice."""
+    """Raise ValueError for an object with a duplicate key."""
     seen = set()
     for name, _ in pairs:
         if name in seen:
@@ -141,12 +141,12 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> None:
 
 
 def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: Tensor | None = None) -> ReplyPart:
-    """Check a /generate answer and take it apart. ValueError for one that this request cannot have.
+    """Check a /generate answer and convert it. Raises ValueError if it is invalid for this request.
 
-    ids, logprobs: of its tokens, where they were taken out of it and checked before.
+    ids, logprobs: those of its tokens, if they were already extracted and checked.
     """
     meta = member(as_object("the reply", answer), "meta_info", dict)
-    kind, finish = finish_of(meta)  # first: an abort may lack all that is checked below
+    kind, finish = finish_of(meta)  # first: an abort may lack the fields checked below
     entries = member(meta, "output_token_logprobs", list, optional=kind == "abort") or []
     if ids is None or logprobs is None:
         ids, logprobs = tokens_of(entries, asked)
@@ -158,14 +158,14 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
     spans = spans_of(meta, count)
     names = [str(span["version"]) for span in spans]
     versions = versions_of_names(names, asked)
-    if count and not spans:  # SGLang before 0.5.19, and a server whose weights stayed the same
+    if count and not spans:  # SGLang before 0.5.19, or a server whose weights did not change
         versions, ends = [pinned_version(meta, asked)], [count]
     else:
         ends = [span["end"] for span in spans]
     return ReplyPart(
         sampled=SampledTokens(ids, logprobs, spread(versions, ends, count, late=asked.late)),
         stop_reason=kind,
-        # A request that is aborted in the queue has no text yet; a server without a tokenizer never has.
+        # A request aborted in the queue has no text, and a server without a tokenizer never has.
         text=member(answer, "text", str, optional=not asked.gives_text or kind == "abort") or "",
         cached_tokens=member(meta, "cached_tokens", int, optional=True) or 0,
         spans=named_spans(spans, count, late=asked.late) if count else [],
@@ -175,9 +175,9 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
 
 
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:
-    """Return the routes of all rows but the last token's, which nobody has read; None where none were asked for.
+    """Return the routes of all rows except that of the last token, which was never an input. None if not requested.
 
-    An abort may leave them out: its rows are asked for again, with the rest of the reply.
+    An abort may omit them: its rows are requested again with the rest of the reply.
     """
     if asked.routes is None:
         return None
@@ -191,7 +191,7 @@ def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tens
 
 
 def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
-    """Return the ids (int32) and log-probabilities (float32) of (log-probability, id, text) triples."""
+    """Return the ids (int32) and log-probabilities (float32) from (log-probability, id, text) triples."""
     if len(entries) > asked.max_new_tokens:
         refuse("output_token_logprobs", f"{len(entries)} entries", f"at most {asked.max_new_tokens} were asked for")
     above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
@@ -200,7 +200,7 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
         if type(entry) is not list or len(entry) != 3:
             refuse(f"output_token_logprobs[{position}]", entry, "must be [log-probability, id, text or null]")
         logprob, token, text = entry
-        # `type(...) is`, here and below: JSON's true would pass for the number 1.
+        # `type(...) is`, here and below, because JSON's true would pass for the number 1.
         if type(token) is not int or not 0 <= token < above:
             refuse(f"the token at position {position}", token, f"must be an id of the vocabulary of {above}")
         if logprob is None or (type(logprob) is float and not math.isfinite(logprob)):
@@ -216,7 +216,7 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
 
 
 def check_counts(answer: dict[str, Any], meta: dict[str, Any], ids: Tensor, asked: Asked) -> None:
-    """Check what the reply says of its own size and of the prompt's. A request that waited may say nothing."""
+    """Check the sizes that the reply reports for itself and the prompt. Replies of queued requests may omit them."""
     output = member(answer, "output_ids", list, optional=True)
     if output is not None and (output != ids.tolist() or not all(type(token) is int for token in output)):
         refuse("output_ids", output, f"must be the ids of output_token_logprobs, {shown(ids.tolist())}")
@@ -228,11 +228,11 @@ def check_counts(answer: dict[str, Any], meta: dict[str, Any], ids: Tensor, aske
     if prompt is not None and prompt != asked.prompt_tokens:
         refuse("prompt_tokens", prompt, f"{asked.prompt_tokens} were sent; it answers another prompt")
     cached = member(meta, "cached_tokens", int, optional=True)
-    # A request that was put back had its own tokens in the cache as well.
+    # A retracted request finds its own tokens in the cache as well.
     if cached is not None and not 0 <= cached <= asked.prompt_tokens + len(ids):
         refuse("cached_tokens", cached, f"must be of the {asked.prompt_tokens} tokens that were sent")
     rid = member(meta, "id", str, optional=True)
-    if len(ids) and rid is not None and rid != asked.rid:  # without tokens there is nothing to mix up
+    if len(ids) and rid is not None and rid != asked.rid:  # without tokens nothing can be mixed up
         refuse("id", rid, f"the request's is {asked.rid!r}; it answers another one")
 
 
@@ -241,13 +241,13 @@ def finish_of(meta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     kind = finish.get("type")
     if kind not in ("stop", "length", "abort"):
         refuse("finish_reason", finish, "must be of type stop, length or abort")
-    if finish.get("matched") == "NaN happened":  # SGLang calls it a stop like any other
+    if finish.get("matched") == "NaN happened":  # SGLang reports it as a normal stop
         refuse("finish_reason", "'NaN happened'", "the model gave logits that are not numbers")
     return kind, finish
 
 
 def check_finish(kind: str, finish: dict[str, Any], ids: Tensor, asked: Asked) -> None:
-    """The reason why it ended has to be one that these tokens have."""
+    """Check that the finish reason is consistent with the tokens."""
     if kind == "stop":
         matched, last = finish.get("matched"), int(ids[-1])
         if not (type(matched) is int and matched == last) and not (type(matched) is str and matched in asked.stop):
@@ -265,14 +265,14 @@ def check_finish(kind: str, finish: dict[str, Any], ids: Tensor, asked: Asked) -
 
 
 def spans_of(meta: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the spans of tokens that one version sampled, which follow on one another and cover all."""
+    """Return the version spans, which must be contiguous and cover all tokens."""
     spans = member(meta, "weight_versions", list, optional=True) or []
     end = 0
     for number, span in enumerate(spans):
         at = f"weight_versions[{number}]"
         start, stop = (member(as_object(at, span), name, int) for name in ("start", "end"))
         member(span, "version", str)
-        if start != end or stop < start or (stop == start and count > 0):  # one of no tokens is an abort's
+        if start != end or stop < start or (stop == start and count > 0):  # an abort may have an empty span
             refuse(at, span, f"must begin at {end} and hold tokens")
         end = stop
     if spans and end != count:
@@ -281,7 +281,7 @@ def spans_of(meta: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def versions_of_names(names: list[str], asked: Asked) -> list[int]:
-    """Return each name's version, in an order that publications can have."""
+    """Return the version of each name. They must be in an order that publications can have."""
     versions = [version_of(name, asked) for name in names]
     if versions != sorted(versions) or any(a == b for a, b in itertools.pairwise(names)):
         refuse("weight_versions", names, "must not go back, and differ")
@@ -289,15 +289,15 @@ def versions_of_names(names: list[str], asked: Asked) -> list[int]:
 
 
 def version_of(name: str, asked: Asked) -> int:
-    """Return the policy version that weights of this name are.
+    """Return the policy version that a weight name stands for.
 
-    It is a number, at least that of the request. Before anything was published, what the server called its weights from
-    the start stands for the request's.
+    It is a number, at least the request's version. Before the first publication, the name that the server gave its
+    initial weights stands for the request's version.
     """
     if not asked.is_routed and name == asked.weights:
         return int(name) if VERSION.fullmatch(name) else asked.version
     if VERSION.fullmatch(name) is None:
-        if not asked.is_routed and asked.weights is None:  # nothing is known to compare the name with
+        if not asked.is_routed and asked.weights is None:  # there is nothing to compare the name with
             return asked.version
         had = "the router chose" if asked.is_routed else f"had {asked.weights!r}"
         refuse(
@@ -309,9 +309,9 @@ def version_of(name: str, asked: Asked) -> int:
 
 
 def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
-    """The version of all tokens where the reply has no spans: the oldest that can have sampled one.
+    """Return the version for all tokens of a reply without spans: the oldest that can have sampled one of them.
 
-    A server that gives spans may leave them out where nothing changed.
+    A server that reports spans may omit them if its weights did not change.
     """
     name = member(meta, "weight_version", str, optional=True)
     if asked.is_routed:
@@ -323,20 +323,21 @@ def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
     version = version_of(name, asked)
     if asked.gives_spans and asked.weights is not None and name != asked.weights:
         refuse("weight_versions", None, f"weight_version = {name!r}, and it was asked with {asked.weights!r}")
-    # Under a newer name, its first tokens may still be of the version when it was asked.
+    # With a newer name, the first tokens may still have the version at which the request was sent.
     return version if name == asked.weights else asked.version
 
 
 def newest_of(part: ReplyPart, asked: Asked) -> int:
-    """Return the newest version that a reply claims beyond what its server had when it was asked."""
+    """Return the newest version in a reply, apart from the weights that its server had when the request was sent."""
     names = [name for name, _ in part.spans if asked.is_routed or name != asked.weights]
     return max((int(name) for name in names if VERSION.fullmatch(name)), default=asked.version)
 
 
 def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -> Runs:
-    """Return the versions of `count` tokens from those of spans, which end before `ends`.
+    """Return the versions of `count` tokens, given those of spans that end before `ends`.
 
-    The first `late` tokens of a later span were sampled before the server changed the name: they are of the one before.
+    The first `late` tokens of each later span were sampled before the server changed the name, so they belong to the
+    previous span.
     """
     bounds = [min(count, end + late) if count else 0 for end in ends]
     lengths = [end - begin for begin, end in zip([0, *bounds], bounds, strict=False)]
@@ -345,16 +346,19 @@ def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -
 
 
 def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[tuple[str, int]]:
-    """Return (weight version, tokens) of each span, with `late` as above."""
+    """Return (weight version, tokens) of each span. late: as in `spread`."""
     ends = [min(count, span["end"] + late) for span in spans]
     return [(span["version"], end - begin) for span, begin, end in zip(spans, [0, *ends], ends, strict=False)]
 
 
-# -- what fields may be
+# -- field types
 
 
 def member(found: dict[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
-    """Return a field of exactly this type (true is no int); ValueError for another, and for none unless `optional`."""
+    """Return a field of exactly this type (true is no int).
+
+    Raises ValueError otherwise, or if missing and not `optional`.
+    """
     value = found.get(name)
     if value is None and optional:
         return None
@@ -370,15 +374,15 @@ def as_object(name: str, found: Any) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number that is finite, in float32 too; a bool or a text is none."""
-    return type(value) in (int, float) and abs(value) < 3e38  # no comparison holds for NaN
+    """Return True for a number that is finite even in float32. False for bools and text."""
+    return type(value) in (int, float) and abs(value) < 3e38  # false for NaN
 
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
-    # Cut: it goes into logs and errors, and a server may have sent megabytes.
+    # Truncated for logs and errors, because a server may have sent megabytes.
     raise ValueError(f"{name} = {value if type(value) is str else shown(value)}: {rule}"[:1000])
 
 
 def shown(value: Any) -> str:
-    """A value of any size and depth, in a few words."""
+    """Return a short description of a value of any size and depth."""
     return reprlib.repr(value)

@@ -1,8 +1,8 @@
-"""SGLang's router (sglang-router 0.3) in front of the servers: it picks one for each request.
+"""SGLang's router (sglang-router 0.3) in front of the servers, which picks a server for each request.
 
-It forwards no control calls, knows nothing of versions, and goes on sending requests to a server that was restarted and
-has no weights. So it is told which servers there are whenever that changes, before the first request that counts on it;
-and a reply with a token of an older version than the request's is refused, for no server that may serve gives one.
+It forwards no control calls, does not know versions, and keeps sending requests to a restarted server without weights.
+Therefore this client tells it the set of servers after every change, before the first request that depends on it.
+Replies with a token of an older version than the request's are rejected, because no valid server produces them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ POLL_S = 0.05
 
 
 class Router:
-    """Calls one router. All coroutines run on the loop of its client's session."""
+    """Controls one router. All coroutines run on the loop of its client's session."""
 
     def __init__(self, client: ServerClient) -> None:
         self.client = client
-        """Takes requests as a server does."""
+        """Client for the router, which accepts requests like a server."""
         self._changing = asyncio.Lock()
 
     async def serve_with(self, urls: list[str], *, timeout_s: float) -> None:
-        """Make these its servers, and wait until it has them; ServerError where it does not.
+        """Set the router's servers and wait until it has them. Raises ServerError if it does not get them in time.
 
-        Where others were, every request under way is asked again: the router alone knows whose they were to answer.
+        If a server is removed, all requests in flight are sent again, because only the router knows which server has
+        them.
         """
-        async with self._changing:  # two changes at once would take each other's servers out
+        async with self._changing:  # two concurrent changes would remove each other's servers
             deadline = asyncio.get_running_loop().time() + timeout_s
             known = await self._workers(timeout_s)
             left_out = known.keys() - set(urls)
             try:
-                for url in left_out:  # before others come in: what is wrong must get no more requests
+                for url in left_out:  # before adding others: wrong servers must get no more requests
                     await self._call("DELETE", f"/workers/{known[url]}", None, timeout_s)
                 for url in [url for url in urls if url not in known]:
                     await self._call("POST", "/workers", {"url": url}, timeout_s)
@@ -46,17 +47,17 @@ class Router:
                             f"{timeout_s:g} s, {sorted(urls)} were named; can it reach them?"
                         )
                     await asyncio.sleep(POLL_S)
-            finally:  # also where it failed half way: some may be out
+            finally:  # even after a failure half way, when some may be out
                 if left_out:
                     self.client.abandon_calls()
 
     async def _workers(self, timeout_s: float) -> dict[str, str]:
-        """URL -> its id."""
+        """Return URL -> worker id."""
         try:
             answer = await self.client.call_json("GET", "/workers", timeout_s=timeout_s)
             workers = [as_object("a worker", worker) for worker in member(answer, "workers", list)]
             return {member(worker, "url", str).rstrip("/"): member(worker, "id", str) for worker in workers}
-        except ValueError as error:  # RequestRefused too
+        except ValueError as error:  # includes RequestRefused
             raise ServerError(
                 f"rollout.router = {self.client.url!r}: /workers answered nothing that it is known for ({error!r}); "
                 f"is this sglang-router 0.3?"

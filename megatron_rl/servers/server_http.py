@@ -1,8 +1,7 @@
-"""HTTP calls to one server in SGLang's protocol, each of which ends in an answer or in a named error.
+"""HTTP calls to one server in SGLang's protocol. Each ends in an answer or in a specific error.
 
-What can be tried again raises ServerError, what the server will always refuse RequestRefused; both name URL, endpoint
-and the server's message. If this process is short of open files, or the server asks to wait, the call waits: nobody is
-to blame.
+ServerError: a retry may succeed. RequestRefused: the server will always refuse. Both name URL, endpoint and the
+server's message. If this process has no free file descriptors, or the server is busy, the call waits.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 256 * 1024**2
-"""More than a list of checksums takes."""
+"""More than a list of checksums needs."""
 MAX_MESSAGE = 1000
-"""Characters of a server's message that are shown."""
+"""Maximum characters of a server's message that are shown."""
 BUSY = (408, 425, 429)
-"""Statuses of a server, or of a router before it, that takes no more just now."""
+"""Statuses of a server or router that is temporarily overloaded."""
 FIRST_BUSY_S, LONGEST_BUSY_S = 0.1, 30.0
-"""How long a call waits that is asked to come again; what Retry-After says, within these."""
+"""Bounds of the wait before a busy server is asked again; Retry-After is clamped to these."""
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 FILES_WAIT_S = 0.2
 FILES_WARNING_EVERY_S = 60.0
 
 
 class ServerError(InfrastructureFailure):
-    """The server is down, overloaded or answered rubbish; another try may succeed."""
+    """The server is down, overloaded or sent an invalid answer. A retry may succeed."""
 
     KIND = "server"
 
 
 class BadReply(ServerError):
-    """The server answered what it cannot have generated; which field shows it, and by which rule, is in the message."""
+    """The server's answer cannot be genuine. The message names the field and the rule."""
 
 
 class UnknownLogprob(BadReply):
-    """A reply without the log-probability of a token, which a sound server gives of a nearly certain policy."""
+    """A reply lacks the log-probability of a token. Healthy servers send this if the policy is nearly certain."""
 
 
 class Busy(ServerError):
-    """The server is well, and asks to come again in `wait_s` seconds."""
+    """The server is healthy and asks the client to retry in `wait_s` seconds."""
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
@@ -64,11 +63,11 @@ class Busy(ServerError):
 
 
 class OutOfFiles(Busy):
-    """This process may open no more files; the server was never asked."""
+    """This process may open no more files. The request was not sent."""
 
 
 class CommandRefused(ServerError):
-    """The server is well, and refused a control call."""
+    """The server is healthy and refused a control call."""
 
 
 class NotFound(RequestRefused):
@@ -76,22 +75,21 @@ class NotFound(RequestRefused):
 
 
 class Stream(Protocol):
-    """Takes an answer piece by piece, as it arrives."""
+    """Receives an answer piece by piece, as it arrives."""
 
     rest: bytearray
-    """Of an event that has not come to its end."""
+    """Bytes of an incomplete event."""
 
     def take(self, piece: bytes) -> None: ...
 
 
 class ServerHttp:
-    """The calls to the server at `url`. All coroutines run on the loop that `session` belongs to."""
+    """HTTP client for the server at `url`. All coroutines run on the loop that `session` belongs to."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, spans: Spans) -> None:
         self.url, self.spans, self._session = url.rstrip("/"), spans, session
         self.connected_s = 0.0
-        """On the monotonic clock: when a connection to it was made last. Behind it may be a server that was started
-        since the one before."""
+        """Monotonic time of the last new connection. The server may have been restarted before it."""
         self._warned_of_files_s = -FILES_WARNING_EVERY_S
 
     async def call(
@@ -102,15 +100,15 @@ class ServerHttp:
         *,
         timeout_s: float | None,
     ) -> bytes:
-        """Return the body of an answer below 300; raise ServerError or RequestRefused for others.
+        """Return the body of an answer with a status below 300. Raise ServerError or RequestRefused for others.
 
-        A server that is busy is asked again until `timeout_s`; without one, Busy is raised at once.
+        A busy server is asked again until `timeout_s`. Without a timeout, Busy is raised at once.
         """
         deadline, busy = None if timeout_s is None else time.monotonic() + timeout_s, 0
         while True:
             try:
                 return b"".join(await self.call_once(method, endpoint, body, timeout_s=timeout_s))
-            except OutOfFiles as error:  # past any deadline
+            except OutOfFiles as error:  # beyond any deadline
                 await asyncio.sleep(error.wait_s)
             except Busy as error:
                 if deadline is None or time.monotonic() + error.wait_s > deadline:
@@ -128,9 +126,9 @@ class ServerHttp:
         at_most: int = MAX_ANSWER_BYTES,
         stream: Stream | None = None,
     ) -> list[bytes]:
-        """Do the same once, and return the pieces in which the body came, of at most so many bytes.
+        """Make one call, and return the body's pieces, of at most `at_most` bytes.
 
-        A stream takes the pieces as they come, and none are returned.
+        With a stream, the pieces are passed to it as they arrive, and none are returned.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = orjson.dumps(body) if isinstance(body, dict) else body
@@ -141,7 +139,7 @@ class ServerHttp:
             data=data,
             headers=headers,
             timeout=timeout,
-            allow_redirects=False,  # which would turn a POST into a GET, and lead to a server that nobody has named
+            allow_redirects=False,  # a redirect turns a POST into a GET, and leads to an unknown server
             trace_request_ctx=self,
         )
         try:
@@ -157,9 +155,9 @@ class ServerHttp:
                 raise OutOfFiles(str(error), FILES_WAIT_S) from error
             raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
         content = b"" if status < 300 else b"".join(pieces)
-        if status in BUSY:  # before other 4xx: these are no refusals
+        if status in BUSY:  # before the other 4xx, as this is no refusal
             raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", wait_s)
-        if status >= 500 or 300 <= status < 400:  # a redirect is no success either: nothing was done
+        if status >= 500 or 300 <= status < 400:  # a redirect is an error, too: nothing was done
             raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
         if status >= 400:
             kind = NotFound if status == 404 else RequestRefused
@@ -179,7 +177,10 @@ class ServerHttp:
     async def _read(
         self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int, stream: Stream | None
     ) -> list[bytes]:
-        """Return the body's pieces; BadReply for one that would fill this process's memory."""
+        """Return the body's pieces.
+
+        Raises BadReply for a body that exceeds `at_most`, to protect this process's memory.
+        """
         pieces, size = [], 0
         async for piece in answer.content.iter_any():
             if stream is not None:
@@ -206,21 +207,24 @@ class ServerHttp:
         return answer
 
     async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
-        """POST a control request; CommandRefused if it is refused, which `success: false` is whatever the status."""
+        """POST a control request.
+
+        Raises CommandRefused if it is refused, also by `success: false` with a good status.
+        """
         try:
             with self.spans("control", endpoint, place=self.url):
                 content = await self.call("POST", endpoint, body, timeout_s=timeout_s)
-        except RequestRefused as refusal:  # nothing that a user wrote is in it, so no prompt is to blame
+        except RequestRefused as refusal:  # it has no user input, so no prompt is at fault
             raise CommandRefused(str(refusal)) from refusal
         try:
             answer = orjson.loads(content) if content else {}
         except orjson.JSONDecodeError:
-            return  # some control endpoints answer with a line of text
+            return  # some control endpoints answer with plain text
         if isinstance(answer, dict) and not answer.get("success", True):
             raise CommandRefused(f"{self.url}{endpoint}: refused: {message_of(content)}")
 
     def checked(self, endpoint: str, read: Callable[[], T]) -> T:
-        """Return what `read` makes of an answer; ServerError with the reason where it makes nothing."""
+        """Return the result of `read`. If it fails, raise ServerError with the reason."""
         try:
             return read()
         except (ValueError, KeyError, TypeError) as error:
@@ -228,13 +232,13 @@ class ServerHttp:
 
 
 def backoff(attempt: int) -> float:
-    """Seconds before the next attempt, so that all who wait do not come at once."""
-    # The exponent's bound: a server may be busy for days, and no float has 2^1024.
+    """Return the seconds before the next attempt, randomized so that clients do not retry together."""
+    # The exponent is bounded, because a server may be busy for days and 2.0^1024 overflows.
     return min(LONGEST_BUSY_S, FIRST_BUSY_S * 2.0 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
 
 
 def seconds_of(retry_after: str) -> float:
-    """Return the seconds that a Retry-After header asks for, at most as many as this client would wait."""
+    """Return the seconds that a Retry-After header requests, clamped to FIRST_BUSY_S and LONGEST_BUSY_S."""
     if re.fullmatch(r"[0-9]{1,9}", retry_after):
         seconds = float(retry_after)
     else:
@@ -246,7 +250,7 @@ def seconds_of(retry_after: str) -> float:
 
 
 def noting_connections() -> aiohttp.TraceConfig:
-    """For a session of ServerClients: each knows when a connection to its server was made last."""
+    """Return a trace config with which each ServerClient of a session records the time of its last new connection."""
 
     async def note(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
         context.trace_request_ctx.connected_s = time.monotonic()
@@ -257,7 +261,7 @@ def noting_connections() -> aiohttp.TraceConfig:
 
 
 def message_of(content: bytes) -> str:
-    """Return the message of an error answer, in whichever of SGLang's shapes it comes."""
+    """Return the message of an error answer, in any of SGLang's formats."""
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:

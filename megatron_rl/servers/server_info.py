@@ -1,4 +1,4 @@
-"""The facts that a server tells of itself, taken from its /server_info, /model_info and its model's config.json."""
+"""Properties of a server, read from its /server_info, its /model_info and its model's config.json."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from megatron_rl.servers.server_http import ServerError
 SESSIONS_SINCE = (0, 5, 21)
 CHECKSUMS_SINCE = (0, 5, 17)
 GPU_CHECKSUMS_UNTIL = (0, 5, 23)
-"""Newest whose hash kernel was compared with what the trainer does."""
+"""Newest version whose hash kernel was verified to match the trainer's checksums."""
 QUANTIZING = ("quantization", "modelopt_quant", "torchao_config")
-"""The fields of /server_info, and options of SGLang, by which weights are quantized."""
+"""Fields of /server_info, which are SGLang options, that quantize weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-    """The facts that a server tells of itself; None for one that it does not tell."""
+    """Properties that a server reports. None for those it does not report."""
 
     version: tuple[int, ...]
     ranks: int
-    """Ranks that it brings to a weight-update group: its tensor-parallel size, which DP attention divides further."""
+    """Ranks that it adds to a weight-update group: its tensor-parallel size, which DP attention subdivides."""
     replicas: int
-    """Copies of the weights that it has: its data-parallel size without DP attention."""
+    """Copies of the weights: its data-parallel size without DP attention."""
     stages: int
-    """Its pipeline-parallel size."""
+    """Pipeline-parallel size."""
     nodes: int
     vocab_size: int | None
     context_length: int | None
     checksum_form: ChecksumForm | None
-    """How it takes checksums of its weights; None where the trainer cannot do the same."""
+    """How it computes checksums of its weights. None if the trainer cannot do the same."""
     weight_version: str | None
-    """Name of the weights it has now."""
+    """Name of its current weights."""
     is_embedded: bool
     """It is this package's own server, not SGLang."""
     start: str | None
-    """Differs from one start of the server to the next."""
+    """Instance ID, which changes with each restart of the server."""
     room: int | None
-    """Tokens of a prompt and its reply that it can hold, by its context and its cache."""
+    """Maximum tokens of a prompt and its reply, limited by context and cache."""
     gives_text: bool
     quantization: str | None
-    """The kind of quantization of its weights, as it or its model's config.json says."""
+    """Quantization of its weights, as reported by the server or by its model's config.json."""
     gives_routes: bool
-    """It was started to tell the experts of each token."""
+    """It was started to report the experts of each token."""
     streams_whole: bool
-    """Each event of a stream has all of the reply so far."""
+    """Each event of a stream repeats the whole reply so far."""
     weight_loaders: tuple[str, ...]
-    """Functions of its own start's choice that may load its weights."""
+    """Functions that its start options allow to load its weights."""
 
     @property
     def has_sessions(self) -> bool:
         return self.version >= SESSIONS_SINCE
 
     def refusal(self, publication: str) -> str:
-        """Say why weights cannot be published to it in this way, with the remedy; empty where they can."""
+        """Return why weights cannot be published to it in this way, with the remedy. '' if they can."""
         if self.quantization is not None:
             return (
                 f"quantization = {self.quantization!r}: what is published would be copied into quantized weights under "
@@ -81,7 +81,7 @@ def parse_version(text: str, url: str) -> tuple[int, ...]:
 
 
 def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> ServerInfo:
-    """Take apart what a server says of itself; ValueError for what cannot be."""
+    """Parse a server's description of itself. Raises ValueError for invalid fields."""
     config = model_config(model.get("model_path"))
 
     def size(name: str, *places: dict[str, Any]) -> int | None:
@@ -90,7 +90,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
             raise ValueError(f"{name} = {shown(found)}: must be a number from 1")
         return found
 
-    # SGLang repeats what --context-length gave it, None without one: then the model's own bound holds.
+    # SGLang reports the value of --context-length, or None without it: then the model's own limit holds.
     context_length = size("context_length", server) or size("max_position_embeddings", config)
     rooms = [room for room in (context_length, size("max_total_num_tokens", server)) if room is not None]
     return ServerInfo(
@@ -102,7 +102,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         vocab_size=size("vocab_size", server, model, config),
         context_length=context_length,
         checksum_form=checksum_form(server, config),
-        # Not from /server_info, which keeps the version of the start.
+        # Not from /server_info, which keeps the version at start-up.
         weight_version=member(model, "weight_version", str, optional=True),
         is_embedded=bool(server.get("embedded", False)),
         start=start_of(server),
@@ -116,29 +116,35 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
 
 
 def quantization_of(server: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return the name of how a server's weights are quantized, by its arguments or its model's config.json."""
+    """Return the quantization method of a server, from its arguments or its model's config.json.
+
+    None if unquantized.
+    """
     given = next((str(server[key]) for key in QUANTIZING if server.get(key) not in (None, "", "unquant")), None)
     method = config.get("quantization_config")
     return given or (None if method is None else str(dict(method).get("quant_method", "by its config.json")))
 
 
 def start_of(server: dict[str, Any]) -> str | None:
-    """Return what differs from one start of a server to the next: when it was, or SGLang's measurements of it."""
+    """Return a server's instance ID, which changes with each restart.
+
+    It is the server's start time, or SGLang's start-up measurements.
+    """
     start = server.get("startup_time")
     return None if start is None else str(orjson.dumps(start))
 
 
 def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> ChecksumForm | None:
-    """Return how a server takes checksums, from its own description; None where that is not known.
+    """Return how a server computes checksums, from its own description. None if that is unknown.
 
-    config: the model's config.json, or nothing.
+    config: the model's config.json, or {}.
     """
     dtype = server_info.get("dtype")
     dtype = dtype if dtype in ("float32", "bfloat16", "float16") else None
     if server_info.get("embedded"):
         return ChecksumForm("embedded", dtype)
     version, device = parse_version(str(server_info.get("version", "")), ""), server_info.get("device")
-    # Quantized weights are other than those that are sent, each pipeline stage has its part, and DP attention another.
+    # Excluded: quantized weights differ from those sent, and pipeline stages or DP attention divide them further.
     is_plain = quantization_of(server_info, {}) is None and not server_info.get("enable_dp_attention")
     is_plain = is_plain and all((server_info.get(key) or 1) == 1 for key in ("pp_size", "dp_size"))
     if not is_plain or version < CHECKSUMS_SINCE or device not in ("cpu", "cuda"):
@@ -153,19 +159,22 @@ def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> Checks
 
 
 def experts_as_sent(server_info: dict[str, Any], config: dict[str, Any]) -> int | None:
-    """Return how many experts a mixture of SGLang's has, each with its gate above its projection up; None where it may
-    keep them in another way, such as with a shared expert among them, several times, or in a kernel's own order."""
+    """Return the number of experts per MoE layer of an SGLang server, if it stores them as they are sent.
+
+    That is, with each expert's gate above its up projection. None if it may store them differently: with a fused shared
+    expert, with redundant copies, or in a kernel's own order.
+    """
     counts = (config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     count = next((count for count in counts if count), None)
     has_shared = config.get("n_shared_experts") and not server_info.get("disable_shared_experts_fusion")
     is_moved = server_info.get("ep_num_redundant_experts") or server_info.get("enable_eplb")
     is_moved = is_moved or (server_info.get("moe_a2a_backend") or "none") != "none"
-    # On a GPU `auto` may stand for a kernel that has the two parts the other way round; a CPU has one way.
+    # On a GPU `auto` may select a kernel with the reverse order. On a CPU there is only one order.
     in_order = server_info.get("device") == "cpu" or server_info.get("moe_runner_backend") == "triton"
     return count if in_order and not has_shared and not is_moved else None
 
 
 def model_config(model_path: Any) -> dict[str, Any]:
-    """Return the config.json of a model folder, empty where this host has none, as the server may be elsewhere."""
+    """Return the config.json of a model folder. {} if it is not on this host, because the server may be elsewhere."""
     config = Path(str(model_path)) / "config.json"
     return json.loads(config.read_text()) if config.is_file() else {}

@@ -1,4 +1,4 @@
-"""How one rollout server is started: an embedded one or a real SGLang, on a GPU or without."""
+"""Starts one rollout server process: embedded or real SGLang, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:  # it needs torch, and the commands that start servers do not
 
 SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
 SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
-"""The folder into which scripts/install_sglang_cpu.sh puts SGLang, apart from the packages of the trainer."""
+"""Folder in which scripts/install_sglang_cpu.sh installs SGLang, separate from the trainer's packages."""
 WATCHDOG = Path(life.__file__).parent / "watchdog.py"
 LOG_TAIL_LINES = 30
 NO_WEIGHTS = "none"
-"""Version of weights that were never loaded. No policy version has this name."""
+"""Version of weights that were never loaded. It is not a valid policy version."""
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
-"""glibc's settings with which a CPU server uses freed memory again instead of faulting in new pages every turn."""
+"""glibc settings that make a CPU server reuse freed memory instead of faulting in new pages every turn."""
 SGLANG_CPU_ARGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05"),
-    # Without it an idle scheduler keeps a whole core busy.
+    # Without it an idle scheduler keeps a core busy.
     *("--skip-server-warmup", "--sleep-on-idle"),
 ]
 
@@ -46,14 +46,14 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
     url: str | None
-    """None until an embedded server has written its ready file."""
+    """Base URL. None until an embedded server has written its ready file."""
     ready_file: Path | None
     watchdog: subprocess.Popen[bytes] | None
     is_ready: bool = False
     fault: str = ""
-    """Why it was killed first, if it was."""
+    """Reason for which it was killed first, if it was."""
     looked_at: float = field(default_factory=time.monotonic)
-    """When its supervisor last had nothing to wait for from it."""
+    """Monotonic time at which the supervisor's thread last was not waiting for the server."""
 
     @property
     def name(self) -> str:
@@ -65,9 +65,9 @@ class Server:
         return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
 
     def kill(self, fault: str) -> None:
-        """Kill it and its workers, which are in its group."""
-        self.fault = self.fault or fault  # the first one: what comes after is a consequence
-        with contextlib.suppress(ProcessLookupError):  # without a process there is no group
+        """Kill the server and its workers, which are in its process group."""
+        self.fault = self.fault or fault  # the first fault, because later ones are consequences
+        with contextlib.suppress(ProcessLookupError):  # the group is gone
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def how_it_ended(self) -> str:
@@ -78,9 +78,9 @@ class Server:
 
 
 SGLANG_ROUTES = "megatron_rl.servers.sglang_routes"
-"""The plugin of SGLang that tells the weights of experts."""
+"""SGLang plugin that reports the weights of experts."""
 SGLANG_ADAPTERS = "megatron_rl.servers.sglang_adapters"
-"""The plugin that compares adapters with their sums."""
+"""SGLang plugin that compares adapters with their checksums."""
 
 
 @dataclass(kw_only=True)
@@ -93,15 +93,16 @@ class ServerLauncher:
     dtype: str = "float32"
     context_length: int | None = None
     dummy_weights: bool = False
-    """Skip the checkpoint, where the trainer publishes weights before the first request."""
+    """Skip loading the checkpoint, because the trainer publishes weights before the first request."""
     lora: LoraConfig | None = None
-    """The adapters that the trainer publishes before the first request. Their targets are last parts of names."""
+    """Adapters that the trainer publishes before the first request. Their targets are the last parts of
+    module names."""
     threads_per_server: int = 1
     host: str = "127.0.0.1"
     devices: list[list[str]] | None = None
     """The GPUs of each server."""
     routes: RouteForm | None = None
-    """They tell the experts of tokens in this form."""
+    """Form in which the servers report the experts of tokens."""
 
     def __post_init__(self) -> None:
         backend = self.config.backend
@@ -109,18 +110,18 @@ class ServerLauncher:
 
     @property
     def token_file(self) -> Path:
-        """The servers' token; in `folder` without config.token_file."""
+        """File with the servers' token. By default it is in `folder`."""
         return Path(self.config.token_file or self.folder / "token")
 
     def launch(self, number: int, url: str | None = None) -> Server:
-        """Start a server, at `url` where it had one before."""
+        """Start a server. url: its previous URL, to restart it there."""
         log, ready_file = self.folder / f"server-{number}.log", None
         restarts, port = url is not None, int(url.rpartition(":")[2]) if url else 0
         if self.backend == "embedded":
             ready_file = self.folder / f"server-{number}.url"
             ready_file.unlink(missing_ok=True)
-            command = self.embedded_command(ready_file, port)  # 0: it chooses one itself
-            url = None  # again from the ready file, which says that it listens
+            command = self.embedded_command(ready_file, port)  # with port 0 the server chooses one
+            url = None  # read again from the ready file, which shows that it listens
         else:
             port = port or free_port(self.host)
             url = f"http://{self.host}:{port}"
@@ -130,16 +131,16 @@ class ServerLauncher:
             output.write((" ".join(command) + "\n").encode())
             output.flush()
             process = subprocess.Popen(
-                command,  # without the token, which `ps` would show: the server reads it from its file
+                command,  # without the token, which `ps` would show; the server reads it from a file
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self.environment(number),
-                # A group of its own: Ctrl-C reaches the trainer only, which then stops its servers in order.
+                # A separate process group: Ctrl-C reaches only the trainer, which then stops its servers in order.
                 start_new_session=True,
             )
         watchdog = None
-        if self.backend == "sglang":  # the embedded server looks after its parent itself
+        if self.backend == "sglang":  # the embedded server watches its parent itself
             watchdog = subprocess.Popen(
                 [sys.executable, "-S", "-E", str(WATCHDOG), str(process.pid)],
                 stdin=subprocess.DEVNULL,
@@ -181,16 +182,16 @@ class ServerLauncher:
         return arguments
 
     def _plugins(self) -> list[str]:
-        """Return the modules of ours that SGLang loads, by its own rule for plugins."""
+        """Return our modules that SGLang must load as plugins."""
         tells_weights = self.routes is not None and self.routes.has_weights
         return [SGLANG_ROUTES] * tells_weights + [SGLANG_ADAPTERS] * (self.lora is not None)
 
     def environment(self, number: int) -> dict[str, str]:
         environment = dict(os.environ)
-        # A server must not take itself for a rank of the trainer.
+        # A server must not mistake itself for a rank of the trainer.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
-        # Else each server takes all cores, and several of them slow each other down.
+        # Otherwise each server uses all cores, and several slow each other down.
         environment["OMP_NUM_THREADS"] = str(self.threads_per_server)
         if self.backend == "embedded" and not has_cuda():
             environment |= KEEP_FREED_MEMORY
@@ -198,9 +199,9 @@ class ServerLauncher:
         if self.backend == "sglang" and not has_cuda():
             first_paths = [str(SGLANG_CPU), str(SGLANG_CPU_PACKAGES)]
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-            # Where torch is a build for CUDA, SGLang finds its NCCL and takes it; without a library it takes gloo.
+            # With a CUDA build of torch, SGLang would find NCCL and use it. Without the library it uses gloo.
             environment["SGLANG_NCCL_SO_PATH"] = os.devnull
-            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # its many modules would be compiled at every start
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # keep its compiled modules
         if self.backend == "sglang" and (plugins := self._plugins()):
             first_paths.append(str(write_plugins(self.folder / "sglang_plugins", plugins)))
         environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
@@ -210,7 +211,7 @@ class ServerLauncher:
 
 
 def write_plugins(folder: Path, modules: list[str]) -> Path:
-    """Write what makes modules plugins to SGLang with `folder` on its PYTHONPATH, and return the folder."""
+    """Write the package metadata that makes modules SGLang plugins if `folder` is on PYTHONPATH. Return `folder`."""
     about = folder / "megatron_rl_plugins-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_rl_plugins\nVersion: 1\n")
@@ -220,11 +221,11 @@ def write_plugins(folder: Path, modules: list[str]) -> Path:
 
 
 def has_cuda() -> bool:
-    """Ask torch, which takes a second to load and so is not asked where there is no driver of a device."""
+    """Return whether torch has CUDA or ROCm. Without a driver, skip the import of torch, which takes a second."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        if not Path("/dev/kfd").exists():  # AMD's, whose devices torch calls CUDA too
+        if not Path("/dev/kfd").exists():  # AMD's devices, which torch calls CUDA, too
             return False
     import torch
 

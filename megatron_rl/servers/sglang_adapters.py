@@ -1,7 +1,7 @@
-"""A plugin of SGLang, which has no checksums of adapters, that compares those it has read with the trainer's sums.
+"""SGLang plugin that compares the adapters that SGLang has read with the trainer's checksums; SGLang has none itself.
 
-Each process of a server refuses a folder whose tensors are others than were written (megatron_rl/adapter_sums.py), and
-/load_lora_adapter says why. The run's servers find the plugin as they do sglang_routes.py.
+Each process of a server refuses a folder whose tensors differ from those written (megatron_rl/adapter_sums.py), and
+/load_lora_adapter reports why. The run's servers find the plugin in the same way as sglang_routes.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, before a model is built."""
+    """Register the hooks. SGLang calls this in each of its processes, before it builds a model."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     reading = ReadAdapters()
@@ -26,7 +26,7 @@ def register() -> None:
 
 
 class ReadAdapters:
-    """Around two of SGLang's methods: the inner one is handed each tensor of a folder, the outer one has read all."""
+    """Hooks around two SGLang methods: one receives each tensor of a folder; when the other returns, all were read."""
 
     def __init__(self) -> None:
         self.sums: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Starts SGLang with the token of a file: `python -m megatron_rl.servers.sglang_launch --token-file FILE ...`.
+"""Starts SGLang with the token in a file: `python -m megatron_rl.servers.sglang_launch --token-file FILE ...`.
 
-SGLang takes the token as an argument alone, and shows its arguments in its log. An argument is shown by `ps` to every
-user of the host, so it is added here, inside the process; and what is logged says `***` in its place.
+SGLang accepts the token only as an argument, and logs its arguments. Since `ps` shows arguments to every user of the
+host, the token is added inside the process. Log messages show `***` instead of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def hide_in_logs(token: str) -> None:
         record = make_record(*args, **kwargs)
         try:
             message = record.getMessage()
-        except (TypeError, ValueError):  # it does not fit its arguments, which logging itself reports
+        except (TypeError, ValueError):  # message and arguments do not match; logging reports that itself
             return record
         if token in message:
             record.msg, record.args = message.replace(token, "***"), ()
@@ -37,9 +37,9 @@ def main() -> None:
     assert option == "--token-file", "the supervisor names it first"
     token = token_in(file, key="--token-file")
     hide_in_logs(token)
-    # With `=`: as a word of its own, a token that begins with a dash would be taken for an option.
+    # With `=`, because a separate token that begins with a dash would be parsed as an option.
     sys.argv = [SGLANG, *arguments, f"--api-key={token}"]
-    # As `python -m` does: SGLang's workers, which are spawned, import the module that __main__ then is.
+    # As `python -m` does: SGLang's spawned workers import the module that is then __main__.
     runpy.run_module(SGLANG, run_name="__main__", alter_sys=True)
 
 

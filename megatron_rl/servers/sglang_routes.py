@@ -1,8 +1,8 @@
-"""A plugin of SGLang that has `routed_experts` tell the weight of each expert too: R3 with experts_and_weights.
+"""SGLang plugin that adds the weight of each expert to `routed_experts`: R3 with experts_and_weights.
 
-SGLang captures the ids of a token's experts as int32, of which it needs the lowest bits. Here the weight goes into the
-others (megatron_rl/routes.py), so that it takes the same way, through the same buffers, to the same reply. The run's
-servers find the plugin by SGLang's own rule, an entry point of the group `sglang.srt.plugins` (server_process.py).
+SGLang captures the ids of a token's experts as int32, of which it needs only the lowest bits. This plugin stores the
+weight in the other bits (megatron_rl/routes.py), so that it travels through the same buffers to the same reply. The
+run's servers find the plugin by an entry point of the group `sglang.srt.plugins` (server_process.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOPK = "sglang.srt.layers.moe.topk"
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, before a model is built."""
+    """Register the hooks. SGLang calls this in each of its processes, before it builds a model."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     capture = CaptureWithWeights()
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 class CaptureWithWeights:
-    """Around two of SGLang's functions: the outer one has the weights, the inner one captures the ids."""
+    """Hooks around two SGLang functions: the outer one has the weights, the inner one captures the ids."""
 
     def __init__(self) -> None:
         self.weights: Tensor | None = None

@@ -1,7 +1,7 @@
 """Starts rollout servers on this host, waits until they answer, restarts those that die or hang, and stops them.
 
-Servers are embedded ones or real SGLang. A restarted one keeps its URL. None of them outlives the process that started
-it, however that ends.
+Servers are embedded or real SGLang. A restarted server keeps its URL. No server outlives the process that started it,
+however that process ends.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 STOP_GRACE_S = 20.0
-"""SGLang drains for up to ten seconds before it goes."""
+"""SGLang drains for up to ten seconds before it exits."""
 GIVE_UP_LINES = 3
 HEALTH_EVERY_S = 5.0
 FIRST_RESTART_S = 1.0
 LONGEST_RESTART_S = 60.0
 STEADY_S = 600.0
-"""A server that served for so long is forgiven its restarts."""
+"""After serving for this long, a server's earlier restarts no longer count."""
 
 
 class Supervisor:
-    """`config.server_count` servers of one model, in a `with` block or between `start` and `stop`.
+    """Runs `config.server_count` servers of one model, in a `with` block or between `start` and `stop`.
 
     with Supervisor(RolloutConfig(server_count=2), "models/mine", "runs/mine/servers") as supervisor:
         print(supervisor.urls, supervisor.token_file)
@@ -58,8 +58,9 @@ class Supervisor:
         on_death: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
-        """devices: the GPUs of each server. on_death(line) is called from a thread of the supervisor when the last
-        server is given up. options: ServerLauncher's, such as dtype.
+        """devices: the GPUs of each server. options: ServerLauncher's, such as dtype.
+
+        on_death(line) is called from a thread of the supervisor when the last server is given up.
         """
         self.config, self.on_death = config, on_death
         self._launcher = ServerLauncher(
@@ -73,12 +74,12 @@ class Supervisor:
         self._servers: list[Server] = []
         self._given_up: set[int] = set()
         self._changing = threading.Lock()
-        """Held to start a server, so that none is started once `stop` has begun."""
+        """Held while a server starts, so that none starts after `stop` has begun."""
         self._stopping = threading.Event()
         self._publishing = threading.Event()
         self._lent = threading.Event()
         self._holds_back = threading.Event()
-        """Set while no server may be started again."""
+        """Set while no server may be restarted."""
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -93,38 +94,43 @@ class Supervisor:
 
     @property
     def all_answer(self) -> bool:
-        """Every server is up, and has answered since it was last started. From any thread."""
+        """True if every server is up and has answered since its last start. Callable from any thread."""
         with self._changing:
             return all(server.is_ready and server.process.poll() is None for server in self._servers)
 
     @property
     def starts(self) -> dict[str, int]:
-        """By URL, a number that differs from one start of a server to the next. From any thread."""
+        """URL -> process id, which changes with each restart of the server. Callable from any thread."""
         with self._changing:
             return {server.url: server.process.pid for server in self._servers if server.url is not None}
 
     def lend_devices(self) -> None:
-        """The trainer is about to use the servers' devices: those that are starting come up first, as they need memory
-        of their own for it, and one that dies from now on is started again only by `start_missing`."""
+        """Lend the servers' devices to the trainer.
+
+        First wait for starting servers, because they need memory to start. From now on a server that dies is restarted
+        only by `start_missing`.
+        """
         with self._changing:
             self._lent.set()
             self._holds_back.set()
-        self._wait_for_starting()  # outside the lock, which their threads need for it
+        self._wait_for_starting()  # outside the lock, which their threads need
 
     def take_devices_back(self) -> None:
-        """Servers are expected to generate again."""
+        """Expect the servers to generate again."""
         self._lent.clear()
 
     @property
     def lacks_servers(self) -> bool:
-        """One has died and is going to be started again."""
+        """True if a server has died and will be restarted."""
         with self._changing:
             return any(server.process.poll() is not None for server in self._kept())
 
     def start_missing(self, dead: Collection[str] = ()) -> None:
-        """Start servers that died while their devices were lent, and wait for them; `dead` are URLs of some that may
-        be dying still. The trainer should not be using the devices."""
-        before = self.starts  # read before any may start again: a dying one is known by its old pid
+        """Restart servers that died while their devices were lent, and wait for them.
+
+        dead: URLs of servers that may still be dying. The trainer must not be using the devices.
+        """
+        before = self.starts  # read first: a dying server is recognized by its old pid
         self._holds_back.clear()
         deadline = time.monotonic() + self.config.start_timeout_s
         while self.lacks_servers or self._any_still(before, dead):
@@ -137,7 +143,7 @@ class Supervisor:
             return any(server.url in dead and server.process.pid == before[server.url] for server in self._kept())
 
     def _kept(self) -> list[Server]:
-        """Those that are not given up. With `_changing` held."""
+        """Return the servers that are not given up. Call this with `_changing` held."""
         return [server for server in self._servers if server.number not in self._given_up]
 
     def _wait_for_starting(self) -> None:
@@ -150,10 +156,10 @@ class Supervisor:
     def start(self) -> list[str]:
         """Start the servers and return their URLs once all answer.
 
-        RuntimeError shows the log of one that does not, ValueError says what is wrong with the token's file.
+        Raises RuntimeError with the log of one that does not answer, and ValueError if the token's file is invalid.
         """
         self._launcher.folder.mkdir(parents=True, exist_ok=True)
-        token_in(self.token_file)  # made where there is none
+        token_in(self.token_file)  # creates the token if there is none
         self._stopping.clear()
         self._given_up.clear()
         deadline = time.monotonic() + self.config.start_timeout_s
@@ -171,9 +177,9 @@ class Supervisor:
         return self.urls
 
     def stop(self) -> None:
-        """Stop all servers: SIGTERM, and SIGKILL for what remains. May be called twice."""
+        """Stop all servers: SIGTERM, then SIGKILL for those that remain. May be called twice."""
         self._stopping.set()
-        with self._changing:  # behind a start that is under way; from here on its thread starts none
+        with self._changing:  # waits for a start in progress; none begins after this
             servers, self._servers = self._servers, []
         for server in servers:
             if server.process.poll() is None:
@@ -184,20 +190,20 @@ class Supervisor:
                 server.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.warning("%s ignored SIGTERM for %g s; killing it", server.name, STOP_GRACE_S)
-            server.kill("")  # also where it has ended: its workers may have outlived it
+            server.kill("")  # even if it has ended, because its workers may have outlived it
             server.process.wait()
             if server.watchdog is not None:
-                server.watchdog.wait()  # it sees that by itself; unless waited for, it would stay a zombie
+                server.watchdog.wait()  # it ends by itself; waiting avoids a zombie
 
     def replace(self, url: str, reason: str) -> None:
-        """Kill the server at `url` if it is alive, so that it is restarted. From any thread; does not wait."""
+        """Kill the server at `url` if it is alive, so that it is restarted. Does not wait. Callable from any thread."""
         with self._changing:
             for server in self._servers:
                 if server.url == url and server.process.poll() is None:
                     server.kill(reason)
 
     def silent(self) -> Silence:
-        """Which servers, or the threads that look after them, have not been heard of, for how long. From any thread."""
+        """Return how long each server, or the thread that watches it, has been silent. Callable from any thread."""
         now = time.monotonic()
         with self._changing:
             servers = [server for server in self._servers if server.process.poll() is None]
@@ -206,7 +212,7 @@ class Supervisor:
 
     @contextmanager
     def publication(self) -> Iterator[None]:
-        """Within this block a server that generates nothing is paused, not hung; one that dies is still restarted."""
+        """Inside the block, expect no generation, because servers are paused. One that dies is still restarted."""
         self._publishing.set()
         try:
             yield
@@ -243,7 +249,7 @@ class Supervisor:
             self._watch(server)
             if self._stopping.is_set():
                 return
-            server.kill(server.fault)  # its workers may have outlived it, and hold its port and its GPU
+            server.kill(server.fault)  # its workers may have outlived it and hold its port and GPU
             server.process.wait()
             restarts = 0 if time.monotonic() - started > STEADY_S else restarts
             if restarts == self.config.server_restarts:
@@ -256,10 +262,10 @@ class Supervisor:
                 *(server.name, server.how_it_ended(), restarts, self.config.server_restarts, delay_s, server.log),
             )
             while not self._stopping.wait(delay_s) and not self._restart(number, url):
-                delay_s = POLL_S  # the devices are lent: it starts as soon as they are back
+                delay_s = POLL_S  # the devices are lent: restart as soon as they are back
 
     def _restart(self, number: int, url: str | None) -> bool:
-        """Start a server again; False while the trainer has its device."""
+        """Restart a server. Return False while the trainer has its device."""
         with self._changing:
             if self._holds_back.is_set():
                 return False
@@ -272,7 +278,7 @@ class Supervisor:
             return None if self._stopping.is_set() else self._servers[number]
 
     def _watch(self, server: Server) -> None:
-        """Return when the server has ended, after killing it where it does not start or hangs."""
+        """Return when the server has ended. Kill it if it does not start or hangs."""
         if not server.is_ready:
             try:
                 self._wait_until_healthy(server, time.monotonic() + self.config.start_timeout_s)
@@ -284,18 +290,18 @@ class Supervisor:
         well_at = looked_at = time.monotonic()
         while not self._stopping.wait(POLL_S) and server.process.poll() is None:
             now = server.looked_at = time.monotonic()
-            if self._is_quiet():  # what it did not do meanwhile is not counted
+            if self._is_quiet():  # pauses do not count against it
                 well_at = now
             elif now - looked_at > min(HEALTH_EVERY_S, patience_s / 2):
                 looked_at = now
                 if is_healthy(str(server.url), "/health_generate", timeout_s=patience_s):
                     well_at = time.monotonic()
-                # Asked again: a publication may have begun while it was waited for.
+                # Checked again: a publication may have begun during the wait.
                 elif time.monotonic() - well_at > patience_s and not self._is_quiet():
                     server.kill(f"it hung: no good answer to /health_generate for {patience_s:g} s")
 
     def _is_quiet(self) -> bool:
-        """Servers are not expected to generate anything."""
+        """True while servers are not expected to generate."""
         return self._publishing.is_set() or self._lent.is_set()
 
     def _give_up(self, server: Server, restarts: int) -> None:
@@ -319,14 +325,14 @@ class Supervisor:
 def start_servers(
     model_path: str | Path, folder: str | Path, config: RolloutConfig | None = None, **options: Any
 ) -> Iterator[RolloutConfig]:
-    """Start rollout servers of a model for a `with` block, and yield the config of a client of theirs.
+    """Start rollout servers of a model for a `with` block, and yield the config for a client of them.
 
         with start_servers("models/smollm2-135m-instruct", "runs/mine/servers") as rollout:
             engine = RemoteSGLangEngine(rollout)
             engine.initialize()
 
-    They answer once it begins, are started again where they die, and are gone after it. folder: for logs and, without
-    config.token_file, their token. options: Supervisor's, such as dtype. Raises as `Supervisor.start` does.
+    The servers answer when the block begins, are restarted if they die, and are stopped at its end. folder: for logs
+    and, without config.token_file, their token. options: Supervisor's, such as dtype. Raises like `Supervisor.start`.
     """
     config = config or RolloutConfig()
     with Supervisor(config, model_path, folder, **options) as supervisor:
@@ -334,10 +340,10 @@ def start_servers(
 
 
 def is_healthy(url: str, endpoint: str, *, timeout_s: float) -> bool:
-    # Without an explicit empty one, urllib would ask the cluster's http_proxy for a server on this host.
+    # Without an empty handler, urllib would use the cluster's http_proxy for a server on this host.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}{endpoint}", timeout=timeout_s) as answer:  # no server asks for its token here
+        with opener.open(f"{url}{endpoint}", timeout=timeout_s) as answer:  # servers require no token here
             return bool(answer.status == 200)
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException):
         return False

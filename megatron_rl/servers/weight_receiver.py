@@ -25,9 +25,10 @@ SIGN_OF_LIFE_S = 5.0
 
 
 class ServerWeights(abc.ABC):
-    """Implements WeightReceiver for the servers of `_fleet` that take part.
+    """Implements WeightReceiver for the participating servers of `_fleet`.
 
-    Its coroutines are WeightReceiver's waiting calls, for the fleet's event loop. The rest is for any thread.
+    Its coroutines are WeightReceiver's waiting calls and run on the fleet's event loop. The rest is callable from any
+    thread.
     """
 
     config: RolloutConfig
@@ -50,9 +51,9 @@ class ServerWeights(abc.ABC):
             members.drop(client, reason)
 
     async def pause(self) -> None:
-        """Stop generation as rollout.interruption says; requests in flight continue after `resume`.
+        """Stop generation as rollout.interruption says. Requests in flight continue after `resume`.
 
-        Caches are kept while they have outlived at most rollout.max_cache_age publications, and flushed otherwise.
+        Caches that have outlived more than rollout.max_cache_age publications are flushed.
         """
         await self._fleet.pause()
 
@@ -65,14 +66,14 @@ class ServerWeights(abc.ABC):
 
     async def unreachable(self) -> dict[str, str]:
         members = self._fleet.members
-        asked = list(members.publishing)  # which may lose some meanwhile
+        asked = list(members.publishing)  # a copy, because the list may change meanwhile
         signs = (members.patiently(lambda s=s: s.give_sign_of_life(timeout_s=SIGN_OF_LIFE_S)) for s in asked)
         ends = await asyncio.gather(*signs, return_exceptions=True)
         return {s.url: str(end) for s, end in zip(asked, ends, strict=True) if isinstance(end, BaseException)}
 
     def join_weight_group(self, *, address: str, port: int, name: str, backend: str) -> dict[str, Future[None]]:
         self._fleet.check_publishable()
-        # The trainer is rank 0. Every server counts alike, or the group never comes to be whole.
+        # The trainer is rank 0. All servers must agree on the ranks, or the group never completes.
         ranks = self.server_ranks
         offsets = dict(zip(ranks, itertools.accumulate(ranks.values(), initial=1), strict=False))
 
@@ -93,14 +94,14 @@ class ServerWeights(abc.ABC):
         return self._ask(self._command("/destroy_weights_update_group", {"group_name": name}))
 
     async def begin_weight_update(self, version: int) -> None:
-        """Open a weight session on servers that have them (SGLang 0.5.21)."""
+        """Open a weight-update session on servers that have them (since SGLang 0.5.21)."""
         self._fleet.begin_update()
         begin, end = (self._command(f"/{what}_weight_update", {}, sessions_only=True) for what in ("begin", "end"))
 
         async def open_session(server: ServerClient) -> None:
             try:
                 await begin(server)
-            except CommandRefused:  # a trainer that was killed meanwhile has left its own open
+            except CommandRefused:  # a trainer that was killed left its session open
                 await end(server)
                 await begin(server)
 
@@ -120,8 +121,8 @@ class ServerWeights(abc.ABC):
         return self.load_round([bucket], version, "")
 
     def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
-        # The version with each, as servers without sessions have no other place for it. The cache was flushed by
-        # pause(); a flush that fails here kills servers up to 0.5.21.
+        # The version is sent with each bucket, because servers without sessions have no other place for it. pause() has
+        # flushed the cache; a flush that fails here kills servers up to 0.5.21.
         update = {"weight_version": str(version), "flush_cache": False}
         parts = [
             {key: bucket[key] for key in ("names", "dtypes", "shapes")}
@@ -144,7 +145,7 @@ class ServerWeights(abc.ABC):
     async def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
         servers = self._fleet.members.publishing
         form = {s.url: "handle" if s.info is not None and s.info.is_embedded else "pickle" for s in servers}
-        # To resolve a host's name may take seconds, for which the loop has other work.
+        # Resolving a host name may take seconds, so it must not block the loop.
         is_here = await in_own_thread(
             lambda: {url: url in at_hand or is_on_this_host(url) for url in form}, name="addresses"
         )
@@ -157,7 +158,7 @@ class ServerWeights(abc.ABC):
 
         async def load(server: ServerClient) -> None:
             told = buckets[server.url]
-            if isinstance(told, list):  # SGLang's: a pickle for each of its ranks, which holds names and shapes too
+            if isinstance(told, list):  # SGLang: a pickle for each of its ranks, including names and shapes
                 body = update | {"serialized_named_tensors": told}
             else:
                 body = update | {"shared_memory": told, "names": names, "dtypes": dtypes, "shapes": shapes}
@@ -176,7 +177,7 @@ class ServerWeights(abc.ABC):
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
         async def load(server: ServerClient) -> None:
             endpoint, body, timeout_s = "/update_weights_from_delta", bodies[server.url], self.config.start_timeout_s
-            if isinstance(body, list):  # SGLang's
+            if isinstance(body, list):  # SGLang
                 update = {"load_format": SGLANG_DELTA_LOADER, "weight_version": str(version), "flush_cache": False}
                 endpoint, body = "/update_weights_from_tensor", update | {"serialized_named_tensors": body}
             await server.command(endpoint, body, timeout_s=timeout_s)
@@ -195,7 +196,7 @@ class ServerWeights(abc.ABC):
         timeout_s = self.config.start_timeout_s
 
         async def load(server: ServerClient) -> None:
-            with contextlib.suppress(CommandRefused):  # it has none yet
+            with contextlib.suppress(CommandRefused):  # no adapter is loaded yet
                 await server.command("/unload_lora_adapter", {"lora_name": ADAPTERS}, timeout_s=timeout_s)
             body = {"lora_name": ADAPTERS, "lora_path": str(path)}
             await server.command("/load_lora_adapter", body, timeout_s=timeout_s)
@@ -218,10 +219,10 @@ class ServerWeights(abc.ABC):
         return self._ask(held)
 
     async def update_from_disk(self, path: str | Path, version: int) -> None:
-        """Load a HF folder into all servers, which must be able to read it; pauses them for it."""
+        """Load a HF folder, which the servers must be able to read, into all servers. Pauses them meanwhile."""
         fleet = self._fleet
         was_open = fleet.open.is_set()
-        if was_open:  # else the caller has paused them, and resumes them
+        if was_open:  # otherwise the caller has paused them and resumes them
             await fleet.pause()
         try:
             fleet.begin_update(folder=str(path))
@@ -233,7 +234,7 @@ class ServerWeights(abc.ABC):
 
     def finish_update(self, version: int) -> None:
         self._fleet.finish_update(version)
-        self.set_version(version)  # before `resume` lets a reply in that has it
+        self.set_version(version)  # before `resume` admits a reply of that version
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None: ...
@@ -261,11 +262,14 @@ class ServerWeights(abc.ABC):
 
     @abc.abstractmethod
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start a coroutine on the event loop, from any thread; the future may be waited for by any but the loop's."""
+        """Start a coroutine on the event loop, from any thread.
+
+        Any thread except the loop's may wait for the future.
+        """
 
 
 def is_on_this_host(url: str) -> bool:
-    """Return True where the address of a URL is one of this host's own."""
+    """Return True if a URL's address belongs to this host."""
     try:
         addresses = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
     except socket.gaierror:
@@ -273,7 +277,7 @@ def is_on_this_host(url: str) -> bool:
     for family, *_, address in addresses:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.bind((address[0], 0))  # which the system allows for its own addresses only
+                probe.bind((address[0], 0))  # allowed only for this host's own addresses
             except OSError:
                 continue
             return True

@@ -1,6 +1,6 @@
-"""The engine that a workflow is given: one episode's replies, samples and retries.
+"""The engine that a workflow receives: replies, samples and retries of one episode.
 
-An executor makes one EpisodeEngine for each attempt at an episode. Who tries again, and what is kept:
+An executor makes one EpisodeEngine for each attempt at an episode. This table shows who retries, and what is kept:
 
     what fails                  who tries again                     at most                     kept
     a request to a server       SamplingClient, another server      4 times                     tokens so far
@@ -8,8 +8,7 @@ An executor makes one EpisodeEngine for each attempt at an episode. Who tries ag
     all else in a workflow      RolloutExecutor, the episode        rollout.episode_attempts    replies
     the process                 the next process, from its journal  rollout.journal_replies     whole replies, steps
 
-Nothing that an attempt asked for outlives it: calls that are under way when it ends are cancelled, and later ones are
-refused.
+When an attempt ends, its calls in flight are cancelled. Later calls are refused.
 """
 
 from __future__ import annotations
@@ -36,48 +35,47 @@ Item = TypeVar("Item")
 T = TypeVar("T")
 
 ENDING_S = 10.0
-"""Longest that the end of an attempt waits for the calls that it has cancelled."""
+"""Maximum time that the end of an attempt waits for its cancelled calls."""
 
 
 class RunBroken(RuntimeError):
-    """No episode can go well any more: one that raises this ends the run with these words."""
+    """No episode can succeed any more. Raising this in an episode ends the run with this message."""
 
 
 class AttemptOver(RuntimeError):
-    """A task that a workflow left behind asked for something after its attempt had ended."""
+    """A task left over from a workflow made a call after its attempt had ended."""
 
 
 class KeptReplies:
-    """The replies and rewards of one episode, whole or in part, until it has its group."""
+    """Complete and partial replies of one episode, kept until the episode has its group."""
 
     def __init__(self) -> None:
         self._replies: dict[str, LLMResponse] = {}
         self.since = 0
-        """Policy version when the first of them was asked for."""
+        """Policy version when the first reply was requested."""
 
     def __len__(self) -> int:
         return len(self._replies)
 
     def begin(self, name: str, req: LLMRequest, *, version: int, oldest_allowed: int) -> LLMResponse:
-        """Return the reply of that name as far as it has come; an unfinished one has the stop reason `abort`.
+        """Return the kept reply of that name; an unfinished one has the stop reason `abort`.
 
-        What `req.begun` brings is taken where there is none yet. One with a token older than `oldest_allowed` begins
-        anew.
+        If none is kept, `req.begun` is used. A reply with a token older than `oldest_allowed` starts over.
         """
         if not self._replies:
             self.since = version
         reply = self._replies.get(name, req.begun)
         if reply is None or (reply.output_len and int(reply.sampled.versions.values.min()) < oldest_allowed):
             reply = LLMResponse.nothing(req.input_ids)
-        elif reply.stop_reason == "abort":  # whatever still adds to this one, it is another's
+        elif reply.stop_reason == "abort":  # copy it: an earlier attempt may still append to the original
             reply = copy.copy(reply)
-            if reply.output_len >= req.gconfig.max_new_tokens:  # it was ended in the last moment
+            if reply.output_len >= req.gconfig.max_new_tokens:  # it was aborted at its last token
                 reply.stop_reason = "length"
         self._replies[name] = reply
         return reply
 
     def newest(self, count: int) -> list[LLMResponse]:
-        """Return the last replies that were begun, the newest last."""
+        """Return the `count` most recently begun replies, newest last."""
         return list(self._replies.values())[-count:]
 
     def keep(self, name: str, reply: LLMResponse) -> None:
@@ -88,23 +86,23 @@ class KeptReplies:
 
 
 class EpisodeRecord(KeptSteps, Protocol):
-    """One episode's part of a journal: what an earlier process had of it, and what this one adds."""
+    """One episode's part of the journal: entries of earlier processes, and those that this process adds."""
 
     def take_reply(self, name: str, version: int) -> LLMResponse | None:
-        """Return the reply of that name, once, if a trainer at `version` may still train it."""
+        """Return the journaled reply of that name, once, if a trainer at `version` may still train on it."""
 
     def keep_reply(self, name: str, reply: LLMResponse) -> None: ...
 
 
 @dataclasses.dataclass(kw_only=True)
 class Retries:
-    """How often a sample is tried, and who is told."""
+    """Maximum tries of a sample, and callbacks that observe them."""
 
     most: int = 1
     before: Callable[[int, BaseException], Awaitable[None]]
-    """Awaited before each further try, with the number of failures and the last one."""
+    """Awaited before each retry, with the number of failures and the last error."""
     after_try: Callable[[BaseException | None], None] = lambda error: None
-    """Told how each try ended; None: it went well."""
+    """Called after each try with its error, or with None on success."""
 
 
 class EpisodeEngine(Sampler):
@@ -116,8 +114,8 @@ class EpisodeEngine(Sampler):
     finally:
         await engine.end()
 
-    Equal requests are told apart by how many came before. A sample has a numbering of its own, so that its next try
-    is given the replies that the last one had.
+    Equal requests are distinguished by counting them. Each sample counts separately, so that its retry gets the replies
+    of its previous try.
     """
 
     def __init__(
@@ -129,28 +127,31 @@ class EpisodeEngine(Sampler):
         record: EpisodeRecord | None = None,
         oldest_allowed: Callable[[], int] = lambda: 0,
     ) -> None:
-        """kept: the episode's replies of earlier attempts. oldest_allowed() is the version of a kept reply's oldest
-        token. record: the journal's, where it keeps replies."""
+        """kept: replies of the episode's earlier attempts.
+
+        record: the episode's entries in the journal, if it keeps any. oldest_allowed(): oldest token version with which
+        a kept reply may be reused.
+        """
         self._engine, self._kept, self._record, self.steps = engine, kept, record, record
         self._retries, self._oldest_allowed = retries, oldest_allowed
         self._attempt = Attempt()
         self._asked: Counter[str] = Counter()
 
     def start(self, episode: Callable[[], Awaitable[T]]) -> asyncio.Future[T]:
-        """Start the episode in a task of its own: a workflow may leave that marked as cancelled."""
+        """Start the episode in a separate task, because a workflow may leave its task marked as cancelled."""
         context = contextvars.copy_context()
         context.run(_attempt.set, self._attempt)
         return context.run(lambda: asyncio.ensure_future(episode()))
 
     async def end(self) -> None:
-        """Cancel whatever the attempt has left behind, and see it ended."""
+        """Cancel the calls that the attempt has left in flight, and wait until they have ended."""
         await self._attempt.end()
 
     def get_version(self) -> int:
         return self._engine.get_version()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Return a reply that this episode has already, or generate what is missing of it."""
+        """Return a reply that the episode already has, or generate the missing part of it."""
         name, version = self._number(request_name(req)), self._engine.get_version()
         with self._attempt.call():
             restored = self._record.take_reply(name, version) if self._record is not None else None
@@ -167,9 +168,9 @@ class EpisodeEngine(Sampler):
     def samples(
         self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]
     ) -> Coroutine[Any, Any, list[T]]:
-        """Make one sample of each item, all at the same time; one that fails is tried again alone.
+        """Make one sample of each item, all concurrently. A sample that fails is retried alone.
 
-        Where one has failed for good, the others are cancelled and its error is raised.
+        If one has used up its tries, the others are cancelled and its error is raised.
         """
         return together([self._sample(make, item) for item in items])
 
@@ -182,7 +183,7 @@ class EpisodeEngine(Sampler):
                 found = await make(sampler, item)
             except (RequestRefused, RunBroken, AttemptOver):
                 raise
-            except Exception as error:  # a reward's, an environment's or an agent's: users' code may raise anything
+            except Exception as error:  # user code (reward, environment, agent) may raise anything
                 task, failures = asyncio.current_task(), failures + 1
                 if task is not None and task.cancelling():
                     raise
@@ -197,11 +198,14 @@ class EpisodeEngine(Sampler):
 
     @property
     def is_lost(self) -> bool:
-        """A sample has failed in all its tries: another attempt would begin them again."""
+        """True if a sample has failed in all its tries, so that another attempt would only repeat them."""
         return self._attempt.is_lost
 
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
-        """Tell how a try of a sample ended, or how the whole attempt did if that says more: nothing twice."""
+        """Report how a try of a sample ended, or how the whole attempt ended if that adds anything.
+
+        Nothing is reported twice.
+        """
         attempt = self._attempt
         is_known = attempt.has_noted and (error is None or error is attempt.noted)
         if of_sample or not is_known:
@@ -214,7 +218,7 @@ class EpisodeEngine(Sampler):
 
 
 class Attempt:
-    """The calls that an attempt at an episode has under way, and how its tries ended."""
+    """The calls that an attempt at an episode has in flight, and how its tries ended."""
 
     def __init__(self) -> None:
         self.is_lost = self.has_noted = False
@@ -224,7 +228,7 @@ class Attempt:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """End with the attempt whatever the current task does in this block."""
+        """Register the current task for the duration of the block, so that the attempt's end cancels it."""
         if self._is_over:
             raise AttemptOver(
                 "the attempt at the episode that this call belongs to has ended, by another task's error or the "
@@ -239,14 +243,14 @@ class Attempt:
             del self._calls[key]
 
     async def end(self) -> None:
-        """Cancel what is under way, and see it ended."""
+        """Cancel the calls in flight and wait at most ENDING_S for them."""
         self._is_over = True
         here, cancelled = asyncio.get_running_loop(), []
         for task, loop in list(self._calls.values()):
             if loop is here:
                 task.cancel()
                 cancelled.append(task)
-            elif not loop.is_closed():  # a workflow's own, of another thread
+            elif not loop.is_closed():  # on another thread, started by a workflow
                 loop.call_soon_threadsafe(task.cancel)
         if cancelled:
             await asyncio.wait(cancelled, timeout=ENDING_S)
@@ -256,13 +260,13 @@ _attempt: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar("attem
 
 
 def call_here() -> AbstractContextManager[None]:
-    """End the block together with the attempt that this code runs in, if it runs in one."""
+    """Cancel the block when the surrounding attempt ends. Does nothing outside an attempt."""
     attempt = _attempt.get()
     return nullcontext() if attempt is None else attempt.call()
 
 
 def request_name(req: LLMRequest) -> str:
-    """Sum up what a reply is sampled from, and which sample of the episode it is for."""
+    """Hash everything that a reply is sampled from, including which sample of the episode it is for."""
     options = [dataclasses.asdict(req.gconfig), req.metadata.get("sample_key")]
     options += [] if req.grammar is None else [req.grammar]
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
