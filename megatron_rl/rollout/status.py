@@ -35,7 +35,7 @@ LETTERS, TOKENS = 300, 100
 class StatusFile:
     """Writes the status of one rollout process while its event loop runs.
 
-    status = StatusFile(folder / FOLDER / "rollout-0.json", executor, tokenizer, servers=membership.states)
+    status = StatusFile(path, lambda: executor, tokenizer, version=client.get_version, servers=membership.states)
     status.begin()
     await status.close()  # with a last word that the process ended
     """

@@ -39,7 +39,7 @@ class Demonstrations:
     The order of the rows depends on the seed alone. A resumed run continues after the rows already taken.
 
         demonstrations = Demonstrations(config, groups, tokenizer, context=8192)
-        updates = demonstrations.add(batch, updates, step=0)
+        updates = demonstrations.add(batch, updates)
     """
 
     def __init__(

@@ -858,7 +858,7 @@ def test_every_option_is_described_with_its_default_its_rule_and_the_text_below_
     assert list(described) == [(name, key) for name, keys in top.items() for key in keys] + [("", "megatron")]
     steps, tracing = described["run", "keep_checkpoints"], described["telemetry", "trace_steps"]
     assert (steps.type, steps.default, steps.rule) == ("int", "2", "must be at least 1")
-    assert steps.doc == "Newest checkpoints that stay." and tracing.default == "[]"
+    assert steps.doc == "Number of newest checkpoints to keep." and tracing.default == "[]"
     assert described["model", "path"].default == "required" and described["critic", "optimizer"].default == ""
 
 

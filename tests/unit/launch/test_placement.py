@@ -254,7 +254,7 @@ def test_task_of_an_array_has_a_seed_or_a_line_of_the_sweep_and_a_folder(tmp_pat
 
 
 def test_jobs_have_ports_of_their_own_below_those_of_linux():
-    ports = {port_of(str(job)) for job in range(100_000, 112_000)}
-    assert len(ports) == 12_000 and 1024 < min(ports) and max(ports) < 32_768
+    ports = {port_of(str(job)) for job in range(100_000, 104_000)}
+    assert len(ports) == 4_000 and 1024 < min(ports) and max(ports) < 32_768
     meeting = {server_port_of(str(job), number) for job in range(100_000, 100_400) for number in range(100)}
     assert len(meeting) == 499 and max(meeting) + 16 <= min(ports), "SGLang takes the ports behind it"
