@@ -65,7 +65,7 @@ class RunConfig(Section, name="run"):
 
 @dataclass(kw_only=True)
 class TelemetryConfig(Section, name="telemetry"):
-    """Samples that a run records, and where metrics go in addition to the run's folder."""
+    """Number of samples that a run records, and where it sends metrics in addition to its folder."""
 
     loggers: list[str] = ruled(
         f"each must be one of {', '.join(LOGGERS)}",
