@@ -1,6 +1,6 @@
-"""Runs training inside a Python program or notebook, from rows, a model and a reward, with the loop of train.py.
+"""Training inside a Python program or notebook, from rows, a model and a reward. It uses the loop of train.py.
 
-It has the same features as `megatron-rl launch`: checks, checkpoints and resume, metrics, samples, report, weights.
+It has the features of `megatron-rl launch`: checks, checkpoints and resume, metrics, samples, report, weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Report:
 
 
 class Run:
-    """A run whose steps a program takes one by one.
+    """A run that a program advances step by step.
 
         run = Run(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, optimizer={"lr": 1e-5})
         run.step()["reward/mean"]  # the first step starts servers and engine
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """Contents of the run's files: steps, evaluations, samples by (split, step)."""
+        """Contents of the run's files: steps, evaluations, and samples by (split, step)."""
         return read_run(self.folder)
 
     @property
@@ -195,7 +195,10 @@ class Run:
         return steps[max(steps)] if steps else []
 
     def save(self, folder: str | Path) -> None:
-        """Write the current weights as a Hugging Face folder. The final ones are written to run.folder/final anyway."""
+        """Write the current weights as a Hugging Face folder.
+
+        The run itself writes the final weights to run.folder/final.
+        """
         if self._run is None or self.is_over:
             raise RuntimeError(f"save({str(folder)!r}): the run has no engine now; call it between two steps.")
         next(iter(self._run.trained.values())).save(folder)
@@ -211,7 +214,7 @@ class Run:
 def config_on(
     rows: Any, model: str | Path | Mapping[str, Any], reward: Any, *, held_out: Any = None, **options: Any
 ) -> tuple[TrainConfig, Given]:
-    """Build the config of a run from these arguments, and the files that it needs. Raises ValueError."""
+    """Build the config and the files of a run from the arguments of Run. Raises ValueError."""
     sections = {name: dict(part) if isinstance(part, Mapping) else part for name, part in options.items()}
     named = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     own: dict[str, dict[str, Any]] = {"model": named, "data": {}, "rollout": {}, "run": {}}

@@ -124,7 +124,7 @@ class PolicyActor:
             self.metrics["policy/marked_share"] = share_of(batch, batch["marked"])
 
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
-        """Set the other policies' log-probs that the loss needs, before the first update.
+        """Set the proximal and reference log-probs that the loss needs. Call this before the first update.
 
         The first update needs no proximal log-probs. Its proximal policy is the policy being trained, whose forward
         pass computes them.
@@ -144,9 +144,9 @@ class PolicyActor:
     def update(self, shares: list[TrajectoryBatch], targets: Sequence[LogitsTerm] | None = None) -> list[StepStats]:
         """Apply one optimizer step per share. Collective: every rank calls it with equally many shares.
 
-        targets: a teacher's logits term for each share. The policy version rises by one if any update was applied,
-        however many there are, because the policy is published once per step. So a token's age counts publications
-        since it was sampled.
+        targets: a teacher's logits term for each share. The policy version rises by one in total if any update was
+        applied, because the policy is published once per step. So a token's age counts publications since it was
+        sampled.
         """
         options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
         loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
@@ -224,9 +224,9 @@ def has_advantages(share: TrajectoryBatch) -> bool:
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     """Return the proximal policy's position between the behaviour policy (0) and the trained policy (1), `[N]` float32.
 
-    age: `[N]` updates from the behaviour policy to the beginning of the step, where the proximal policy is.
-    updates_done: updates of this step before this one, at least 1. The log-probability is assumed to move linearly with
-    the updates (A-3PO, arXiv 2512.06547, equation of alpha).
+    age: `[N]` updates between the behaviour policy and the proximal policy, which is the policy at the beginning of the
+    step. updates_done: updates of this step before this one, at least 1. The log-probability is assumed to move
+    linearly with the updates (A-3PO, arXiv 2512.06547, equation of alpha).
     """
     # positions in updates: behaviour policy -before, proximal policy 0, trained policy updates_done
     before = age.clamp_min(0).float()

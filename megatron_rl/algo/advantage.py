@@ -1,7 +1,7 @@
 """Advantage estimators, computed from the shaped rewards of whole groups of trajectories.
 
 `reward_shaping.RewardShaper` sets `scores` `[B]`, one per trajectory, and `token_rewards` `[N]`. An estimator's result
-is then normalised according to its entry, or to `algo.advantage_mean` and `algo.advantage_std`.
+is then normalised by its own defaults, unless `algo.advantage_mean` or `algo.advantage_std` is set.
 
 Groups are compared by sample. A sample with several dialogues counts once in each mean and deviation, however many
 trajectories it has. Each trajectory is compared by its own score, so agents of one sample keep their own credit.
@@ -202,7 +202,7 @@ def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> T
     """w (r - mean of the group), w by `weight`.
 
     equal: 1. std: 1 / std of the group. clip_filter: number of groups / number of groups with variance, at most `most`.
-    Informative prompts then make up for uninformative ones, as if those were resampled.
+    clip_filter scales informative prompts up, as if the uninformative ones had been resampled.
     Source: arXiv 2505.12504
     """
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)

@@ -1,7 +1,8 @@
 """Aggregation of the rows' losses into one number: a weight for each row, and the divisor of the sum.
 
 The weights are computed from whole trajectories before packing. The divisor is counted over all microbatches and ranks.
-So the result depends on neither. A trajectory counts if it has a trained token.
+So the result does not depend on how trajectories are divided over microbatches and ranks. A trajectory counts if it has
+a trained token.
 """
 
 from __future__ import annotations
@@ -62,13 +63,12 @@ def trained_tokens(rows: TensorDict) -> Tensor:
 
 
 def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: AlgorithmConfig) -> float:
-    """Set `positive_weights`, the weight of each token's -log p in the loss term of positive trajectories: `[N]`
-    float32.
+    """Set `positive_weights` `[N]` float32: each token's weight of -log p in the loss term of positive trajectories.
 
-    A trajectory is positive if its entry of rewards `[B]` is at least algo.positive_reward. The weighted sum over the
-    step, divided like the policy's loss, is algo.positive_weight times the mean over positive trajectories. Return
-    their share, counted in tokens or in trajectories as the aggregation does. The batch is the whole step's.
-    Collective: every rank calls it.
+    A trajectory is positive if its reward in `rewards`, `[B]`, is at least algo.positive_reward. The weighted sum over
+    the step, divided like the policy's loss, is algo.positive_weight times the mean over positive trajectories. Return
+    the share of positive trajectories, counted in tokens or in trajectories as the aggregation does. The batch is the
+    whole step's. Collective: every rank calls it.
     """
     mask = predicted(batch)
     counts = batch.sums_of_tokens(mask)  # [B]

@@ -19,9 +19,10 @@ from megatron_rl.config.users_code import call
 def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Estimator:
     """Return the estimator called `name`, or the one that an import path `package.module:name` points to.
 
-    import_from: the config's run.import_from. None allows every path, for use after a check against it.
+    import_from: the config's run.import_from. None allows every path; pass it only if the path was already checked
+    against run.import_from.
 
-    ValueError if there is none, or if its function does not accept `args` or one of their values.
+    ValueError if there is no such estimator, or if its function does not accept `args` or one of their values.
     """
     entry = _find(name, ESTIMATORS, import_from, key="algo.advantage", kind="estimator")
     entry = entry if isinstance(entry, Estimator) else Estimator(entry)  # the path points to a plain function
@@ -30,7 +31,7 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
 
 
 def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> FusedLoss | TorchLoss:
-    """Return the policy loss of that name or path, as `find_estimator` does.
+    """Return the policy loss with this name or import path. The arguments are those of `find_estimator`.
 
     A plain function becomes a torch loss that treats each row by itself.
     """
@@ -41,7 +42,7 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
 
 
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
-    """Return the pair loss of that name or path, bound to its arguments. A trial call on one pair checks them."""
+    """Return the pair loss with this name or import path, bound to `args`. A trial call on one pair checks them."""
     entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
     entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
     _check_arguments(entry.function, 1, args, key="preference.loss")
@@ -105,7 +106,7 @@ def _holds(rule: Callable[[Any], bool], value: Any) -> bool:
 
 
 def options_of(function: Callable[..., Any], given: int) -> list[str]:
-    """Return the function's own options as `name=default`."""
+    """Return a function's own options, which follow its first `given` parameters, as `name=default`."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
 

@@ -6,7 +6,8 @@ an update is
     loss = policy loss + weight * sum of demonstrated_t * -log p_t / number of demonstrated tokens
 
 The policy loss is divided according to algo.aggregation. Both divisors are counted over all microbatches and ranks of
-the update. The engine divides once, by the policy loss's divisor, so `scaled` multiplies the column by that.
+the update. The engine divides the whole sum by the policy loss's divisor. To make up for it, `scaled` multiplies the
+column by that divisor, and divides by the number of demonstrated tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def counts(share: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
 
 
 def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBatch:
-    """Return the share with each mark turned into the factor of -log p in the engine's sum.
+    """Return the share with each token's mark replaced by the factor of its -log p in the engine's sum.
 
     total: `counts` summed over all ranks.
     """
@@ -59,11 +60,11 @@ def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBa
 
 
 NEUTRAL = {"teacher_place": -1, "versions": -1}
-"""Values other than 0 that columns hold for a token that nobody sampled or scored."""
+"""Fill values of columns for tokens that were not sampled or scored. All other columns are filled with 0."""
 
 
 def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
-    """Return the data `rows` with the same columns as a share."""
+    """Return the batch `rows` with the columns of `share`, so that the two can be concatenated."""
     known = {"input_ids": rows["input_ids"], "loss_mask": torch.zeros_like(rows["loss_mask"])}
     known[DEMONSTRATED] = rows["loss_mask"].float()
     count = len(rows["input_ids"])

@@ -81,14 +81,14 @@ class PolicyLoss:
     def weighs_products(self) -> bool:
         """True if the behaviour weights are products over sequences.
 
-        The operator does not support these. Every loss is linear in the advantages' size, so the weights multiply the
-        advantages.
+        The operator does not support such weights. They are multiplied into the advantages instead, because every loss
+        is linear in the advantages' size.
         """
         return self.correction.weight != "off" and self.correction.level == "product"
 
     @property
     def by_sequence(self) -> bool:
-        """True if a row's loss depends on neighbouring rows."""
+        """True if a row's loss depends on other rows of its sequence."""
         return (
             self.terms.by_sequence
             or self.weighs_products
@@ -100,9 +100,10 @@ class PolicyLoss:
         """Return the loss summed over the trained rows, and the sums of its statistics.
 
         rows: `advantages`, `loss_mask`, `logprobs` (behaviour); `ref_logprobs` for a KL term; `cu_seqlens` if the loss
-        is by sequence; `row_weights` for means over trajectories. The proximal log-probs are `proximal_logprobs` if the
-        rows have them. With `proximal_share` they lie that share of the way from the behaviour policy to this one. In
-        the step's first update there is neither, and the proximal policy is this one.
+        is by sequence; `row_weights` for means over trajectories. The proximal log-probs are `proximal_logprobs` if
+        present. If `proximal_share` is present instead, they are interpolated by that fraction from the behaviour
+        policy to the current policy. In the step's first update both columns are absent, and the proximal policy is the
+        current one.
         """
 
         def column(name: str) -> Tensor:

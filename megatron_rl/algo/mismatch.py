@@ -1,9 +1,9 @@
 """Statistics of the difference between the trainer's and the servers' log-probabilities, over all tokens of a step.
 
-d = log p(trainer) - log q(server) of a sampled token, and w = p / q, where d is bounded as in the loss. Each rank's
-sums are added and its maxima compared over the ranks; `metrics` then divides. Classes by age (versions between sampling
-and training) separate policy drift from a server that computes differently, which shows at age 0. Classes by position
-in the reply show errors that grow along a sequence.
+For a sampled token, d = log p(trainer) - log q(server), and w = p / q = exp(d), with d bounded as in the loss. Sums and
+maxima are combined over the ranks; `metrics` then divides the sums by the number of tokens. Classes by age (versions
+between sampling and training) separate policy drift from a server that computes differently, which shows at age 0.
+Classes by position in the reply show errors that grow along a sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ POSITIONS = {"0_on": 0, "16_on": 16, "128_on": 128, "1024_on": 1024, "8192_on": 
 """Lowest position of each class. A position counts the sequence's trained tokens before the token."""
 CLASSES = ["all", *(f"age_{name}" for name in AGES), *(f"position_{name}" for name in POSITIONS)]
 COLUMNS = 7
-"""tokens, |d|, d, k3, w, w^2, and in the class "all" only the count of tokens whose d is NaN or infinite."""
+"""Number of sums per class: tokens, |d|, d, k3, w, w^2, and tokens whose d is NaN or infinite (only in the class
+"all")."""
 
 
 def tally(
@@ -84,7 +85,8 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool = False) -> None:
     """Raise RuntimeError if trainer and servers differ by more than `threshold` nats. 0 disables the threshold.
 
-    A NaN or infinite difference raises under every threshold, unless is_skipped: its update was skipped and counted.
+    A NaN or infinite difference raises at any threshold. is_skipped: tolerate it, because its update was already
+    skipped and counted.
     """
     # Prefer tokens of the current policy. Older ones also differ because the policy has moved.
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"

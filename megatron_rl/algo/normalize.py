@@ -64,12 +64,14 @@ def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Ten
 
 
 def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Tensor | None = None) -> Tensor:
-    """Return (v - mean) / (std + eps), each over the entry's group, the batch, or omitted: `[K]` -> `[K]` float64.
+    """Return (v - mean) / (std + eps): `[K]` -> `[K]` float64.
+
+    mean, std: `group` or `batch`, over whose values the statistic is computed, or `none` to omit it.
 
     shares: `shares_of` the entries' samples, to count each sample once.
 
-    A group's deviation divides by n - 1, a batch's by n. A deviation is always about its own mean, the group's or the
-    batch's, whichever mean is subtracted. Division by a deviation of 0 results in 0.
+    A group's deviation divides by n - 1, a batch's by n. A group's deviation is always about the group's mean, and a
+    batch's about the batch's mean, whichever mean is subtracted. Division by a deviation of 0 results in 0.
     """
     result, everything = values.double(), torch.zeros_like(group)
     places = {"group": group_numbers(group), "batch": everything}

@@ -1,7 +1,8 @@
 """Losses on pairs of replies to one prompt, one preferred to the other, and their computation by an engine.
 
 A batch of pairs holds the chosen and the rejected reply of each pair next to each other, in this order. The column
-`pair` numbers the pairs, so that packing keeps each in one microbatch.
+`pair` numbers the pairs, so that packing keeps each pair in one microbatch. In the formulas, r is a reply's implicit
+reward, d = r(chosen) - r(rejected), and s is the sigmoid.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def kto(
     """desirable (1 - s(r(chosen) - point)) + undesirable (1 - s(point - r(rejected))), r = beta log(p / p_reference).
 
     Each reply is compared with a reference point instead of the other reply. The paper estimates the point from replies
-    to other prompts of the batch. Here it is an option, so that a pair's loss does not depend on its neighbours.
+    to other prompts of the batch. Here the point is an option, so that a pair's loss does not depend on its neighbours.
     Source: arXiv 2402.01306
     """
     _check("beta", beta, beta > 0, "above 0")

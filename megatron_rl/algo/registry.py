@@ -54,10 +54,10 @@ class Estimator:
     std: str = "none"
     """Default normalisation, unless the config sets one: none, group or batch."""
     compares_group: bool = False
-    """Whether it compares the replies to one prompt, and so needs several of them."""
+    """Whether the estimator compares the replies to one prompt, and so needs several of them."""
     needs: tuple[str, ...] = ()
-    """Further token columns it requires: `proximal_logprobs`, and `cold_logprobs`, the same at half the temperature.
-    Both are from the policy before the step's updates."""
+    """Further token columns that the estimator needs: `proximal_logprobs`, or `cold_logprobs` (at half the
+    temperature). Both come from the policy before the step's updates."""
     rules: Rules = field(default_factory=dict)
     """Validation rules for algo.advantage_args."""
 
@@ -96,11 +96,13 @@ class TorchLoss:
 
     function: Callable[..., Tensor]
     by_sequence: bool = False
-    """Whether a row's loss depends on neighbouring rows. The loss then gets whole sequences and their bounds."""
+    """Whether a row's loss depends on other rows of its sequence. The loss then gets whole sequences and their
+    bounds."""
     select: Callable[..., Tensor] | None = None
     """As in `FusedLoss`."""
     mark: Callable[..., Tensor] | None = None
-    """Like `select`, but the marked tokens keep their advantage, and the loss reads the mask as `LossRows.marked`."""
+    """Called like `select`, but all tokens keep their advantage. The loss reads the returned mask as
+    `LossRows.marked`."""
     rules: Rules = field(default_factory=dict)
     """Validation rules for algo.loss_args."""
 
@@ -121,7 +123,7 @@ class PairLoss:
     head: str = "policy"
     """`policy`: computed from log-probabilities. `value`: computed from scores; the model becomes a reward model."""
     needs_reference: bool = False
-    """Whether it compares with the model as it was before the first update."""
+    """Whether the loss compares the model with its state before the first update."""
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -134,7 +136,7 @@ Entry = TypeVar("Entry")
 def _entering(
     catalogue: dict[str, Any], kind: str, name: str, make: Callable[[Callable[..., Any]], Entry]
 ) -> Callable[[Callable[..., Any]], Entry]:
-    """Return a decorator that makes an entry of a function and registers it under `name`, if one is given.
+    """Return a decorator that turns a function into an entry, registered under `name` unless that is empty.
 
     Configs of this process may then use that name.
     """

@@ -2,7 +2,7 @@
 
 The steps run in this order: factor for cut-off replies, overlong penalty, division by written tokens, running
 normalisation, clip, KL penalty. If a dialogue has rewards by turn, they are multiplied by the same factors as its
-total. Whatever is added to the total, subtracted or clipped off goes on its last trained token.
+total. Whatever is added to the total, subtracted or clipped off goes on the trajectory's last trained token.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RewardShaper:
         return options.overlong_buffer > 0 or options.per_token or options.cut_off_share < 1
 
     def _of_greedy(self, batch: TrajectoryBatch) -> Tensor:
-        """Shape `greedy_reward` like the sampled replies' rewards, with the moments of the latter: `[B]`."""
+        """Shape `greedy_reward` like the sampled replies' rewards, and with their running moments: `[B]`."""
         scores = batch["greedy_reward"].double()
         if not self._is_by_length:
             return self._scaled(scores)
@@ -176,7 +176,7 @@ class RewardShaper:
 
 
 def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
-    """Return each sample's mean of `[B]` scores, `[S]`, without samples that an earlier step has counted."""
+    """Return each sample's mean of `[B]` scores, `[S]`, without reused samples, which an earlier step has counted."""
     return batch.fresh().means_of_samples(scores[~batch.is_reused])
 
 
@@ -196,10 +196,10 @@ def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) ->
 
 
 def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Return the batch without the greedy replies that a workflow has kept: trajectories whose `is_greedy` is 1.
+    """Return the batch without its greedy replies, i.e. without the trajectories whose `is_greedy` is 1.
 
-    Their rewards, including a reward model's scores, become the `greedy_reward` `[B]` of the other trajectories of
-    their groups.
+    The greedy rewards, including a reward model's scores, become the `greedy_reward` `[B]` of their groups' other
+    trajectories.
     """
     if "is_greedy" not in batch:
         return batch
@@ -241,9 +241,9 @@ def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
 def written_tokens(batch: TrajectoryBatch) -> Tensor:
     """Return which tokens the model wrote, `[N]` bool.
 
-    The loss may exclude some of them, as too old or as trained in another trajectory. Only sampled tokens have a
-    version. A workflow without versions (from_padded) writes -1 for all tokens, and then trained tokens count as
-    written.
+    The loss may exclude some of them, because they are too old or are trained in another trajectory. Only sampled
+    tokens have a version. A workflow without versions (from_padded) writes -1 for all tokens, and then trained tokens
+    count as written.
     """
     return batch["loss_mask"] | (batch["versions"] >= 0)
 
@@ -260,7 +260,7 @@ def longest_replies(batch: TrajectoryBatch) -> Tensor:
 
 
 def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """Put each trajectory's value on its last trained token, `[B]` -> `[N]`. Without a trained token it is dropped."""
+    """Put each trajectory's value on its last trained token, `[B]` -> `[N]`, or drop the value if there is none."""
     trained = batch["loss_mask"].nonzero()[:, 0]
     sequence = batch.sequence_ids[trained]
     is_last = torch.ones(len(trained), dtype=torch.bool)

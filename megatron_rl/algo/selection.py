@@ -77,7 +77,7 @@ def highest_covariance(batch: TrajectoryBatch, *, share: float = 2e-3, **_: floa
 def but_covariant(batch: TrajectoryBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
     """Keep the trained tokens except a `share` of them, drawn from those with `covariances` in [low, high]: `[N]` bool.
 
-    If the range holds fewer tokens than that, all of those are dropped.
+    If fewer tokens are in the range, all tokens in the range are dropped.
 
     Source: arXiv 2505.22617, Clip-Cov
     """
@@ -95,7 +95,7 @@ def but_covariant(batch: TrajectoryBatch, *, share: float = 2e-4, low: float = 1
 def covariances(batch: TrajectoryBatch) -> Tensor:
     """Return (log p - mean of log p) (A - mean of A), with means over the step's trained tokens: `[N]` float64.
 
-    p is the policy's before the updates. A token whose log p is NaN or infinite is in no mean, and gets -inf.
+    p is the policy's before the updates. A token whose log p is NaN or infinite counts in neither mean, and gets -inf.
     """
     logprobs, advantages = batch["proximal_logprobs"].double(), batch["advantages"].double()
     counted = batch["loss_mask"].bool() & logprobs.isfinite()
@@ -131,7 +131,7 @@ def _rising_keys(values: Tensor) -> Tensor:
 def _first_that_fit(
     keys: Tensor, weights: Tensor, batch: TrajectoryBatch, places: Tensor, fits: Callable[[int, int], bool]
 ) -> Tensor:
-    """Select the longest prefix that fits, of the tokens of all replicas in ascending order of keys: `[n]` bool.
+    """Order the tokens of all replicas by ascending key, and select the longest prefix that fits: `[n]` bool.
 
     Ties go to the earlier token. No replica sees another's tokens. A radix search finds the last selected key: each
     round adds up a histogram of 8 key bits over all replicas. Collective: every rank calls it.
@@ -170,7 +170,7 @@ def _first_that_fit(
 
 
 def keep(batch: TrajectoryBatch, kept: Tensor) -> float:
-    """Set the advantages of all other tokens to 0. Return the share of trained tokens that is kept."""
+    """Set the advantages of all tokens that are not `kept` to 0. Return the share of trained tokens that is kept."""
     batch.tokens["advantages"] = batch["advantages"].masked_fill(~kept, 0.0)
     return share_of(batch, kept)
 

@@ -1,7 +1,7 @@
 """Policy losses in plain torch, the kind that users write: functions that return each row's loss.
 
-KL and entropy terms, behaviour weights and aggregation are added to them. The tensors are `[T]`, small compared with
-the logits. A loss that treats each row by itself is called once per chunk of the output layer. In the formulas, u is
+The trainer adds KL and entropy terms, behaviour weights and aggregation. The tensors are `[T]`, small compared with the
+logits. A loss that treats each row by itself is called once per chunk of the output layer. In the formulas, u is
 p(policy) / p(proximal) of a row and A its advantage.
 """
 
@@ -107,8 +107,9 @@ GMPO = {"width": (above_0, "must be above 0; the paper's is 0.4")}
 def gmpo(rows: LossRows, options: AlgorithmConfig, *, width: float = 0.4) -> Tensor:
     """-A s, s the geometric mean over the sequence of min(u, e^width) where A > 0, of max(u, e^-width) elsewhere.
 
-    The derivative of s with respect to a token's log p is s, as if s were the token's own ratio, and 0 if the token's u
-    is clipped. As in gspo, this is the paper's gradient if A is the same for all tokens. The paper uses sequence_mean.
+    The derivative of s with respect to a token's log p is s, as if s were the token's own ratio. It is 0 if the token's
+    u is clipped. As in gspo, this is the paper's gradient if A is the same for all tokens. The paper uses
+    sequence_mean.
     Source: arXiv 2507.20673
     """
     assert rows.cu_seqlens is not None

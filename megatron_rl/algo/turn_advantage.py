@@ -1,7 +1,7 @@
 """Advantage estimators that compare single turns of dialogues, or trajectories of one agent.
 
 A turn is a reply with at least one trained token. Turns are compared over the whole step, whichever ranks hold their
-tokens: one table of numbers per turn is summed over all ranks, and each rank computes the same from it.
+tokens: a table with a few numbers for each turn is summed over all ranks, so each rank computes the same from it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def turn_norm(batch: TrajectoryBatch, *, discount: float = 1.0, std: bool = True
     """(G_k - mean) / std over the k-th turns of the group, G_k = sum over k' >= k of discount^(k' - k) r_k'.
 
     r_k is the sum of a turn's token rewards. k counts the replies that the model wrote earlier in the trajectory. A
-    turn that no other trajectory of the group has reached gets 0. If trajectories name their `agent`, turns are
-    compared with that agent's only. std = False omits the division.
+    turn that no other trajectory of the group has reached gets 0. If trajectories name their `agent`, only turns of the
+    same agent are compared. std = False omits the division.
     Source: arXiv 2511.14846; by agent arXiv 2510.11062
     """
     turns = Turns.of(batch, discount=discount)
@@ -56,9 +56,9 @@ def gigpo(
 
     G_k is as in turn_norm. With anchor = observation, the state is what the environment has shown since the previous
     reply, which for a first turn is the prompt. With anchor = history, it is all tokens before the reply. States are
-    equal if their tokens are. Each turn counts once, also if several belong to one trajectory. A state in which only
-    one turn begins gives 0. If trajectories name their `agent`, they are compared with that agent's only. std = False
-    omits both divisions.
+    equal if their tokens are. Each turn counts once, even if several begin in the same state in one trajectory. The
+    second term is 0 for a turn whose state occurs only once. If trajectories name their `agent`, only those of the same
+    agent are compared. std = False omits both divisions.
     Source: arXiv 2505.10978
     """
     turns, members = Turns.of(batch, discount=discount, anchor=anchor), by_agent(batch)
@@ -73,8 +73,8 @@ def gigpo(
 def agent_norm(batch: TrajectoryBatch, *, std: bool = True) -> Tensor:
     """(r - mean) / std over the group's trajectories of the same agent.
 
-    Agents of different roles may earn different rewards, so they are no baseline for one another. std = False omits the
-    division.
+    Agents of different roles may earn different rewards, so one agent's rewards are no baseline for another's. std =
+    False omits the division.
     Source: arXiv 2510.11062
     """
     if "agent" not in batch.sequences:

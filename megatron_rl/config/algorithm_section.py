@@ -20,7 +20,8 @@ COMPARE_GROUP = (
 )
 """Estimators that compare the replies to one prompt, and therefore need several of them."""
 COMPARE_REWARDS = tuple(it for it in COMPARE_GROUP if it not in ("gdpo", "turn_norm", "gigpo"))
-"""Estimators whose advantages are all 0 if a prompt's rewards are equal. The others compare parts or turns."""
+"""Estimators whose advantages are all 0 if a prompt's rewards are equal. Other members of COMPARE_GROUP compare reward
+parts or turns."""
 LOSSES = (
     "ppo_clip",
     "gspo",
@@ -46,13 +47,15 @@ class AlgorithmConfig(Section, name="algo"):
     """
 
     advantage: str = name_or_import_path(ESTIMATORS, kind="estimator", default="group_norm")
-    """An estimator from the catalogue, such as group_norm (GRPO) or gae (with a critic), or your own's import path."""
+    """An estimator from the catalogue, such as group_norm (GRPO) or gae (with a critic), or the import path of your
+    own."""
     advantage_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that estimator. gae's options are in the section critic instead."""
     advantage_mean: str = one_of("none", "group", "batch", "", default="")
-    """Mean to subtract: none, the group's or the batch's. Empty: the estimator's default."""
+    """Mean subtracted from the estimator's result: none, the group's or the batch's. Empty: the estimator's default."""
     advantage_std: str = one_of("none", "group", "batch", "", default="")
-    """Standard deviation to divide by: none, the group's or the batch's. Empty: the estimator's default."""
+    """Standard deviation by which the estimator's result is divided: none, the group's or the batch's. Empty: the
+    estimator's default."""
     advantage_clip: float = at_least(0, default=0.0, hint="0 sets no bound")
     """Advantages are clipped to [-advantage_clip, advantage_clip]; 0 disables clipping."""
     loss: str = name_or_import_path(LOSSES, kind="loss", default="ppo_clip")
@@ -70,13 +73,15 @@ class AlgorithmConfig(Section, name="algo"):
     aggregation_length: int = at_least(0, default=0)
     """Number of tokens to divide by; only for aggregation = constant."""
     high_entropy_share: float = within("(0, 1]", default=1.0, hint="1 trains all tokens")
-    """Train advantages only for this share of tokens, those of highest entropy. Below 1 costs an extra forward pass."""
+    """Share of tokens that keep their advantage, namely those of highest entropy. A value below 1 costs an extra
+    forward pass."""
     high_entropy_level: str = one_of("batch", "sequence", default="batch")
     """Whether the share is taken over the whole batch's tokens or within each sequence."""
     kl_coefficient: float = at_least(0, default=0.0)
-    """Weight of the KL term against the frozen reference model. Above 0 this loads a second engine."""
+    """Weight of the KL term against the frozen reference model. A value above 0 loads a second engine."""
     kl_estimator: str = one_of("k1", "k2", "k3", "unbiased", default="k3")
-    """k1, k2 or k3. In the loss also unbiased: k3 times the ratio to the proximal policy, with its gradient."""
+    """Estimator of the KL divergence. unbiased (only with kl_in = loss) is k3 times the ratio p / p(proximal),
+    including the ratio's gradient."""
     kl_in: str = one_of("loss", "reward", default="loss")
     """loss: a term with gradient. reward: a penalty subtracted from each token's reward."""
     kl_target: float = at_least(0, default=0.0, hint="0 keeps the coefficient")
@@ -85,12 +90,14 @@ class AlgorithmConfig(Section, name="algo"):
     """Number of trajectories over which an adaptive coefficient changes by at most a fifth."""
     positive_weight: float = at_least(0, default=0.0, hint="0 disables the term")
     """Weight of an extra -log p term on trajectories with at least positive_reward (VAPO, arXiv 2504.05118, takes 0.1).
-    It is averaged over their tokens, or over trajectories if `aggregation` is. 0 disables it."""
+    The term is averaged over their tokens, or over the trajectories if `aggregation` averages over trajectories. 0
+    disables it."""
     positive_reward: float = 1.0
     """Minimum reward, before shaping, for a trajectory to count as positive."""
     entropy_coefficient: float = at_least(0, default=0.0)
     entropy_target: float = at_least(0, default=0.0, hint="0 keeps the weight")
-    """Adapt the coefficient so that entropy per token stays above this, in nats; 0 keeps it fixed."""
+    """Target entropy per token in nats: entropy_coefficient is adapted to keep the entropy above it. 0 keeps the
+    coefficient fixed."""
     entropy_step: float = above(0, default=0.005)
     """Change of an adaptive entropy coefficient per step."""
     routing_replay: str = one_of("off", "experts", "experts_and_weights", default="off")
@@ -122,7 +129,7 @@ class AlgorithmConfig(Section, name="algo"):
 
     @property
     def learns_from_equal_rewards(self) -> str:
-        """The option through which a group with equal rewards still trains; empty if there is none.
+        """Setting that lets a group with equal rewards still contribute to training; empty if there is none.
 
         User-defined estimators are not considered.
         """
@@ -170,23 +177,24 @@ class CorrectionConfig(Section, name="correction"):
     """
 
     proximal: str = one_of("recompute", "loglinear", "behavior", default="recompute")
-    """How to get the proximal log-probabilities. recompute: run a forward pass before the first update, over the tokens
-    of the later updates; the first update gets them from its own forward pass. loglinear: no extra pass, but
-    interpolate between the behavior and trained log-probabilities by the share of updates before the step. behavior:
-    use the behavior policy itself, as in plain PPO; `weight` must then be off."""
+    """How to get the proximal log-probabilities. recompute: one extra forward pass before the first update, over the
+    tokens of the later updates. The first update's own forward pass computes them for its tokens. loglinear: no extra
+    pass; the log-probabilities are interpolated between the behavior and the trained policy's, by the share of the
+    updates since sampling that came before this step. behavior: use the behavior policy itself, as in plain PPO;
+    `weight` must then be off."""
     weight: str = one_of("off", "clamp", "mask", default="off")
     """Importance weight p(proximal) / p(behavior), without gradient. clamp: limit it to [low, high] (truncated
     importance sampling). mask: do not train tokens with a weight outside that range (IcePop, arXiv 2510.18855), or
-    whole sequences if `level` is per sequence. off: treat every token as sampled by the proximal policy."""
+    whole sequences if `level` is sequence or product. off: treat every token as sampled by the proximal policy."""
     level: str = one_of("token", "sequence", "product", default="token")
     """token: one weight per token. sequence: one weight per sequence, the geometric mean over its trained tokens.
     product: one weight per sequence, the product of its tokens' weights, i.e. the true importance weight."""
     low: float = within("[0, 1]", default=0.0, hint="a weight of 1 is no mismatch")
     high: float = at_least(1, default=5.0, hint="a weight of 1 is no mismatch")
     negative_bound: float = at_least(0, default=0.0, hint="0 keeps all")
-    """Discard a trajectory with a negative advantage if the mean of log p(behavior) - log p over its trained tokens is
-    above this, in nats: what the policy no longer says need not be unlearned (DeepSeek-V3.2, arXiv 2512.02556). If
-    advantages differ per token, their sum over the trajectory decides. 0 discards none."""
+    """Set the advantages of a trajectory to 0 if they are negative and the mean of log p(behavior) - log p over its
+    trained tokens is above this, in nats. The policy need not unlearn what it no longer says (DeepSeek-V3.2, arXiv
+    2512.02556). If advantages differ per token, their sum over the trajectory decides. 0 disables this."""
     reject: str = one_of("off", "k1", "k2", "k3", default="off")
     """Also reject tokens or trajectories far from the policy that sampled them, by an estimate of KL(behavior ||
     proximal). With w = p(proximal) / p(behavior): k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w, as in verl's
@@ -195,11 +203,12 @@ class CorrectionConfig(Section, name="correction"):
     """token: reject single tokens by their own estimate. mean, sum, max: reject whole trajectories by that statistic
     over their trained tokens."""
     reject_bound: float = at_least(0, default=0.0)
-    """Threshold in nats; larger estimates are rejected. For k1 the absolute value counts (for max: the largest)."""
+    """Threshold in nats; larger estimates are rejected. For k1 the absolute value is compared, or with max the largest
+    absolute value."""
     alarm: float = at_least(0, default=0.0, hint="0 never stops")
     """Stop the run if trainer and server disagree by more than this: mean |log p - log q|, in nats, over the step's
-    tokens of the current version, or over all tokens if there are none of it. 0 stops only if the difference is NaN or
-    infinite."""
+    tokens of the current version. If there are no such tokens, all of the step's tokens count. 0 stops only if the
+    difference is NaN or infinite."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,7 +231,7 @@ class CorrectionConfig(Section, name="correction"):
 
     @property
     def leaves_out_sequences(self) -> bool:
-        """True if whole trajectories may lose their advantage for that reason."""
+        """True if whole trajectories may lose their advantage for being too far from the policy that sampled them."""
         return self.negative_bound > 0 or (self.reject != "off" and self.reject_level != "token")
 
 
@@ -233,7 +242,7 @@ class CriticConfig(Section, name="critic"):
     model: str = ""
     """Hugging Face folder of a language model, or of a sequence classification model with one label.
 
-    Empty: start from the policy as it is when RL begins. Without a scalar head the first values are 0.
+    Empty: start from the policy as it is when RL begins. If the model has no scalar head, the first values are 0.
     """
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -246,7 +255,8 @@ class CriticConfig(Section, name="critic"):
     decoupled: bool = False
     """Use trace_decay only for the policy's advantages, and 1 for the critic's targets (VAPO, arXiv 2504.05118)."""
     length_factor: float = at_least(0, default=0.0, hint="0 takes trace_decay for all")
-    """If above 0, trace_decay is 1 - 1 / (length_factor l) for l trained tokens or turns. VAPO uses 0.05."""
+    """If above 0, trace_decay is 1 - 1 / (length_factor l) for a trajectory of l trained tokens or turns. VAPO uses
+    0.05."""
     value_clip: float = at_least(0, default=0.2, hint="0 sets no bound")
     """Maximum change of a value in one step; 0 sets no bound."""
     warmup_steps: int = at_least(0, default=0)
@@ -272,7 +282,8 @@ class PreferenceConfig(Section, name="preference"):
     """
 
     loss: str = name_or_import_path(PAIR_LOSSES, kind="pair_loss", default="")
-    """dpo, ipo, kto and simpo train a policy, bradley_terry a reward model; or your own's import path. Empty: RL."""
+    """dpo, ipo, kto and simpo train a policy, bradley_terry trains a reward model. The import path of your own loss is
+    also valid. Empty: RL."""
     loss_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that loss."""
 

@@ -16,9 +16,10 @@ TAKEN = frozenset(
         *("return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
-"""Arguments of `apply_chat_template` that are not template variables, or that the trainer sets itself."""
+"""Arguments of `apply_chat_template` that template_args must not contain: they are not template variables, or the
+trainer sets them itself."""
 BLOCK = 1000
-"""Number of consecutive prompts over which a mixture realizes its weights."""
+"""Block size of a mixture: in each block of this many prompts, every part has its share by weight."""
 
 
 def are_sets(sets: dict[str, Any]) -> bool:
@@ -53,7 +54,7 @@ class DataConfig(Section, name="data"):
     agents. A row's own `chat_template_kwargs` take precedence."""
     shuffle: bool = True
     max_prompt_tokens: int = at_least(0, default=0, hint="0 keeps all")
-    """Discard training prompts with more tokens. 0 discards none; a prompt beyond the context is then an error."""
+    """Discard training prompts with more tokens. 0 discards none; a prompt longer than the context is then an error."""
     max_tokens: int = at_least(0, default=0, hint="0 keeps all")
     """Like max_prompt_tokens, but for the prompt plus its answer, or plus the longer reply of a pair."""
     success_rates: str = ruled(
@@ -63,11 +64,11 @@ class DataConfig(Section, name="data"):
     are trained, ordered by falling success rate if `shuffle` is false. With `sampling` other than all, none is
     discarded, and the file gives the initial success rates."""
     success_band: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Lowest and highest mean reward."""
+    """Lowest and highest mean reward of the prompts to train; used by success_rates and by `sampling` = band."""
     sampling: str = one_of("all", "band", "failures", "variance", default="all")
-    """Probability of training a prompt when it comes up, from the mean reward r of its recent groups. all: 1. band: 1
-    if r is in success_band. failures: 1 - r (Kimi k1.5, arXiv 2501.12599). variance: 4 r (1 - r). Prompts without a
-    known r are always trained. A mixture's weights count prompts as they come up, trained or not."""
+    """Probability of training a prompt when it comes up. It depends on the mean reward r of the prompt's recent groups.
+    all: 1. band: 1 if r is in success_band. failures: 1 - r (Kimi k1.5, arXiv 2501.12599). variance: 4 r (1 - r).
+    Prompts without a known r are always trained. A mixture's weights count prompts as they come up, trained or not."""
     least_chance: float = within("(0, 1]", default=0.1)
     """Minimum probability under `sampling`, so that every prompt's success rate is measured again from time to time."""
 

@@ -1,4 +1,4 @@
-"""Import paths for functions that Python code passes directly, so that other processes can find them."""
+"""Import paths for functions that Python code passes directly, so that other processes can import them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 MAIN = "__main__"
 GIVEN = "given"
-"""Folder in run.folder with the functions that a program passed by value (run/given_in_python.py)."""
+"""Name of the folder in run.folder that holds the rows and pickled functions of a program (run/given_in_python.py)."""
 
 
 def find_given(run_folder: str | Path) -> None:
-    """Add the run's folder of functions passed by value to sys.path, for this process and those it starts.
+    """Add the run's folder of pickled functions to sys.path, for this process and those it starts.
 
-    Only the program that passed them calls this. For other commands the code in a run's folder is untrusted; users who
-    trust it can put the folder on PYTHONPATH.
+    Only the program that passed the functions calls this. For other commands the code in a run's folder is untrusted;
+    users who trust it can put the folder on PYTHONPATH.
     """
     folder = Path(run_folder).absolute() / GIVEN
     if folder.is_dir() and str(folder) not in sys.path:
@@ -32,7 +32,7 @@ def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
     """Return the import path under which another process finds a function, a class or `__main__:name`.
 
     Raises ValueError for objects that other processes cannot import. Paths into other modules are returned unchanged.
-    what: what those processes do with it, for the error message.
+    what: what those processes do with the object, for the error message.
     """
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -51,7 +51,7 @@ def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
 
 
 def name_of_main(key: str, given: str, what: str = "rewards are computed") -> str:
-    """Return the module name under which the running program can be imported without running its guarded main part."""
+    """Return the name under which the running program can be imported without running its `__main__` block."""
     main = sys.modules[MAIN]
     if main.__spec__ is not None:  # python -m
         return main.__spec__.name

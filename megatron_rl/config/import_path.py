@@ -51,16 +51,17 @@ OFFERED: dict[str, dict[str, str]] = {
     "estimator": {},
     "loss": {},
 }
-"""Modules and names of this package that a config may use, by kind. Nothing else in the package can be called from a
-config, such as code that deletes a journal. Estimators and losses have names without a path."""
+"""Modules and names of this package that a config may use, by kind. A config cannot call anything else in the package,
+for example code that deletes a journal. Estimators and losses are not listed, because a config gives their names
+without a path."""
 
 
 def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None = ()) -> Any:
     """Import the object that `path` names. A ValueError names `key` (the option), the path and the reason.
 
-    The object must be one that this package offers as that `kind` (a key of OFFERED, or empty for any kind), or come
-    from a module in `import_from`, the config's run.import_from. Importing a module runs it, and a config may come from
-    somebody else. import_from=None, for paths that are fixed in code, allows everything.
+    Either this package offers the object as that `kind` (a key of OFFERED, or empty for any kind), or its module is in
+    `import_from`, the config's run.import_from. Importing a module runs it, and a config may come from somebody else.
+    import_from=None, for paths that are fixed in code, allows everything.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
@@ -99,7 +100,7 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
 
 
 def offered(kind: str) -> list[str]:
-    """Return the import paths of this package that a config may use as this kind, or as any kind if it is empty."""
+    """Return the import paths of this package that a config may use as this kind; all if `kind` is empty."""
     kinds = [OFFERED[kind]] if kind else OFFERED.values()
     return [f"{module}:{name}" for modules in kinds for module, names in modules.items() for name in names.split()]
 
@@ -109,7 +110,7 @@ def is_in(package: str, module: str) -> bool:
 
 
 def _imported(kind: str) -> list[Any]:
-    """Return the offered objects whose modules are already imported. A module that refers to one has imported it."""
+    """Return the offered objects whose modules are already imported. No module can refer to any others."""
     pairs = [path.split(":") for path in offered(kind)]
     return [vars(sys.modules[module])[name] for module, name in pairs if module in sys.modules]
 
@@ -142,7 +143,7 @@ def refuse_while_importing(what: str) -> None:
 
 
 def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any], *, key: str) -> None:
-    """Raise ValueError unless a call with `given` positional values and then `args` fits. `key` names the option."""
+    """Raise ValueError unless `function` accepts `given` positional arguments plus `args`. `key` names the option."""
     try:
         inspect.signature(function).bind(*[None] * given, **args)
     except TypeError as error:

@@ -21,7 +21,8 @@ from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
-"""Maximum number of values with aliases expanded. Ten lines of nested aliases can stand for billions."""
+"""Maximum number of values in a YAML text after its aliases are expanded. Ten lines of nested aliases can stand for
+billions."""
 KEY_OF_CONFIG = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
@@ -54,7 +55,7 @@ def config_of(sections: Mapping[str, Any]) -> TrainConfig:
 
 @contextmanager
 def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
-    """Turn OmegaConf's errors into a ValueError with key, value and where to correct it."""
+    """Turn OmegaConf's errors into a ValueError with the key, its value and the place to correct it."""
     try:
         yield
     except OmegaConfBaseException as error:
@@ -65,7 +66,7 @@ def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
 
 
 def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
-    """Build the config from these sections. missing: advice for a KEY without a value."""
+    """Check the merged sections and build the config. missing: advice if an option, written as KEY, has no value."""
     # Order matters: nothing is interpolated before it is known to be harmless; only known keys have types.
     refuse_computed_values(merged)
     refuse_unknown_keys(TrainConfig, merged, "")
@@ -141,8 +142,8 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
 def is_text(key: str, text: str) -> bool:
     """Return True if an override's value is taken literally, not parsed as YAML.
 
-    This holds for options of type str, unless the value is quoted or null, and for values in which YAML would take part
-    of the text for a comment.
+    This holds for options of type str, unless the value is quoted or null. It also holds for values in which YAML would
+    read part of the text as a comment.
     """
     if not text.strip():
         return True
@@ -169,7 +170,7 @@ def value_of(text: str, override: str) -> Any:
 
 
 def refuse_computed_values(given: DictConfig) -> None:
-    """Raise ValueError for interpolations other than `${another.key}` whose value is literal.
+    """Raise ValueError for every interpolation except `${another.key}` where that key's value is literal.
 
     OmegaConf would otherwise insert environment variables, which may be secret, into a config that is printed and
     stored. It would also call any registered resolver.

@@ -25,14 +25,14 @@ class ModelConfig(Section, name="model"):
     """Attention kernel for bfloat16 on CUDA. torch: PyTorch's FlashAttention 2. FA3: an installed flash_attn_interface,
     which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel Transformer Engine chooses."""
     shared_keys: str = one_of("copied", "flex", default="copied")
-    """How branches of a dialogue use the keys they share, for bfloat16 on CUDA. `copied`: copy them for each branch,
-    then run flash_attention's kernel. `flex`: do not copy, but use FlexAttention, which torch compiles in the first
-    step; meant for long dialogues that fork often. Microbatches without forks use flash_attention's kernel in both
-    cases."""
+    """How branches of a dialogue use the attention keys they share, for bfloat16 on CUDA. `copied`: copy them for each
+    branch, then run flash_attention's kernel. `flex`: do not copy, but use FlexAttention, which torch compiles in the
+    first step; meant for long dialogues that fork often. Microbatches without forks use flash_attention's kernel in
+    both cases."""
     delta_kernel: str = one_of("torch", "fla", default="torch")
     """Implementation of gated delta net layers: plain torch, or the flash-linear-attention kernels for bfloat16 on
     CUDA. The latter need the extra `fla`; Triton compiles and tunes them in the first step. `plan` and `rehearse`
-    always count torch."""
+    always assume torch."""
 
 
 PIPELINE_CUTS = (
@@ -42,12 +42,13 @@ PIPELINE_CUTS = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Fields of `megatron:` that give pipeline stages different numbers of layers, in every model with stages."""
+"""Fields of `megatron:` that give pipeline stages different numbers of layers. They apply to every model with
+stages."""
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, name="parallel"):
-    """A model's parallel layout. The data-parallel size is the rest: world size / (tensor x pipeline x context)."""
+    """A model's parallel layout. The data-parallel size is world size / (tensor x pipeline x context)."""
 
     tensor: int = at_least(1, default=1, hint="1 disables the axis")
     pipeline: int = at_least(1, default=1, hint="1 disables the axis")
@@ -55,9 +56,10 @@ class ParallelConfig(Section, name="parallel"):
     virtual_pipeline: int = at_least(1, default=1, hint="1 disables the axis")
     """Model chunks per pipeline stage (interleaved 1F1B). More chunks mean a smaller bubble but more communication."""
     context: int = at_least(1, default=1, hint="1 disables the axis")
-    """Context-parallel ranks, which share the rows of a microbatch. Needed for sequences too long for one rank."""
+    """Context-parallel ranks, which divide the tokens of a microbatch. Needed for sequences too long for one rank."""
     expert: int = at_least(1, default=1, hint="1 disables the axis")
-    """Expert-parallel ranks, which share an MoE layer's experts. They are taken from tensor x context x data."""
+    """Expert-parallel ranks, which share an MoE layer's experts. They are taken from the tensor x context x data
+    ranks."""
     expert_tensor: int = at_least(1, default=1, hint="1 disables the axis")
     """Ranks that split each expert's matrices."""
     sequence: bool | None = None
@@ -121,7 +123,7 @@ class OptimizerConfig(Section, name="optimizer"):
     schedule: str = one_of("constant", "linear", "cosine", default="constant")
     """Learning rate schedule after the warm-up, from `lr` to `min_lr` over all updates: constant, linear or cosine."""
     warmup_updates: int = at_least(0, default=0)
-    """Updates in which the learning rate rises from 0 to `lr`. The first one has rate 0 and changes nothing, as in
+    """Updates in which the learning rate rises from 0 to `lr`. The first update has rate 0 and changes nothing, as in
     transformers and Megatron-LM."""
     weight_decay: float = at_least(0, default=0.0)
     beta1: float = within("[0, 1)", default=0.9)
@@ -179,6 +181,7 @@ class EngineConfig:
     """For the policy only; other models use their own routing."""
     seed: int = 1
     bucket_bytes: int = 1 << 28
-    """A weight publication takes memory for two of these, each at least as large as the largest tensor."""
+    """Size of a buffer for weight publication, which takes two buffers, each at least as large as the largest
+    tensor."""
     publication: str = "group"
     publication_folder: str = "runs/default/published"

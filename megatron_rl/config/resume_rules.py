@@ -1,4 +1,4 @@
-"""For every option, what a resumed run does if it was changed since the checkpoint."""
+"""What a resumed run does with each option that was changed since the checkpoint."""
 
 from __future__ import annotations
 
@@ -87,11 +87,14 @@ ON_RESUME: dict[str, str] = {
 } | {"megatron": TAKEN}
 """Rule of each option, by dotted key."""
 STEERED = {"algo.kl_coefficient": "kl_target", "algo.entropy_coefficient": "entropy_target"}
-"""Coefficients that the run adapts if the other option is above 0. The option is then only the initial value."""
+"""Coefficients that the run adapts if the option named beside them is above 0. They are then only initial values."""
 
 
 def saved_form(config: TrainConfig) -> dict[str, Any]:
-    """Return the config as JSON data, as stored in a checkpoint. A value that JSON lacks becomes its type's name."""
+    """Return the config as JSON data, as stored in a checkpoint.
+
+    Values that JSON cannot represent become their type's name.
+    """
     text = json.dumps(dataclasses.asdict(config), default=lambda value: type(value).__qualname__)
     return dict(json.loads(text))
 
@@ -99,8 +102,8 @@ def saved_form(config: TrainConfig) -> dict[str, Any]:
 def changes_at_resume(saved: dict[str, Any], config: TrainConfig, checkpoint: str) -> list[str]:
     """List the options changed since a checkpoint, as lines to show. ValueError for an option that may not change.
 
-    saved: the checkpoint's config in its `saved_form`. Options missing there are newer than the checkpoint and count as
-    unchanged.
+    saved: the checkpoint's config in its `saved_form`. Options missing in `saved` are newer than the checkpoint and
+    count as unchanged.
     """
     before, now = dict(_options(saved)), dict(_options(saved_form(config)))
     changed = [key for key in now if key in before and before[key] != now[key]]

@@ -39,7 +39,7 @@ class GenerationConfig(Section, name="generation"):
     top_k: int = ruled(
         "must be -1 or at least 1", lambda top_k: top_k == -1 or top_k >= 1, default=-1, hint="-1 keeps all tokens"
     )
-    """-1 keeps all tokens. Like top_p, it must keep all tokens in RL."""
+    """-1 keeps all tokens and is required in RL, for the same reason as top_p = 1.0."""
     greedy: bool = False
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
@@ -107,13 +107,13 @@ class RolloutConfig(Section, name="rollout"):
     of parts whose sum is the reward. Python code may also pass the function itself, from a module or from the running
     program."""
     recipe: list[dict[str, Any]] = field(default_factory=list)
-    """Weighted sum of rewards, replacing `reward`. Entries: `{reward: import path, weight: 1.0, args: {}, name: its
-    own}`.
+    """Weighted sum of rewards, replacing `reward`. Entries: `{reward: import path, weight: 1.0, args: {}, name: NAME}`.
+    NAME defaults to the part of the path after the colon.
 
     The mean of each part is reported as the metric `rollout/reward/NAME`.
     """
     reward_workers: int = at_least(1, default=4)
-    """Worker processes of each rollout process that compute rewards, at most this many at the same time."""
+    """Maximum number of worker processes that compute rewards at the same time, per rollout process."""
     servers: list[str] = ruled(f"each {URL_RULE}", lambda urls: all(map(is_url, urls)), default=[])
     """URLs of running SGLang or embedded servers. Empty: start `server_count` servers of `backend` on this host."""
     registry: str = ""
@@ -168,8 +168,9 @@ class RolloutConfig(Section, name="rollout"):
     regardless of its number of updates."""
     stale: str = one_of("drop", "mask", "keep", default="drop")
     """What to do with a group if one of its tokens exceeds max_staleness when it is due for training. drop: discard it
-    and sample its prompt again. mask: do not train those tokens. keep: train them. This is rare, because the admission
-    of episodes already limits staleness; it affects replies that take longer than the steps they span."""
+    and sample its prompt again. mask: do not train those tokens, and drop a group that has no others. keep: train them.
+    This is rare, because the admission of episodes already limits staleness; it affects replies that take longer than
+    max_staleness steps."""
     cut_off: str = one_of("train", "mask", default="train")
     """What to do with replies cut off at generation.max_new_tokens, and dialogues that outgrew their context. train:
     train them with the reward they earned. mask: do not train them, but still count them in the group's statistics
@@ -180,8 +181,9 @@ class RolloutConfig(Section, name="rollout"):
     anything that learns from such groups: a teacher, a KL term, positive trajectories or marked tokens."""
     oversample: float = within("[1, 2]", default=1.0)
     """Synchronous runs: start this many times the episodes that a step needs, and train the first ones to finish. The
-    prompts of the others come first in the next step, which waits for them. With `stale` = mask or keep, their replies
-    resume where they stopped. With drop they restart, because drop trains no token of an earlier version."""
+    next step begins with the prompts of the unfinished episodes, and waits for them. With `stale` = mask or keep, their
+    replies resume where they stopped. With `stale` = drop they restart, because drop trains no token of an earlier
+    version."""
     interruption: str = one_of("abort", "retract", "in_place", default="retract")
     """What happens to running replies when new weights arrive. All of them continue afterwards.
 
@@ -228,7 +230,8 @@ class RolloutConfig(Section, name="rollout"):
     or server is gone, and the policy is not at fault. Recent means the last 256 attempts, or those of the last minute
     if that is more. Above this share the run stops and names the failures; it can be resumed from there."""
     journal_replies: bool = False
-    """For runs with checkpoints: a killed run also keeps finished replies of unfinished episodes, not only groups.
+    """For runs with checkpoints: a killed run also keeps finished replies of unfinished episodes, not only finished
+    groups.
 
     Useful for long replies and many turns. The journal doubles in size.
     """
@@ -372,7 +375,7 @@ class RolloutConfig(Section, name="rollout"):
         return self.server_count * self.gpus_per_server
 
     def server_option(self, *names: str) -> str | None:
-        """Return the value of the last of these options in server_args, as `--tp 2` or `--tp=2`; None if missing."""
+        """Return the value of the last of these options in server_args (`--tp 2` or `--tp=2`); None if missing."""
         found = None
         for word, following in itertools.zip_longest(self.server_args, self.server_args[1:]):
             name, equals, value = word.partition("=")
@@ -388,10 +391,10 @@ class ReuseConfig(Section, name="reuse"):
     and policy versions, and `correction` reweights them. The staleness limit applies to fresh groups only."""
 
     groups_per_step: int = at_least(0, default=0, hint="0 reuses none")
-    """Reused groups per step over all ranks, in addition to batch.prompts_per_step, as available. 0 reuses none."""
+    """Maximum number of groups reused per step over all ranks, in addition to batch.prompts_per_step. 0 reuses none."""
     buffer_groups: int = at_least(1, default=256)
     """Buffer size in groups, over all ranks. It keeps each prompt's newest solved group and evicts the oldest first."""
     max_age_steps: int = at_least(1, default=16)
-    """Maximum age of a reused group in steps. The journal keeps its files that much longer."""
+    """Maximum age of a reused group in steps. The journal keeps its files for that many more steps."""
     solved_reward: float = 1.0
     """A group counts as solved if a sample has at least this reward, and the rewards are not all equal."""

@@ -88,8 +88,8 @@ def import_path(*, default: str) -> Any:
 
 
 ENTERED: dict[str, set[str]] = {"estimator": set(), "loss": set(), "pair_loss": set()}
-"""Names that the decorators of megatron_rl.algo.registry have registered, by kind. This module does not import the
-catalogue; it has the built-in names from a list."""
+"""Names that the decorators of megatron_rl.algo.registry have registered, by kind. Built-in names come from lists in
+this package, because it does not import the catalogue."""
 
 
 def name_or_import_path(names: tuple[str, ...], *, kind: str, default: str) -> Any:

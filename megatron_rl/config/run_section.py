@@ -23,7 +23,8 @@ class RunConfig(Section, name="run"):
         default=[],
         hint="e.g. my_project or my.rewards",
     )
-    """Packages or modules, besides megatron_rl, that a config may import from: workflow, reward, data, advantage, loss.
+    """Packages or modules, besides megatron_rl, from which a config may import its workflow, reward, data, advantage
+    and loss.
 
     For example [my_rewards] for your own my_rewards.py in a folder on PYTHONPATH.
     """
@@ -44,8 +45,8 @@ class RunConfig(Section, name="run"):
     Ctrl-C has the same effect in every run, but without a time limit. A second Ctrl-C ends the run at once.
     """
     phase_timeout_s: float = above(0, "seconds", default=3600.0)
-    """Maximum duration of one phase of a step (rollout, update, publish, ...). After it, every rank reports where it
-    stands and the run ends. It writes a checkpoint if it was only waiting for rollouts."""
+    """Maximum duration of one phase of a step (rollout, update, publish, ...). After that time, every rank reports
+    where it stands and the run ends. The run writes a checkpoint if it was only waiting for rollouts."""
     most_skipped_updates: int = at_least(0, default=3)
     """Maximum number of consecutive skipped updates of one model. An update is skipped if its loss or gradient is NaN
     or infinite. One more ends the run with an error that names the tokens. 0: the first skipped update ends it."""

@@ -43,8 +43,8 @@ class TeacherConfig(Section, name="teacher"):
     policy's parallel layout or on servers."""
 
     path: str = ""
-    """Hugging Face folder of a model with the policy's tokenizer. `policy`: the policy itself before a step's updates,
-    which needs a hint to say anything different. Empty: no such teacher."""
+    """Hugging Face folder of a model with the policy's tokenizer. `policy`: the policy itself before a step's updates.
+    Without a hint it would give the same log-probabilities. Empty: no such teacher."""
     servers: list[str] = field(default_factory=list)
     """Instead of a path: URLs of servers that run the teacher and score tokens as SGLang does."""
     token_file: str = ""
@@ -55,11 +55,11 @@ class TeacherConfig(Section, name="teacher"):
     by_source: dict[str, Any] = ruled(
         "must map sources to {path: ...} or {servers: [...]}, each with a hint or without", are_teachers, default={}
     )
-    """Several teachers, instead of the keys above, by the prompts' field `source`, which a mixture sets: {math: {path:
-    ..., hint: ...}, code: {servers: [...]}}."""
+    """Several teachers instead of the keys above. Each prompt's field `source`, which a mixture sets, selects its
+    teacher: {math: {path: ..., hint: ...}, code: {servers: [...]}}."""
     coefficient: float = above(0, default=1.0)
-    """Weight of the teacher's term, in nats, in each token's advantage or loss. It is added to the task's advantages;
-    to learn from the teacher alone, set algo.advantage = none."""
+    """Weight of the teacher's term, in nats, in each token's advantage or loss. The term is added to the task's
+    advantages; to learn from the teacher alone, set algo.advantage = none."""
     kl_in: str = one_of("advantage", "loss", default="advantage")
     """Where the reverse KL divergence from the teacher enters. advantage: add log p(teacher) - log p of the sampled
     token, whose mean is the negative divergence. loss: add the divergence itself, computed over all possible tokens."""

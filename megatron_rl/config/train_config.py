@@ -258,7 +258,7 @@ class TrainConfig:
             )
 
     def _trust_what_is_given(self) -> None:
-        """Add modules of functions that Python code passed to run.import_from, since that code is trusted."""
+        """Add to run.import_from the modules of functions that Python code passed, since that code is trusted."""
         allowed = [name_of_main("run.import_from", MAIN) if it == MAIN else it for it in self.run.import_from]
         for path in (self.rollout.reward, *(part.get("reward") for part in self.rollout.recipe)):
             module = path.partition(":")[0] if isinstance(path, GivenPath) else ""
@@ -272,7 +272,7 @@ class TrainConfig:
 
     @property
     def _learns_from_equal_rewards(self) -> str:
-        """The option through which groups with equal rewards still train; empty if there is none."""
+        """Setting that lets groups with equal rewards still contribute to training; empty if there is none."""
         if source := self.algo.learns_from_equal_rewards:
             return source
         if self.teacher.is_there:
@@ -287,8 +287,8 @@ class TrainConfig:
     def collective_timeout_s(self) -> float:
         """Timeout for a collective of the trainer's ranks.
 
-        It is long enough for the hang watch to report late ranks first, and for ranks to wait in a collective while
-        servers start, before the first phase.
+        It is long enough that the hang watch reports late ranks first. Ranks may also wait in a collective while
+        servers start before the first phase.
         """
         starting_s = self.rollout.start_timeout_s * (1 + self.rollout.server_restarts)
         return max(self.run.phase_timeout_s, starting_s) + self.run.grace_s + 600.0
@@ -324,7 +324,10 @@ class TrainConfig:
 
     @property
     def advantage_args(self) -> dict[str, Any]:
-        """The estimator's options, wherever they are set."""
+        """Keyword arguments of the estimator: from `critic` for gae, otherwise from `algo.advantage_args`.
+
+        For gdpo, the weights default to the recipe's.
+        """
         if self.algo.advantage == "gdpo":
             return {"weights": self.rollout.weights} | self.algo.advantage_args
         if not self.has_critic:

@@ -51,7 +51,8 @@ def words_of(error: BaseException) -> str:
 def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
     """Return file, line and function of the user's code that a thread is running; None if it runs this package's code.
 
-    The innermost frame of either kind decides, because libraries work for their caller.
+    The innermost frame of the user's or this package's code decides. Library frames are skipped, because libraries work
+    for their caller.
     """
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,7 +1,7 @@
 """Chooses training prompts by their success rate, measured by `megatron-rl eval` or during the run.
 
-Rates from a file filter and order the prompts once. Rates of the run decide, each time a prompt comes up in the endless
-order, whether it is trained.
+Rates from a file filter and order the prompts once. Rates measured during the run decide whether a prompt is trained
+each time it comes up in the endless order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Outcome = Sequence[float]
 
 
 class SuccessRates:
-    """Recent mean reward of each prompt in this run, by which a curriculum samples prompts.
+    """Recent mean reward of each prompt in this run, which determines how often the prompt is trained.
 
     A prompt's rate starts as the mean reward of its first group. Each further group moves the rate halfway to its own
     mean. A prompt without a rate is always trained. Sampling depends only on the rates, the seed and the prompt's
@@ -85,7 +85,7 @@ class SuccessRates:
         """Rates by the prompt's index in the list."""
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
-        """Update the rates with groups, in this order, that were trained or discarded for their equal rewards."""
+        """Update the rates, in the given order, with groups that were trained or discarded because of equal rewards."""
         for _, place, reward in outcomes:
             place = int(place)
             self.rates[place] = (self.rates[place] + reward) / 2 if place in self.rates else float(reward)

@@ -111,7 +111,7 @@ def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
 
 
 def find_hub(name: str) -> None:
-    """Raise ConnectionError if the hub does not answer. Whether the data set exists is left to `datasets`."""
+    """Raise ConnectionError if the hub does not answer. `datasets` checks later whether the data set exists."""
     from huggingface_hub import constants
 
     try:

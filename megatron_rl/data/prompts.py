@@ -71,8 +71,10 @@ def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def key_of_args(key: str) -> str:
-    """Return the key of a source's arguments: data.train_args for data.train, eval.sets.NAME.args for
-    eval.sets.NAME.source."""
+    """Return the config key of a source's arguments, e.g. data.train_args for data.train.
+
+    For eval.sets.NAME.source it is eval.sets.NAME.args.
+    """
     return f"{key.removesuffix('source')}args" if key.endswith("source") else f"{key}_args"
 
 
@@ -129,12 +131,12 @@ def check_prompt(prompt: Any, where: str) -> None:
 
 
 class PromptIterator(Iterator[dict[str, Any]]):
-    """Endless prompts; the order of each epoch is drawn from (seed, epoch).
+    """Endless iterator over prompts, with an order drawn from (seed, epoch) for each epoch.
 
     Yields copies with `prompt_number` (position in the endless order, from 0), `prompt_index` (position in the list)
     and `epoch` (from 0). The state is a few numbers and a digest of the prompts; a resumed run continues with the next
-    prompt. With `weights`, by the prompts' `source`, every source has its own epochs and a fixed share of each BLOCK
-    prompts. Their order within a block is drawn from (seed, block).
+    prompt. If `weights` maps the prompts' sources to weights, every source has its own epochs and a fixed share of each
+    block of BLOCK prompts. The order of sources in a block is drawn from (seed, block).
 
         prompts = PromptIterator(load_prompts("my_prompts.jsonl"), seed=1)
         batch = prompts.next_batch(8)
@@ -200,7 +202,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
         return state | ({"weights": self.weights} if self.weights else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken. Raises ValueError if prompts or order differ."""
+        """Continue from the position at which `state_dict` was called. Raises ValueError if prompts or order differ."""
         mine = {"weights": {}} | self.state_dict()
         state = {"weights": {}} | state  # absent in runs without a mixture
         # Checked before the digest: it differs whenever the count does, but its message says less.
@@ -247,8 +249,8 @@ class PromptIterator(Iterator[dict[str, Any]]):
 def digest_of_all(prompts: Sequence[Mapping[str, Any]]) -> str:
     """Return a digest of the prompts and their order.
 
-    Values that JSON lacks count by their type only: the text of sets and objects could differ between processes. Keys
-    that JSON lacks are skipped.
+    Values that JSON cannot represent count only by their type, because the text of sets and objects could differ
+    between processes. Keys that JSON cannot represent are skipped.
     """
     encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
     whole = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Prompts from published data sets in the form that a policy is asked, with matching rewards.
+"""Prompts made from published data sets, and rewards that match them.
 
 `source` is any source of megatron_rl.data.data_files: a file, a folder, or a name on the hub.
 """
@@ -109,8 +109,8 @@ def countdown_reward(
 ) -> float:
     """Return 1 if the last <answer> is arithmetic over exactly the given numbers with the target as its value, else 0.
 
-    It may end in `= target`, but in nothing else. The text is parsed into a tree of numbers and operators, and never
-    run.
+    The answer may end in `= target`, but in nothing else. Its text is parsed into a tree of numbers and operators, and
+    never run.
     """
     found = find_tagged(answer_of(prompt, completions))
     if found is None:
@@ -171,7 +171,7 @@ def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, li
 
 
 def without_function(head: str, name: str) -> str:
-    """Return the code around a function's head, such as imports and helpers, which its test needs unchanged."""
+    """Return `head` without the function `name`: the imports and helpers that the function's test needs."""
     try:
         tree = ast.parse(f"{head.rstrip()}\n    pass\n")
     except SyntaxError:  # not just a head

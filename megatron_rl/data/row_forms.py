@@ -20,8 +20,8 @@ def as_prompt(row: Row) -> Row:
     """Return the row with its prompt in one of the FORMS.
 
     Forms that are None are dropped, because data frames fill absent columns with None. A `prompt` that is a list of
-    messages (TRL, verl) becomes `messages`. For whole chosen and rejected dialogues, `messages` becomes their common
-    beginning.
+    messages (TRL, verl) becomes `messages`. If `chosen` and `rejected` are whole dialogues, `messages` becomes their
+    common beginning.
     """
     if any(form in row and row[form] is None for form in FORMS):
         row = {name: value for name, value in row.items() if name not in FORMS or value is not None}

@@ -97,11 +97,11 @@ class ReplyRows(ABC):
 
     @abstractmethod
     def _check(self, row: Row, where: str) -> None:
-        """Raise a ValueError naming `where`, unless the row has its replies."""
+        """Raise a ValueError naming `where` if the row lacks a reply."""
 
     @abstractmethod
     def _encode(self, row: Row) -> Encoded:
-        """Tokenize a row that was checked."""
+        """Tokenize a row that has passed `_check`."""
 
 
 class PairRows(ReplyRows):

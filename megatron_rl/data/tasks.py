@@ -78,7 +78,7 @@ def trail(
     """Follow a round trip through 3 to 10 boxes, each with a note that names the next one: `3\\n7\\n` -> `7`.
 
     The tool megatron_rl.workflows.trail:Trail opens the boxes, in as many calls as there are boxes; `answer` is the
-    first call. A problem is an order of the boxes. words: calls are `open 7`, and the prompt starts with a worked
+    first call. Each problem is one order of the boxes. words: calls are `open 7`, and the prompt starts with a worked
     example.
     """
     if not 3 <= boxes <= 10:
@@ -93,7 +93,7 @@ def trail(
 
 
 def order_of(number: int, size: int) -> list[int]:
-    """Return permutation `number`, of size! in all, of the numbers 0 to size - 1."""
+    """Return the permutation with index `number` among the size! permutations of 0 to size - 1."""
     left, order = list(range(size)), []
     for choices in range(size, 0, -1):
         number, place = divmod(number, choices)

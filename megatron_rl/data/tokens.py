@@ -69,7 +69,7 @@ def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def at_most(longest: int, key: str, prompts: list[Entry], tokens_of: Callable[[Entry], int]) -> list[Entry]:
-    """Keep prompts of up to `longest` tokens (0: all). `key` names that option. ValueError if none is left."""
+    """Keep prompts of up to `longest` tokens (0: all). `key`: config key of this limit. ValueError if none is left."""
     kept = [prompt for prompt in prompts if tokens_of(prompt) <= longest] if longest else prompts
     if not kept:
         raise ValueError(f"{key} = {longest}: all {len(prompts)} prompts of data.train have more; raise it.")
