@@ -1,6 +1,7 @@
 """Core data types: requests, replies, trajectories and batches. Nothing here uses a network or a GPU.
 
-Alignment: entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts.
+Alignment: entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts
+these tensors, to align them with the predictions.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class LLMRequest:
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: dict[str, Any] = field(default_factory=dict)
     begun: LLMResponse | None = None
-    """Partial reply to continue. An engine that can appends tokens as they arrive, so that a cancelled call keeps
-    them."""
+    """Partial reply to continue. Engines that support it append tokens to this object as they arrive, so that a
+    cancelled call loses none."""
     grammar: dict[str, str] | None = None
-    """Constraint on the reply, under one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`. Do not
-    train such replies: their tokens were sampled among the allowed ones only, with other probabilities than the
+    """Constraint on the reply: one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`, and its value.
+    Do not train on such replies: they are sampled from the allowed tokens only, so their probabilities differ from the
     policy's."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
     """Called on the engine's event loop, as tokens arrive, with all tokens of the reply so far. These tokens are final
@@ -53,9 +54,10 @@ class LLMRequest:
 
 
 def token_list(ids: Any) -> list[int]:
-    """Convert a tokenizer's output for one prompt to a list of token ids: from a mapping, a tensor, a batch of one.
+    """Convert a tokenizer's output for one prompt to a list of token ids.
 
-    Raises ValueError if they are not the integers of a single prompt.
+    ids: a list, a tensor, a mapping with `input_ids`, or a batch of one. Raises ValueError for anything other than the
+    integers of a single prompt.
     """
     found = ids["input_ids"] if isinstance(ids, Mapping) and "input_ids" in ids else ids
     found = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
@@ -122,7 +124,7 @@ class Runs:
 class SampledTokens:
     """Tokens that a server generated, about 8 bytes each. Created when a reply is parsed, and never changed.
 
-    ids: `[n]` int32. logprobs: `[n]` float32, log p at the temperature used, before top-p/top-k cuts. versions: the
+    ids: `[n]` int32. logprobs: `[n]` float32, at the sampling temperature, before top-p/top-k filtering. versions: the
     policy version that sampled each token.
     """
 
@@ -169,20 +171,21 @@ class LLMResponse:
         oldest = min(reply.output_versions)  # several versions if a publication happened during the reply
 
     output_tokens, output_logprobs and output_versions are lists with `output_len` entries. They are rebuilt at each
-    access, so read them once. A custom engine may pass lists instead of `sampled`.
+    access, so read them once. A custom engine may pass these lists to the constructor instead of `sampled`.
     """
 
     input_tokens: list[int]
     sampled: SampledTokens
     stop_reason: str
-    """`stop`, `length`, or `abort` for an incomplete reply, for example if the client gave up resuming it."""
+    """`stop`, `length` or `abort` (an incomplete reply, for example because the client gave up resuming it)."""
     text: str = ""
-    """Text as decoded by the servers, part by part. A character of several tokens is garbled if two parts split it."""
+    """The reply's text. Servers decode it in parts, so a character whose tokens lie in two parts is garbled."""
     latency_s: float = 0.0
     interruptions: int = 0
     routes: Tensor | None = None
-    """`[input_len + output_len - 1, layers, slots]`: the experts of each row, as in megatron_rl/routes.py; None without
-    algo.routing_replay. The last token has none, because no model has read it."""
+    """`[input_len + output_len - 1, layers, slots]`: the experts that each token was routed to, in the format of
+    megatron_rl/routes.py. The last token has no entry, because the model has not read it. None if algo.routing_replay
+    is off."""
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class LLMResponse:
 
     @property
     def output_logprobs(self) -> list[float]:
-        """Log p of each output token at the temperature used, before top-p/top-k cuts."""
+        """Log p of each output token at the sampling temperature, before top-p/top-k filtering."""
         return list(self.sampled.logprobs.tolist())
 
     @property
@@ -242,16 +245,17 @@ class LLMResponse:
 PART = "part/"
 """Name prefix of columns that hold one part of the reward."""
 TURN_REWARDS = "turn_rewards"
-"""Per-token column with the rewards of a dialogue's turns: each on the last token of the reply that earned it, 0
-elsewhere. They sum up to the trajectory's reward."""
+"""Per-token column: each turn's reward on the last token of the reply that earned it, 0 on all other tokens. The turns'
+rewards sum up to the trajectory's reward."""
 REUSED = "is_reused"
-"""Batch column: 1 for groups that an earlier step has trained, 0 for fresh ones."""
+"""Batch column: 1 for trajectories of groups that an earlier step has trained, 0 for fresh ones."""
 
 
 class Reward(float):
     """A reward that also stores the named parts of its weighted sum. Arithmetic on it returns plain floats.
 
-    In a run, a reward function returns its parts in a dict, or is one of several in rollout.recipe. In a workflow:
+    Reward functions need not build one: they return the parts in a dict, or rollout.recipe sums several functions.
+    A workflow builds one:
 
         Trajectory.from_reply(reply, Reward(1.0, {"right": 1.0, "tagged": 0.0}))  # sequence["part/right"] is 1.0
     """
@@ -275,7 +279,7 @@ class Trajectory:
     """
 
     input_ids: Tensor
-    """int32. This and the tensors below are converted to their dtypes when groups are joined."""
+    """int32. `TrajectoryBatch.from_trajectories` converts this and the next three tensors to the dtypes stated here."""
     loss_mask: Tensor
     """bool: True if the token was generated and is trained."""
     logprobs: Tensor
@@ -288,9 +292,10 @@ class Trajectory:
     sequence: dict[str, float] = field(default_factory=dict)
     """Further numbers for the whole sequence, e.g. `greedy_reward`. The parts of a `Reward` are added here."""
     is_cut_off: bool = False
-    """True if its last reply or the dialogue hit a length limit. rollout.cut_off decides whether it is trained."""
+    """True if the last reply or the dialogue hit a length limit. rollout.cut_off decides whether to train on it."""
     split: str = ""
-    """Why this trajectory does not continue another one of its episode, though its prompt contains its replies."""
+    """For an agent's dialogue: why it continues no earlier dialogue of its episode, or why it shares only the beginning
+    of one. Empty for other trajectories."""
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, Reward):
@@ -314,12 +319,12 @@ class Trajectory:
 
 
 def route_column(routes: Tensor | None, tokens: int) -> dict[str, Tensor]:
-    """Return the `routes` column for `tokens` tokens, without a route for those at the end; {} if routes is None."""
+    """Return {"routes": column} for `tokens` tokens, or {} if routes is None. Tokens after the last route get none."""
     return {} if routes is None else {route_columns.COLUMN: route_columns.with_no_routes(routes, tokens)}
 
 
 def prefix_sums(lengths: Tensor) -> Tensor:
-    """`[B]` lengths -> `[B + 1]` int64 offsets of consecutive parts, starting at 0."""
+    """Convert `[B]` lengths to `[B + 1]` int64 offsets of consecutive parts, starting at 0."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
@@ -329,14 +334,14 @@ class TrajectoryBatch:
 
         batch["rewards"]                   # [B], one per trajectory
         batch["input_ids"]                 # [N], the tokens of all trajectories, concatenated
-        batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # those of the third
+        batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # the third trajectory's
 
     tokens: `[N]` tensors over all trajectories' tokens, concatenated (`input_ids` int32, `loss_mask` bool, ...). Only
       `routes` is `[N, layers, slots]`.
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
     cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
     versions: policy version of each token, run-length encoded, -1 for tokens that no policy sampled.
-      `batch["versions"]` decodes it to `[N]` int32. A `versions` column passed in `tokens` is converted to it.
+      `batch["versions"]` decodes it to `[N]` int32. A `versions` column passed in `tokens` is encoded.
       Together, ids, mask, log-probabilities and versions take about 9 bytes per token.
     """
 
@@ -404,7 +409,7 @@ class TrajectoryBatch:
         """`[B]` int64: each trajectory's sample, numbered from 0 without gaps.
 
         Trajectories of one group with the same `sample` count as one sample, such as the dialogues of one agent.
-        Without that column every trajectory is its own sample.
+        Without a column `sample`, every trajectory is its own sample.
         """
         if "sample" not in self.sequences:
             return torch.arange(len(self))
@@ -423,7 +428,7 @@ class TrajectoryBatch:
         return self.select((~self.is_reused).nonzero()[:, 0].tolist()) if REUSED in self else self
 
     def means_of_samples(self, values: Tensor) -> Tensor:
-        """`[B]` values of trajectories -> `[S]`, the mean of each sample."""
+        """Average `[B]` values of trajectories over each sample: `[S]`."""
         if "sample" not in self.sequences:
             return values
         samples = self.samples
@@ -443,11 +448,11 @@ class TrajectoryBatch:
     # order.
 
     def completed(self, values: Tensor) -> Tensor:
-        """Complete `[B]` values that are correct only for trajectories whose tokens are on this rank."""
+        """Exchange `[B]` values that each rank knows only for trajectories whose tokens it has. Returns all of them."""
         return values
 
     def total(self, counts: Tensor) -> Tensor:
-        """Sum integer counts over the ranks' tokens."""
+        """Sum integer counts over all replicas, each of which counted its own tokens."""
         return counts
 
     def own(self) -> TrajectoryBatch:
@@ -455,14 +460,14 @@ class TrajectoryBatch:
         return self
 
     def shown(self, indices: list[int]) -> TrajectoryBatch:
-        """Return the trajectories of `indices` on the main rank, wherever their tokens are; maybe none on others."""
+        """Return the trajectories `indices` on the main rank. Other ranks may get only some of them, or none."""
         return self.select(indices)
 
     def to(self, device: torch.device | str) -> TrajectoryBatch:
         return TrajectoryBatch.from_columns({name: column.to(device) for name, column in self.columns().items()})
 
     def columns(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as they are written and sent. Inverse of from_columns.
+        """Return all tensors by name, for writing or sending. Inverse of from_columns.
 
         The names are `tokens.KEY`, `sequences.KEY`, `versions.values` and `versions.lengths` (`[R]`), and `cu_seqlens`.
         """
@@ -500,7 +505,8 @@ class TrajectoryBatch:
     def with_one_more_token(self) -> tuple[TrajectoryBatch, Tensor]:
         """Append a token 0, marked as trained, to each sequence. Returns the batch and those tokens' rows `[B]`.
 
-        A model's result for that token is its result for the whole sequence. Other per-token tensors are dropped.
+        What a model returns for this token counts as its result for the whole sequence. Per-token tensors other than
+        input_ids and loss_mask are dropped.
         """
         ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))  # each sequence before has grown by one
         added = torch.zeros(int(ends[-1]), dtype=torch.bool)
@@ -523,7 +529,10 @@ class TrajectoryBatch:
 
     @classmethod
     def from_trajectories(cls, groups: list[list[Trajectory]]) -> TrajectoryBatch:
-        """Join groups, each with all trajectories of one prompt. `group` numbers them from 0 in the given order."""
+        """Join groups, each with all trajectories of one prompt. The column `group` numbers the groups from 0.
+
+        Raises ValueError if there are no trajectories.
+        """
         flat = [(number, t) for number, group in enumerate(groups) for t in group]
         if not flat:
             raise ValueError(
@@ -596,8 +605,8 @@ class MicroBatch:
 
     A model computes M rows. M is less than T if sequences share a prefix, or if the last rows of sequences are not
     needed:
-    computed: `[M]` int64, the row above whose token each computed row reads.
-    read: `[T]` int64, the computed row from which each row above takes its prediction.
+    computed: `[M]` int64, for each computed row, the row of `rows` whose token it reads.
+    read: `[T]` int64, for each row of `rows`, the computed row that makes its prediction.
     segments: `[S, 4]` int64 in the order of computed rows: first row, number of rows, parent segment (-1: none), total
       rows of all ancestors. A row attends to its own segment up to itself, and to all ancestors.
     """
@@ -623,28 +632,28 @@ class StepStats:
 
         stats = engine.train_batch(batch, LogprobLoss(my_loss))
         if stats.applied:
-            print(stats.loss, stats.mean("entropy"))  # both for a trained token
+            print(stats.loss, stats.mean("entropy"))  # both per trained token
         else:
             print(stats.fault)
     """
 
     loss: float
-    """Loss divided by `weight`; the applied gradient is that of this number."""
+    """Loss divided by `weight`. The applied gradient is the gradient of this number."""
     weight: float
     """Sum of the loss weights, usually the number of trained tokens."""
     grad_norm: float
-    """Norm before clipping."""
+    """Gradient norm before clipping."""
     applied: bool
     """False if loss or gradient were NaN or infinite. The update was then skipped, and the model is unchanged."""
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of the loss function's statistics. Divide them by `weight` or by one another."""
     fault: str = ""
-    """For a skipped update: what was NaN or infinite, and on which rank."""
+    """What was NaN or infinite, and on which rank. Empty if the update was not skipped."""
     logprobs: Tensor | None = field(default=None, compare=False)
-    """Log p of each trained token of this rank's share before the update: `[N]` float32, 0 elsewhere.
+    """`[N]` float32: log p, before the update, of each trained token in this rank's share; 0 for other tokens.
 
-    Only set by a LogprobLoss on MegatronEngine, where it is a by-product.
+    Set only for a LogprobLoss on MegatronEngine, which computes it anyway.
     """
 
     def mean(self, key: str) -> float:

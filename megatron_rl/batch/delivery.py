@@ -1,4 +1,4 @@
-"""Sends bytes to the ranks that need them, over the control group.
+"""Sends bytes to the ranks that need them, over the control process group.
 
 A rank receives each byte once. Bytes go from the first rank of one replica to the first rank of another; within a
 replica they spread as a binary tree. Every function is collective: all ranks call it with the same plan, and sizes that
@@ -30,9 +30,9 @@ def token_layout(batch: TrajectoryBatch) -> Layout:
 def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
     """Return the bytes of all replicas, concatenated, on every rank.
 
-    own: uint8, this replica's bytes; only its first rank's are read. sizes: number of bytes of each replica. In round k
-    each first rank has the bytes of 2^k replicas and receives as many again, so there are log2 rounds and no byte is
-    sent twice.
+    own: uint8, this replica's bytes; read only on its first rank. sizes: number of bytes of each replica. In round k
+    each first rank has the bytes of 2^k replicas and receives as many again. So there are log2(replicas) rounds, and
+    no byte is sent twice.
     """
     place, leaders = groups.data.rank, [ranks[0] for ranks in groups.replicas]
     if groups.rank != leaders[place]:
@@ -65,7 +65,7 @@ def spread(flat: Tensor, groups: ParallelGroups) -> Tensor:
 def deliver(
     held: TrajectoryBatch, layout: Layout, *, lengths: Tensor, sender: Tensor, owner: Tensor, groups: ParallelGroups
 ) -> TrajectoryBatch:
-    """Send trajectories' tokens to the replicas of `groups`, and return this replica's, in the order of the whole step.
+    """Send trajectories' tokens to the replicas of `groups`. Return this replica's trajectories, in the step's order.
 
     held: on a sending rank, the trajectories that it holds, in order; ignored on others. lengths, sender, owner: `[B]`,
     each trajectory's number of tokens, the rank that holds it, and the replica that receives it.
@@ -103,7 +103,10 @@ def deliver(
 def _swapped(
     parts: dict[int, tuple[Tensor, Tensor]], from_ranks: list[int], layout: Layout, groups: ParallelGroups
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Send each rank its part, and return the parts from `from_ranks`: the columns' sizes in bytes, and the bytes."""
+    """Send each rank its part, and return the parts from `from_ranks`.
+
+    A part is (sizes of the columns in bytes, bytes of all columns).
+    """
     found = {rank: torch.empty(len(layout), dtype=torch.int64) for rank in from_ranks if rank != groups.rank}
     works = [work for rank, (sizes, _) in parts.items() for work in _send(sizes, rank, groups)]
     _wait([*works, *(work for rank, sizes in found.items() for work in _receive(sizes, rank, groups))])

@@ -22,7 +22,7 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 Compute = Callable[[TrajectoryBatch], Tensor]
 LENGTH, PLACE, SHARED = ".length", ".place", ".shared"
-"""Names of extra numbers sent for each trajectory: its length in tokens, and its `packing.beginnings`."""
+"""Names of extra numbers sent for each trajectory: its length, and the two numbers of `packing.beginnings`."""
 
 
 def share_out(
@@ -30,10 +30,11 @@ def share_out(
 ) -> StepBatch:
     """Distribute the step's trajectories, each token to the replica that trains it. Collective: all ranks call it.
 
-    own: a rollout rank's trajectories, None on other ranks. Trajectories are in rank order, and `group` numbers are
-    made unique across rollout ranks. `seed` shuffles the trajectories into `updates` optimizer steps, except greedy
-    replies (`is_greedy`), which are only scored. With `share_prompts` a group stays together as far as even shares
-    allow.
+    own: a rollout rank's trajectories, None on other ranks. The result has the trajectories in rank order, with `group`
+    numbers made unique across rollout ranks.
+
+    `seed` determines how trajectories are shuffled into `updates` optimizer steps. Greedy replies (`is_greedy`) are
+    in no step: they are only scored. With `share_prompts` a group stays together as far as even shares allow.
 
     Raises RuntimeError on all ranks if rollout ranks have different columns.
     """
@@ -76,9 +77,9 @@ def plan_step(
     seed: int,
     begin: Tensor | None = None,
 ) -> SharePlan:
-    """Plan which replica trains which trajectory in which update, without communication. Columns are `[B]`.
+    """Plan which replica trains which trajectory in which update, without communication.
 
-    begin: packing.beginnings, if prefixes are shared.
+    sequences: `[B]` columns of the whole step. begin: packing.beginnings, if prefixes are shared.
     """
     is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
     group = sequences["group"]
@@ -103,7 +104,7 @@ def pack_alike(
 ) -> list[MicroBatch]:
     """Pack this rank's share into the same number of microbatches on every rank, a multiple of `multiple_of`.
 
-    The rank that needs the most decides. Collective.
+    The rank that needs the most microbatches determines the number. Collective.
     """
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     least = least_alone(batch, tokens_per_microbatch, multiple_of, allow_longer=allow_longer, **options)
@@ -136,9 +137,9 @@ def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: 
 def by_token(
     batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
 ) -> Tensor:
-    """Apply `compute` to a batch that every rank has, each data-parallel rank on its share. Returns `[N]` float32.
+    """Apply `compute` to a batch that every rank has, each data-parallel rank to its share. Returns `[N]` float32.
 
-    Collective: all ranks call it with the same batch and an engine of this layout inside `compute`.
+    Collective: all ranks call it with the same batch, and `compute` uses an engine in the layout of `groups`.
     """
     rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
     numbered = dataclasses.replace(batch, tokens=batch.tokens | rows)

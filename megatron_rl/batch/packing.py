@@ -1,18 +1,18 @@
 """Packs trajectories into microbatches and shifts the labels. No other module shifts.
 
 In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and
-every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts, and `MicroBatch.source` leads back. Two
+every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts, and `MicroBatch.source` maps back. Two
 trajectories, a b C D (capital letters are trained) and e F G, as one microbatch:
 
     row          0  1  2  3 | 4  5  6      cu_seqlens = [0, 4, 7]
     input_ids    a  b  C  D | e  F  G      read in this row
-    labels       -  C  D  - | F  G  -      predicted after it; - is -100, not trained: b is a prompt's token
+    labels       -  C  D  - | F  G  -      predicted after it; - is -100: the next token is a prompt's, or missing
     positions    0  1  2  3 | 0  1  2
-    source       1  2  3 -1 | 5  6 -1      the token of the batch that the row describes, here at the same places
+    source       1  2  3 -1 | 5  6 -1      index in the batch of the token predicted in this row; -1 at a sequence's end
 
-Every sequence that has tokens goes whole into one microbatch, and nothing is padded. A model may compute fewer rows:
-the replies of one group begin with one prompt, whose rows are computed once and read by all of them. Two replies to the
-prompt a b, a b C D and a b F (`share_prompts`):
+Every sequence that has tokens goes whole into one microbatch, and nothing is padded. With `share_prompts` a model may
+compute fewer rows. All replies of one group begin with the same prompt, whose rows are computed once and read by all of
+them. For example, the two replies a b C D and a b F to the prompt a b:
 
     row          0  1  2  3 | 4  5  6      T = 7
     input_ids    a  b  C  D | a  b  F
@@ -20,10 +20,10 @@ prompt a b, a b C D and a b F (`share_prompts`):
     read         0  1  2  3 | 0  1  4      the computed row of each row: both replies' first tokens are predicted by 1
     segments     [0 2 -1 0], [2 2 0 2], [4 1 0 2]     the prompt; C D and F, each a child of segment 0, which has 2 rows
 
-Dialogues that fork repeatedly are trees of segments. A prefix that only some of a group's sequences share is a segment
-of its own, and a child of the segment that all of them share.
+Dialogues that fork repeatedly are trees of segments. A prefix that only some of a group's sequences share is a separate
+segment. It is a child of the segment that all of the group's sequences share.
 
-Sequences with the same number in the column `pair` (also their `group`) have one joint loss. They stay in one
+Sequences with the same number in the column `pair` (and the same `group`) have one joint loss. They stay in one
 microbatch, in their order.
 """
 
@@ -54,14 +54,14 @@ def to_microbatch(
     final_rows: bool = True,
     families: list[Family] | None = None,
 ) -> MicroBatch:
-    """Pack the trajectories `indices` into one microbatch. Without any tokens, it gets one untrained token, so that the
-    rank still takes part in collectives.
+    """Pack the trajectories `indices` into one microbatch.
 
-    Empty trajectories are skipped: they predict nothing, and not every attention kernel accepts an empty sequence.
+    Empty trajectories are skipped: they predict nothing, and not every attention kernel accepts an empty sequence. If
+    none is left, the microbatch has one untrained token, so that the rank still takes part in collectives.
 
     share_prompts: compute a prefix that several trajectories of one `group` share only once.
-    final_rows: also compute the last row of each sequence. It predicts a token that nobody sampled, so a loss of
-      log-probabilities can do without it.
+    final_rows: also compute the last row of each sequence. It predicts a token that was never sampled, so a loss on
+      log-probabilities does not need it.
     families: the families of `indices`, if already known.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
@@ -143,7 +143,8 @@ def _computed_rows(
 class Family:
     """Sequences with a common prefix, sorted by tokens, so that the longest common prefixes are between neighbors.
 
-    shared: how many tokens of its common prefix with the one before a sequence does not compute again; 0 for the first.
+    shared: for each member, how many tokens of its common prefix with the previous member are not computed again. 0 for
+    the first member.
     """
 
     members: list[int]
@@ -153,7 +154,7 @@ class Family:
         return Family(self.members[start:stop], [0, *self.shared[start + 1 : stop]])
 
     def clamped(self, rows: list[int]) -> Family:
-        """Return a copy whose shared prefixes fit rows[i], the number of rows needed from sequence i."""
+        """Return a copy with shared prefixes cut to the needed rows. rows[i]: number of rows needed from sequence i."""
         pairs = zip(self.members, self.members[1:], self.shared[1:], strict=False)
         return Family(self.members, [0, *(min(shared, rows[a], rows[b]) for a, b, shared in pairs)])
 
@@ -183,16 +184,18 @@ def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
 
 
 WORTH_SHARING = 0.1
-"""Share of a family's rows that sharing must save. Each sequence still needs a copy of the shared keys and values."""
+"""A family shares prefixes only if that saves at least this fraction of its rows. Sharing has a cost: each sequence
+still needs a copy of the shared keys and values."""
 WORTH_A_BRANCH = 0.01
-"""Share of the rows of a branch and its descendants that it must save, because each branch costs an attention call."""
+"""A branch is kept only if it saves at least this fraction of its rows and its descendants' rows. Each branch costs an
+attention call."""
 
 
 def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
     """Find the common prefixes of the trajectories of each `group`, as `[B, 2]` int64.
 
-    For each trajectory: its rank in its group sorted by tokens, and the length of the prefix that it shares with the
-    one before it (0 for the first). indices: only these trajectories, if given.
+    The first column is the trajectory's position in its group sorted by tokens. The second is the length of the prefix
+    that it shares with the previous trajectory in that order (0 for the first). indices: if given, use only these.
     """
     chosen = torch.arange(len(batch)) if indices is None else indices
     group = batch.sequences.get("group")
@@ -244,7 +247,7 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Family]:
-    """Group trajectories into families that are computed together. lengths, group: `[B]`. begin: as of `beginnings`."""
+    """Group trajectories into families that are computed together. lengths, group: `[B]`. begin: from `beginnings`."""
     if group is None:
         return []
     tokens, places, shared = lengths.tolist(), *begin.T.tolist()
@@ -316,7 +319,7 @@ def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_ro
 
 
 def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
-    """Group the trajectories into their pairs; without pairs each is alone."""
+    """Group the trajectories `indices` by pair. Without pairs, each trajectory is its own group."""
     if pair is None:
         return [[index] for index in indices]
     number_of = pair.tolist()
@@ -404,9 +407,10 @@ def estimated_cost(lengths: Tensor) -> Tensor:
 
 
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
-    """Split indices into `parts` lists of nearly equal cost, giving the costliest first to the cheapest list.
+    """Split indices into `parts` lists of nearly equal cost.
 
-    Each list is in ascending order.
+    The costliest index is assigned first, and each one goes to the list that is cheapest so far. Each list is in
+    ascending order.
     """
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
@@ -422,8 +426,8 @@ def least_microbatches(
 ) -> int:
     """Return the number of microbatches that best-fit-decreasing needs, at least 1, rounded up to `multiple_of`.
 
-    An interleaved pipeline schedule needs a multiple of its group size. A sequence above the budget gets its own
-    microbatch, or raises ValueError if not `allow_longer`.
+    An interleaved pipeline schedule needs a multiple of its group size. A sequence longer than the budget gets its own
+    microbatch. Raises ValueError for such a sequence if not `allow_longer`.
     """
     longest = max(lengths, default=0)
     if longest > tokens_per_microbatch and not allow_longer:
@@ -475,8 +479,8 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack a rank's trajectories into exactly `count` microbatches, dividing their units with `plan`.
 
-    `count` must be at least every rank's `least_microbatches`, so ranks agree on the maximum. Spare microbatches hold
-    one untrained token.
+    `count` must be at least every rank's `least_microbatches`, so ranks agree on the maximum. Microbatches that get no
+    trajectory hold one untrained token.
     """
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     parts = units(batch, tokens_per_microbatch, **options)

@@ -25,11 +25,11 @@ class SharePlan:
     lengths: Tensor
     """int64, in tokens."""
     update: Tensor
-    """int64: the update it is trained in, or `updates` if it is only scored."""
+    """int64: the update that each trajectory is trained in, or `updates` if it is only scored."""
     owner: Tensor
-    """int64: the data-parallel rank of `groups` that computes all passes over it."""
+    """int64: the data-parallel rank of `groups` that computes all passes over each trajectory."""
     group: Tensor
-    """int64: the prompt's number."""
+    """int64: number of each trajectory's prompt."""
     begin: Tensor | None = None
     """packing.beginnings, if families are computed together."""
 
@@ -53,7 +53,7 @@ class SharePlan:
 
 @dataclass(kw_only=True)
 class StepBatch(TrajectoryBatch):
-    """The trajectories of a step: `sequences` has all of them on every rank, `tokens` only those of its replica.
+    """The trajectories of a step. On each rank `sequences` covers all of them, `tokens` only those of its replica.
 
         batch = exchange.share_out(own, groups, updates=2, seed=step)
         batch["rewards"]      # [B], of the whole step, the same on every rank
@@ -120,7 +120,7 @@ class StepBatch(TrajectoryBatch):
         return self.completed(found)
 
     def shares(self) -> list[TrajectoryBatch]:
-        """Return what this rank's replica trains in each update."""
+        """Return, for each update, the trajectories that this rank's replica trains in it."""
         plan, here = self.plan, self._is_here
         chosen = [(here & (plan.update == number)).nonzero()[:, 0].tolist() for number in range(plan.updates)]
         return [TrajectoryBatch.select(self, indices) for indices in chosen]
@@ -150,7 +150,7 @@ class StepBatch(TrajectoryBatch):
         return replace(self, tokens={key: column for key, column in self.tokens.items() if key != routes.COLUMN})
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
-        """Move a column `[N]` of `other`, the same step in another layout, to this batch's tokens."""
+        """Redistribute a per-token column `[N]` from the layout of `other`, the same step, to that of this batch."""
         if other is self:
             return column
         one = TrajectoryBatch({"column": column}, {}, other.cu_seqlens)
@@ -163,6 +163,6 @@ def _fields(batch: TrajectoryBatch) -> dict[str, Any]:
 
 
 def _delivered(batch: StepBatch, groups: ParallelGroups, owner: Tensor) -> TrajectoryBatch:
-    """Send the tokens of a batch to the replicas `owner` of `groups`."""
+    """Send the tokens of a batch to other replicas. owner: `[B]`, the replica of `groups` that gets each trajectory."""
     plan = {"lengths": batch.lengths, "sender": batch.plan.leaders, "owner": owner}
     return delivery.deliver(batch.own(), delivery.token_layout(batch), **plan, groups=groups)

@@ -20,7 +20,7 @@ def gather(numbers: dict[str, Tensor], table: Table, groups: ParallelGroups) -> 
     """Return the columns `[B]` of all rollout ranks, and the rank `[B]` that holds each trajectory. Collective.
 
     numbers: `[n]` columns of a rollout rank's own trajectories, as named in `table`. A rank with different columns
-    passes {}, and then all ranks return None. Trajectories are in rank order, and their `group` numbers are made
+    passes {}, and then all ranks return None. The result has the trajectories in rank order, with `group` numbers made
     unique.
     """
     of_prompts = [name for name, dtype in table if dtype == torch.int64]

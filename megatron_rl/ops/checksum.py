@@ -19,8 +19,8 @@ def word_sums(tensors: Sequence[Tensor]) -> Tensor:
 
     Returns the sums of all tensors, concatenated: `[n]` int64 on their device. The bytes form rows of CHECKSUM_COLUMNS
     words. Bytes that do not fill a row are appended unsummed, zero-padded to whole words. Any two changed words change
-    the sum of a row or column, and so do moved, swapped, repeated or missing blocks. Takes one pass over memory. On a
-    GPU it takes one launch per 128 tensors and does not synchronize.
+    the sum of a row or column, and so do moved, swapped, repeated or missing blocks. Memory is read once. On a GPU
+    there is one launch per 128 tensors, and no synchronization.
     """
     return ops.word_sums([tensor.detach().contiguous() for tensor in tensors])
 
@@ -44,8 +44,8 @@ def tile_hashes(tensors: Sequence[Sequence[Tensor]], slices: Sequence[tuple[int,
     given as (first byte, bytes of the whole tensor); the results of all slices add up to the tensor's. A slice consists
     of whole tiles or extends to the tensor's end.
 
-    The hash is the same in SGLang 0.5.17 to 0.5.23. On a GPU it takes one launch per 96 parts. A CPU never needs it and
-    computes the reference.
+    The hash is the same in SGLang 0.5.17 to 0.5.23. On a GPU there is one launch per 96 parts. CPU tensors use the
+    reference implementation, because SGLang does not use this hash on a CPU.
     """
     parts = [[part.detach().contiguous() for part in tensor] for tensor in tensors]
     places = slices or [(0, sum(part.nbytes for part in tensor)) for tensor in parts]

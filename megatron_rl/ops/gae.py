@@ -21,7 +21,7 @@ def packed_gae(
     """Compute A_t = delta_t + discount * trace_decay * A_t', delta_t = r_t + discount * V_t' - V_t (arXiv 1506.02438).
 
     t' is the next trained token of the same sequence. Untrained tokens, such as a tool's answer between two turns,
-    cause no discount, and their rewards and values are ignored.
+    are skipped: they cause no discount, and their rewards and values are ignored.
 
     rewards, values, mask: `[N]`; `values[t]` is the value of the state in which token t was chosen.
     bootstrap: `[B]` values after the last trained tokens, for cut-off sequences; 0 by default.
@@ -53,6 +53,6 @@ def packed_gae(
 def packed_discounted_returns(
     rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, discount: float, bootstrap: Tensor | None = None
 ) -> Tensor:
-    """Compute R_t = r_t + discount * R_t' over trained tokens, `[N]` in the rewards' dtype. Like `packed_gae`."""
+    """Compute R_t = r_t + discount * R_t' over trained tokens, `[N]` in the rewards' dtype. See `packed_gae`."""
     zeros = torch.zeros_like(rewards)  # with V = 0 and trace_decay = 1 the advantage is the discounted return
     return packed_gae(rewards, zeros, mask, cu_seqlens, discount=discount, trace_decay=1.0, bootstrap=bootstrap)[1]

@@ -1,4 +1,4 @@
-"""The output layer and losses on it, computed in chunks of rows so that `[T, V]` logits are never held in memory.
+"""The output layer and its losses, computed in chunks of rows so that `[T, V]` logits are never held in memory.
 
 Shapes: T labels, R rows of hidden, H hidden size, V_local this rank's columns. V_local may include padding after the
 vocabulary.
@@ -17,14 +17,15 @@ from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
 from megatron_rl.ops.taken_rows import TakenRows
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(rows, log-probs, entropy) -> (`[K]` float64 sums, the loss first; its gradients by log-probs and entropy)"""
+"""(rows, log-probs, entropy) -> (`[K]` float64 sums, of which the first is the loss; the loss's gradients with respect
+to log-probs and entropy)"""
 
 CHUNK_BYTES = 1 << 30
 """Maximum size of a chunk's float32 logits."""
 MOST_ROWS = 4096
 PARTS = 4
-"""Parts of a chunk with a 16-bit gradient. Only one part at a time has float32 logits, so a chunk can be larger. Fewer
-chunks mean fewer reads and writes of the weight's gradient."""
+"""Number of parts into which a chunk is divided if its gradient is 16-bit. Only one part at a time has float32 logits,
+so chunks can be larger. Fewer chunks mean fewer reads and writes of the weight's gradient."""
 TILE_ROWS = 256
 """Rows per tile of a GPU matrix product, or a multiple of it. A partial tile takes as long as a whole one."""
 
@@ -32,22 +33,23 @@ TILE_ROWS = 256
 def rows_of_chunk(columns: int) -> int:
     """Return how many rows of `[rows, V_local]` float32 logits are held at a time. columns: V_local, including padding.
 
-    Rounded down to whole tiles, if at least one fits.
+    The number is rounded down to whole tiles if it exceeds one tile.
     """
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def rows_of_gradient(columns: int) -> int:
-    """Return how many rows of a 16-bit gradient are held at a time, in addition to the logits of one of their PARTS.
+    """Return how many rows of a 16-bit gradient of the logits are held at a time.
 
-    Both together take no more memory than `rows_of_chunk` float32 logits with their gradient.
+    Together with the float32 logits of one of their PARTS, they take no more memory than `rows_of_chunk` rows of
+    float32 logits and their gradient.
     """
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `hidden @ weight.T`. On CUDA 16-bit operands too give float32, in which products are summed anyway.
+    """Compute `hidden @ weight.T`. On CUDA 16-bit operands also give float32, the dtype in which sums are computed.
 
     out: buffer with at least as many rows, such as a previous chunk's logits that are no longer needed.
     """
@@ -69,7 +71,7 @@ class WeightGradient:
         self.sum = main_grad if is_exact else None
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add one chunk's part, in the weight's dtype."""
+        """Add one chunk's contribution. Both tensors have the weight's dtype."""
         if grad_logits.is_cuda and grad_logits.dtype != torch.float32:
             if self.sum is None:
                 self.sum = torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
@@ -91,8 +93,7 @@ class WeightGradient:
 
 
 def placeholder(weight: Tensor) -> Tensor:
-    """Return an uninitialized gradient for autograd. The real one is in main_grad; Megatron's hooks only wait for
-    one."""
+    """Return an uninitialized gradient, for which Megatron's autograd hooks wait. The real one is in main_grad."""
     return torch.empty_like(weight)
 
 
@@ -103,7 +104,7 @@ def scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[float, None, int, int]:
-    """Return the log-prob operators' last arguments: temperature, per-row temperatures, first column, columns."""
+    """Return the log-prob operators' last arguments: temperature, None for per-row ones, first column, column count."""
     return temperature, None, shard.start, max(0, min(len(weight), shard.stop - shard.start))
 
 
@@ -134,9 +135,11 @@ def add_gradients(
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
-    The logits' gradient overwrites the logits, or, if they are wider than the weight's dtype, goes into a buffer of
-    that dtype so that products have 16-bit operands. logits: those of all rows, which are then one chunk. beside:
-    gradient of an additional term.
+    The logits' gradient overwrites the logits. If the logits' dtype is wider than the weight's, it goes into a buffer
+    of the weight's dtype instead, so that products have 16-bit operands.
+
+    logits: if given, the logits of all rows, which then form one chunk. beside: function for the gradient of an
+    additional term.
     """
     narrow, count, known = None, len(hidden), logits is not None
     if hidden.is_cuda and weight.dtype != torch.float32:
@@ -171,7 +174,7 @@ def add_gradients(
 class HeadLogprobs(torch.autograd.Function):
     """Log-probability and entropy of the rows of `hidden @ weight.T`. Every row must have a label.
 
-    A single chunk keeps its logits for backward; with several chunks backward recomputes them.
+    A single chunk keeps its logits for backward. If there are several chunks, backward recomputes their logits.
     """
 
     @staticmethod
@@ -216,7 +219,7 @@ class HeadLogprobs(torch.autograd.Function):
 class HeadLoss(torch.autograd.Function):
     """A loss on rows of `hidden @ weight.T`, all with a label. The forward pass also computes the gradient.
 
-    Each chunk takes three matrix products: the logits, then, from the logits' gradient, those of hidden and weight. A
+    Each chunk takes three matrix products: one for the logits, and one each for the gradients of hidden and weight. A
     frozen weight gets no gradient.
     """
 
@@ -271,14 +274,14 @@ def lm_head_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a loss that is a sum over rows, and its statistics, holding only one chunk of logits at a time.
 
-    loss(logprobs, entropy, places) -> (loss_sum, sums). It gets `[c]` float32 log-probabilities and entropy of the
-    labels at `places` (`[c]` int64). `sums` are 0-dim; they and the loss are added over chunks, the statistics in
-    float64. term: an additional loss on whole logits; chunks are then smaller, to make room for its temporary tensors.
-    Other arguments are as in `lm_head_logprobs`.
+    loss(logprobs, entropy, places) -> (loss_sum, sums): gets `[c]` float32 log-probabilities and entropy of the labels
+    at `places` (`[c]` int64). `loss_sum` and the statistics `sums` are 0-dim, and are added over chunks, the statistics
+    in float64. term: an additional loss on whole logits. Chunks are then smaller, to make room for its temporary
+    tensors. Other arguments are as in `lm_head_logprobs`.
 
-    The gradient is always computed together with the loss, even if none is needed. It may be used once, or scaled by
-    later operations. The weight's gradient is summed in float32. With main_grad it is added before this function
-    returns, so the loss must not be scaled: that raises RuntimeError in backward.
+    The gradient is always computed together with the loss, even if none is needed. Backward may run once, and later
+    operations may scale the loss. The weight's gradient is summed in float32. If main_grad is given, it is added there
+    before this function returns. The loss must then not be scaled: backward would raise RuntimeError.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept

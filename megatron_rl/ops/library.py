@@ -28,13 +28,13 @@ def load() -> None:
 
 
 def cuda_library() -> list[Path]:
-    """Return the path of `_C_cuda.so` if it can be loaded. It links to libtorch_cuda, so it needs a torch with CUDA."""
+    """Return [path of `_C_cuda.so`] if it exists and torch has CUDA, whose libtorch_cuda it links to. Else []."""
     path = PACKAGE / "_C_cuda.so"
     return [path] if path.exists() and torch.version.cuda is not None else []
 
 
 def check_cuda() -> None:
-    """Raise RuntimeError if the operators were built without CUDA: every GPU tensor would be refused."""
+    """Raise RuntimeError if the operators were built without CUDA, because they would refuse every GPU tensor."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("megatron_rl::logprob_partials", "CUDA"):
         raise RuntimeError(
             f"{PACKAGE / '_C_cuda.so'}: is not there, and this process computes on a GPU; put the nvcc of "

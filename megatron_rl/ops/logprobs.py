@@ -39,7 +39,7 @@ class VocabShard:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Keyword arguments for `packed_logprobs`."""
+        """This shard as keyword arguments for `packed_logprobs`."""
         group = self.group if self.is_split else None
         return {"vocab_start": self.start, "vocab_size": self.size, "tp_group": group}
 
@@ -47,14 +47,14 @@ class VocabShard:
 NORMALISING = {torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy} | {
     getattr(Tensor, name) for name in ("softmax", "log_softmax", "logsumexp")
 }
-"""Functions over the vocabulary, which give wrong results on one rank's columns."""
+"""Functions that normalise over the vocabulary, and so give wrong results on one rank's columns."""
 
 
 class VocabParallelLogits(Tensor):
     """`[T, V_local]` logits that know their columns, so that `gather_logprobs(logits, labels)` works in any layout.
 
-    Operations that keep the last dimension keep `shard` (a temperature, a cast, a slice of rows). A softmax over split
-    columns raises ValueError instead of being silently wrong.
+    Operations that keep the last dimension keep `shard`, such as division by a temperature, a cast, or a slice of rows.
+    A softmax over split columns raises ValueError instead of being silently wrong.
 
         def my_loss(logits: VocabParallelLogits, rows: TensorDict) -> Tensor:
             return -gather_logprobs(logits / 0.7, rows["labels"]).sum() / (rows["labels"] >= 0).sum()
@@ -180,8 +180,10 @@ def gather_logprobs_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy in nats, both `[T]` float32 and differentiable.
 
-    logits: `[T, V_local]`, either plain, or as the engine passes them to a loss, with their columns. labels: `[T]`
-    int64 over the whole vocabulary; negative ones are ignored. temperature divides the logits.
+    logits: `[T, V_local]`, either VocabParallelLogits, as the engine passes them to a loss, or plain with `shard`.
+      Plain logits without `shard` have the whole vocabulary.
+    labels: `[T]` int64 over the whole vocabulary; negative ones are ignored.
+    temperature: divides the logits.
     """
     plain, columns = with_columns(logits, shard)
     return packed_logprobs(plain, labels, temperature=temperature, return_entropy=True, **columns)

@@ -27,7 +27,7 @@ PPO_SUMS = (
 
 - ratio_deviation: |ratio - 1|
 - approx_kl, approx_kl_k2, approx_kl_k3: estimates of KL(proximal || policy)
-- behavior_*: about log p(proximal) - log p(behavior)
+- behavior_*: statistics of log p(proximal) - log p(behavior)
 - dropped_tokens: rows outside behavior_low and behavior_high
 - bounded_tokens: rows with a log ratio beyond LOG_RATIO_BOUND
 - not_finite: rows whose loss or gradient, in its stored dtype, or whose behavior ratio is NaN or infinite
@@ -65,7 +65,7 @@ class PpoOptions:
     behavior_high: float = inf
     kl_estimator: str = "k3"
     kl_weighted: bool = False
-    """Multiply the KL term by u, with gradient. This makes it unbiased although the proximal policy gave the rows."""
+    """Multiply the KL term by u, with gradient, so that it is unbiased although rows come from the proximal policy."""
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     sapo_positive: float = 1.0
@@ -131,9 +131,9 @@ def ppo_loss(
     cu_seqlens: Tensor | None = None,
     normalizer: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss summed over rows with mask, and its statistics, `PPO_SUMS` by name, 0-dim float64.
+    """Return the loss summed over rows where mask is True, and its statistics, `PPO_SUMS` by name, 0-dim float64.
 
-    All tensors are `[T]` of one float dtype (float32, on the CPU also float64), and mask is bool. Masked rows may hold
+    All tensors are `[T]` of one float dtype (float32, on the CPU also float64), and mask is bool. Other rows may hold
     any values.
 
     proximal_logprobs: None means that the policy itself is the proximal policy, so the ratio is 1.

@@ -24,7 +24,7 @@ def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log p - log q: unbiased, high variance, may be negative. All three: Schulman, "Approximating KL" (2020)."""
+    """log p - log q: unbiased, high variance, may be negative. k1, k2, k3: Schulman, "Approximating KL" (2020)."""
     return logprobs - ref_logprobs
 
 
@@ -114,7 +114,7 @@ def ppo_loss(
 
 
 def mean_of_sequence(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the mean over its sequence's rows with mask: `[T]`. values must be 0 outside the mask."""
+    """Return for each row the mean over its sequence's rows where mask is True: `[T]`. values must be 0 elsewhere."""
     parts = [values[a:b].sum() / mask[a:b].sum().clamp_min(1) for a, b in bounds_of(cu_seqlens)]
     lengths = cu_seqlens.diff()
     return torch.stack(parts).repeat_interleave(lengths) if parts else values
@@ -162,7 +162,7 @@ def packed_labels(
 
 
 CHECKSUM_COLUMNS = 1024
-"""8-byte words per row of the matrix as which a tensor's bytes are summed; same value as in csrc/math/checksum.h."""
+"""8-byte words per row of the matrix in which a tensor's bytes are summed; same value as in csrc/math/checksum.h."""
 
 
 def word_sums(tensor: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def word_sums(tensor: Tensor) -> Tensor:
 
 TILE_WORDS = 8192
 TILES_AT_ONCE = 512
-"""Limits a hash's temporary memory to 16 MB for each of a few operands."""
+"""Tiles hashed at a time. It limits temporary memory to 16 MB for each of a few tensors."""
 FIRST_SEED = 0x243F6A88
 SEEDS = (FIRST_SEED, (FIRST_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF)
 POSITION_FACTORS = (0x27D4EB2D, 0x165667B1)

@@ -1,7 +1,7 @@
 """Reverse KL divergence, KL(policy || teacher), over the vocabulary, and its gradient.
 
-Computed in chunks of rows, like the head's loss, so that `[T, V]` is never held for either model. The vocabulary may be
-split over the tensor-parallel ranks.
+Both are computed in chunks of rows, like the head's loss, so that `[T, V]` logits are never held for either model. The
+vocabulary may be split over the tensor-parallel ranks.
 
 Shapes: T rows of a microbatch, c rows of a chunk, n tokens scored by a teacher, K top tokens of the teacher, columns:
 this rank's vocabulary columns, H hidden size.
@@ -32,8 +32,8 @@ PLACE = "teacher_place"
 class TeacherStates:
     """A teacher's distribution over the whole vocabulary.
 
-    hidden: `[n, H]`, the last hidden states from which each token is predicted. weight: `[V_local, H]`, the output
-    layer.
+    hidden: `[n, H]`, the last layer's hidden state from which each token is predicted. weight: `[V_local, H]`, the
+    output layer.
     """
 
     hidden: Tensor
@@ -43,7 +43,7 @@ class TeacherStates:
         return len(self.hidden)
 
     def take(self, rows: Tensor, device: torch.device) -> TeacherStates:
-        """Return a copy with only `rows` (int64, on the host), on `device`."""
+        """Return a copy with only `rows` (int64, on the host) of the hidden states, moved to `device`."""
         return TeacherStates(self.hidden[rows].to(device), self.weight)
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
@@ -67,7 +67,7 @@ class TopTokens:
         return len(self.tokens)
 
     def take(self, rows: Tensor, device: torch.device) -> TopTokens:
-        """Return a copy with only `rows` (int64, on the host), on `device`."""
+        """Return a copy with only `rows` (int64, on the host), moved to `device`."""
         return TopTokens(self.tokens[rows].to(device), self.logprobs[rows].to(device))
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
@@ -88,7 +88,7 @@ Teacher = TeacherStates | TopTokens
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Distributions of all teachers for a batch's tokens. The column `teacher_place` counts the rows of all teachers.
+    """Distributions of all teachers for a batch's tokens. The batch column `teacher_place` has each token's row.
 
     For example:
 
@@ -123,7 +123,7 @@ class ReverseKL:
     """A loss term for each row scored by a teacher: coefficient * weight * sum over tokens of p (log p - log q)."""
 
     parts: list[tuple[Teacher, Tensor]]
-    """Each teacher, and for each row of the microbatch, `[T]`, the teacher's row, or -1 without one."""
+    """Pairs of a teacher and `[T]` indices: for each row of the microbatch, the teacher's row, or -1 without one."""
     shard: VocabShard
     temperature: float
     coefficient: float

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): which matrices have one, its names, shards and initial values, and PEFT's files.
+"""Low-rank adapters (LoRA): which matrices have them, their names, shards and initial values, and PEFT's files.
 
 An adapter adds `scale * lora_B @ lora_A` to a matrix. HF files have one adapter per projection. A fused matrix (QKV, or
 gate and up) has a single lora_B with the matrix's rows; its projections' lora_A are stacked by rows. So lora_B is
@@ -37,7 +37,7 @@ _NUMBERS = re.compile(r"\.(\d+|\{\})(?=\.)")
 
 
 class Stacked(Replicated):
-    """Every tensor-parallel rank holds the whole tensors of all projections, stacked by rows."""
+    """Layout of a fused matrix's lora_A: every tensor-parallel rank holds all projections' lora_A, stacked by rows."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -63,7 +63,7 @@ def matrix_of(name: str) -> tuple[str, str]:
 
 
 def projections(arch: Architecture) -> list[str]:
-    """Return the projections that can have adapters, as names within a layer without numbers: `self_attn.q_proj`."""
+    """Return the projections that can have adapters, named without layer and expert numbers: `self_attn.q_proj`."""
     rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
     everything = LoraConfig(rank=1)
     names = (_general(name) for rule in rules for name in adapted(rule, everything))
@@ -119,7 +119,7 @@ def adapted_experts(arch: Architecture, lora: LoraConfig) -> list[str]:
 
 
 def adapter_rule(rule: Rule, part: str, lora: LoraConfig) -> Rule:
-    """Return the rule for a matrix's `lora_A` or `lora_B`, as `part` says.
+    """Return the rule for one part of a matrix's adapter. part: `lora_A` or `lora_B`.
 
     A fused matrix's lora_B has the rows of all projections; rows of projections without an adapter stay zero.
     """
@@ -210,7 +210,7 @@ def _check_scale(found: PeftConfig, module: str, lora: LoraConfig) -> None:
 
 
 class AdaptedMatrices:
-    """The matrices of a model folder that have adapters in a PEFT folder, with or without these merged.
+    """The matrices of a model folder that have adapters in a PEFT folder, before and after merging the adapters.
 
     For example:
 
@@ -231,11 +231,11 @@ class AdaptedMatrices:
             raise ValueError(f"{adapter_folder}: adapts {min(unknown)}, which {model_folder} has not.")
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the matrices without adapters, as in the model folder."""
+        """Yield the matrices as in the model folder, before merging."""
         return ((name, self.model.read(name, 0, 0, self.shapes[name][0])) for name in self.names)
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the matrices with adapters merged, computed like `Adapter.merged` for a model in `dtype`."""
+        """Yield the matrices after merging, computed like `Adapter.merged` for a model in `dtype`."""
         for name, weight in self.plain():
             rows = self.shapes[name][0]
             a, b = (_adapter_name(name, part) for part in ("lora_A", "lora_B"))

@@ -35,11 +35,12 @@ CLASSIFIERS = {
         strict=True,
     )
 }
-"""Classifier class -> language model class of the same trunk. A classifier's head returns one number per token."""
+"""Name of a classifier class -> name of the language model class with the same trunk. A classifier's head
+returns one number per token."""
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """Read and check `folder/config.json`. The ValueError names the key, its value, the rule and the remedy."""
+    """Read and check `folder/config.json`. Raises ValueError with the key, its value, the rule and the remedy."""
     folder = Path(folder)
     path = folder / "config.json"
     if not path.exists():
@@ -136,7 +137,7 @@ def _refuse_wrong_numbers(arch: Architecture, path: Path) -> None:
 
 
 def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's config.json changed to a one-label classifier, as critics and reward models are saved."""
+    """Return config.json changed to that of a one-label classifier, the form of saved critics and reward models."""
     classifier_of = {causal: name for name, causal in CLASSIFIERS.items()}
     names = [classifier_of.get(name, name) for name in config["architectures"]]
     # transformers saves id2label only and counts its entries; other readers expect num_labels.
@@ -167,7 +168,7 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 
 def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """Return the RoPE scaling in transformers 5 format, or None. Scalings that depend on the batch are refused."""
+    """Return the RoPE scaling in transformers 5 format, or None. Refuses scalings that depend on the batch."""
     rope = dict(rope_of(config))
     kind = rope.setdefault("rope_type", rope.pop("type", "default"))  # early versions wrote `type`
     if kind == "default":

@@ -1,4 +1,4 @@
-"""Take checksums of the weights being published, in the same forms as the servers that receive them."""
+"""Compute checksums of the weights being published, in each of the forms that the receiving servers use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExpectedChecksums:
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
         self.forms = set(forms)
         self._sums: dict[ChecksumForm, list[tuple[dict[str, int], Tensor]]] = {form: [] for form in self.forms}
-        """For each batch of tensors: name -> bytes, and the result of `word_sums`."""
+        """For each form and each call of `add`: tensor name -> size in bytes, and the result of `word_sums`."""
         self._sglang = {form: SGLangChecksums(form) for form in self.forms if form.kind != "embedded"}
 
     def watch(
@@ -36,8 +36,10 @@ class ExpectedChecksums:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors unchanged, and take their checksums while the consumer sends them.
 
-        The consumer must not write to a tensor before it asks for the next one. buckets: on a GPU, a bucket's tensors
-        are kept until the last one, and then their checksums are taken together. Other tensors are handled singly.
+        The consumer must not write to a tensor before it asks for the next one.
+
+        buckets: the stream in runs whose checksums are taken together. On a GPU, a bucket's tensors are kept in memory
+        until the last of them has been sent. All other tensors are handled one at a time.
         """
         stream = iter(tensors)
         for bucket in buckets if self.forms else ():
@@ -53,7 +55,7 @@ class ExpectedChecksums:
             self.add([(name, tensor)])
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Take the checksums of tensors on one device. Does not synchronise with a GPU: `of` reads the sums."""
+        """Take the checksums of tensors on one device. Does not synchronise with a GPU; `of` does."""
         for form in self.forms:
             dtype = None if form.dtype is None else getattr(torch, form.dtype)
             if all(dtype in (None, tensor.dtype) for _, tensor in tensors):
@@ -71,7 +73,7 @@ class ExpectedChecksums:
             self._sglang[form].add(tensors)
 
     def of(self, form: ChecksumForm) -> dict[str, str]:
-        """Return tensor -> checksum in one form, with the names that its servers use."""
+        """Return tensor name -> checksum, both as servers of this form report them."""
         if form.kind != "embedded":
             return self._sglang[form].of()
         found = {}
@@ -84,8 +86,8 @@ class ExpectedChecksums:
 def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:
     """Return the names of tensors whose checksums differ between trainer and server.
 
-    complete: a tensor that only one side has counts as different. Otherwise only common tensors are compared, because
-    SGLang stores some tensors in other ways.
+    complete: if True, a tensor that only one side has counts as different. If False, only tensors that both sides have
+    are compared, because SGLang stores some tensors differently.
     """
     names = expected.keys() | held.keys() if complete else expected.keys() & held.keys()
     return sorted(name for name in names if expected.get(name) != held.get(name))

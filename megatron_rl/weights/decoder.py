@@ -8,35 +8,35 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Mixture-of-experts settings: which layers have one, expert sizes and routing."""
+    """Mixture-of-experts settings: the layers with experts, expert sizes and routing."""
 
     experts: int
     per_token: int
     ffn: int
     """Width of one expert."""
     layers: tuple[bool, ...]
-    """Per layer: True for a mixture, False for a dense feed-forward."""
+    """Per layer: True for a mixture of experts, False for a dense feed-forward."""
     renormalised: bool = True
-    """The weights of a token's chosen experts are renormalised to sum to 1."""
+    """True if the weights of a token's chosen experts are renormalised to sum to 1."""
     shared_ffn: int | None = None
     """Total width of the shared experts, which process every token."""
     groups: int | None = None
     """Number of expert groups. A token's experts come from only `groups_per_token` of them."""
     groups_per_token: int | None = None
     shared_gate: bool = False
-    """The shared experts' output is multiplied by a sigmoid gate computed from the token."""
+    """True if the shared experts' output is multiplied by a sigmoid gate computed from the token."""
     scale: float | None = None
     """Factor on the weights of the chosen experts."""
     is_biased: bool = False
-    """Scores are sigmoids. A bias that receives no gradient is added when experts are chosen (arXiv 2412.19437)."""
+    """True if scores are sigmoids, and a bias without gradient is added to choose experts (arXiv 2412.19437)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): low ranks of its projections, and widths of each head's parts."""
+    """Multi-head latent attention (arXiv 2405.04434): ranks of its low-rank projections, widths of a head's parts."""
 
     query_rank: int | None
-    """None: queries are projected directly from the hidden state."""
+    """Rank of the query projection. None: queries are projected directly from the hidden state."""
     kv_rank: int
     plain_dim: int
     """Width of the unrotated part of a query or key head."""
@@ -94,33 +94,33 @@ class Architecture:
     latent: Latent | None = None
     delta_net: DeltaNet | None = None
     gated_attention: bool = False
-    """The query projection also produces a gate of equal width. Its sigmoid multiplies attention's output."""
+    """True if the query projection also produces a gate of equal width, whose sigmoid multiplies attention's output."""
     window_rope_theta: float | None = None
-    """RoPE base of layers with a window, used without scaling. None: same RoPE as in the other layers."""
+    """RoPE base of layers with a window, which then use no RoPE scaling. None: same RoPE as in the other layers."""
     qkv_bias: bool = False
     has_biases: bool = False
-    """All matrices of the layers other than QKV have biases, including routers and experts."""
+    """True if all matrices of the layers have biases, including routers and experts. `qkv_bias` is separate."""
     has_sinks: bool = False
-    """Attention sinks: each head has a learned logit that joins the softmax as one extra score."""
+    """True if each head has an attention sink: a learned logit that joins the softmax as one extra score."""
     qk_norm: bool = False
-    """Queries and keys are normalised per head."""
+    """True if queries and keys are normalised per head."""
     wide_qk_norm: bool = False
-    """Queries and keys are normalised over all heads together."""
+    """True if queries and keys are normalised over all heads together."""
     rotary_share: float = 1.0
     """Fraction of each head's width that is rotated, starting at its beginning."""
     softmax_scale: float | None = None
     """Factor on the query-key products. None: 1 / sqrt(head_dim)."""
     activation: str = "silu"
     """Feed-forward activation on the gate: `silu`, `gelu_tanh` or `clamped_swiglu`. The last is
-    gate * sigmoid(1.702 gate) * (1 + up), with gate clamped to at most 7 and up to [-7, 7]."""
+    `gate * sigmoid(1.702 gate) * (1 + up)`, with `gate` clamped to at most 7, and `up` clamped to [-7, 7]."""
     embedding_scale: float | None = None
-    """Factor on the embedding's output. The factor is rounded to the model's dtype."""
+    """Factor on the embedding's output. The factor itself is rounded to the model's dtype."""
     norm_offset: float = 0.0
     """Number that norms add to their weights."""
     has_norms_before: bool = True
-    """A norm precedes attention and feed-forward."""
+    """True if a norm precedes each attention and each feed-forward."""
     has_norms_behind: bool = False
-    """A norm follows attention and feed-forward."""
+    """True if a norm follows each attention and each feed-forward."""
     head: str = "policy"
     """The layer after the last norm: `policy` (logits over the vocabulary) or `value` (one number per token)."""
 

@@ -1,4 +1,4 @@
-"""Publish over slow links: send each server only what changed since the weights it holds, over HTTP.
+"""Publish over slow links: send each server only the changes to the weights it holds, over HTTP.
 
 Rank 0 keeps a copy of the last published weights in host memory. A server whose checksums match this copy exactly is
 sent changes (delta_code.py); any other server is sent whole tensors. All checksums are compared afterwards, as in the
@@ -25,11 +25,14 @@ RUN_NUMBERS = 1 << 22
 """A tensor is encoded in runs of at most this many numbers."""
 
 Parcel = list[tuple[Run, Tensor]]
-"""Encoded runs, each with all of its new numbers as integers."""
+"""Encoded runs of changes. Each comes with the run's new numbers as integers, for servers that need whole tensors."""
 
 
 class DeltaPublisher(WeightPublisher):
-    """Encodes one parcel while the previous one is sent. A parcel has at most `parcel_bytes`, or a single run."""
+    """Publishes changes in parcels, and encodes each parcel while the previous one is sent.
+
+    A parcel has at most `parcel_bytes`, unless a single run is larger.
+    """
 
     def __init__(
         self, receiver: WeightReceiver | None, *, parcel_bytes: int = 1 << 26, timeout_s: float = 600.0
@@ -37,7 +40,7 @@ class DeltaPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.parcel_bytes = parcel_bytes
         self._base: dict[str, Tensor] = {}
-        """The last published tensors, as flat integers."""
+        """The base of the next changes: the last published tensors, flattened, their bits as integers."""
         self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
@@ -68,7 +71,7 @@ class DeltaPublisher(WeightPublisher):
         self._lose(dict.fromkeys(others, reason))
 
     def _holders(self, dtypes: set[str]) -> set[str]:
-        """Return the servers that hold exactly the base, in the dtype that is sent."""
+        """Return the servers that hold exactly the base, in the dtype that is sent. dtypes: of all tensors to send."""
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
         holders = set()
@@ -81,7 +84,10 @@ class DeltaPublisher(WeightPublisher):
         return holders
 
     def _parcels(self, specs: list[TensorSpec], tensors: Tensors, holders: set[str]) -> Iterator[Parcel]:
-        """Yield at least one parcel, and make the new tensors the base. Fill `holders` before the first next()."""
+        """Yield at least one parcel, and make the new tensors the base.
+
+        holders: the servers that hold the base. The caller fills this set before the first next().
+        """
         all_hold = holders.issuperset(self.receiver.server_ranks)
         parcel: Parcel = []
         size, stream = 0, iter(tensors)

@@ -4,7 +4,7 @@ Both trainer and servers import this file. Numbers are treated as integers of th
 overflow need no special case. The changed places are coded as a bitmap or as gaps between them. Their values are either
 the new integers or the differences from the old ones. Gaps and differences, which are mostly small, are
 variable-length integers with seven bits per byte. The coding with the fewest bytes is chosen; if none is smaller than
-the new values, these are sent alone.
+all new numbers, changed or not, those are sent instead.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def put(part: Tensor, places: Tensor, values: Tensor, *, is_added: bool) -> None:
-    """Apply a decoded change to `part`, `[n]`, in place. All three tensors must be on one device, of any kind."""
+    """Apply a decoded change to `part`, `[n]`, in place. All three tensors must be on the same device.
+
+    is_added: True if `values` are differences.
+    """
     bits = bits_of(part)
     bits[places] = bits[places] + values if is_added else values
 
@@ -138,7 +141,7 @@ def _sizes(numbers: Tensor) -> Tensor:
 
 
 def _write(numbers: Tensor) -> Tensor:
-    """Encode non-negative numbers with seven bits per byte, low bits first. A byte's top bit means another follows."""
+    """Encode non-negative numbers with seven bits per byte, low bits first. All bytes but the last have the top bit."""
     ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
     places = torch.cat([ends.new_zeros(1), ends])[:-1]
@@ -190,7 +193,7 @@ def pack(runs: list[Run], version: int) -> bytes:
 
 
 def unpack(body: bytes) -> tuple[list[Run], str]:
-    """Return the runs and the version of a packed body. Raises ValueError if it is not one."""
+    """Return the runs and the version of a packed body. Raises ValueError for any other body."""
     start = 8 + int.from_bytes(body[:8], "little")
     try:
         header = json.loads(body[8:start])

@@ -31,18 +31,19 @@ class Family:
     """Rules for a layer's norms and attention."""
     dense: tuple[Rule, ...] = ()
     delta_net: tuple[Rule, ...] = ()
-    """Rules for norms and gated delta net, in layers that have a delta net instead of attention."""
+    """Rules for the norms and the delta net, in layers that have a gated delta net instead of attention."""
     mixture: tuple[Rule, ...] = ()
     classifiers: tuple[str, ...] = ()
-    """Classifier class names, one per entry of `classes`. Empty: ForCausalLM becomes ForSequenceClassification."""
+    """Classifier class names, one per entry of `classes`. If empty, they are these names with ForSequenceClassification
+    instead of ForCausalLM."""
     read: Callable[[Config], dict[str, Any]] = lambda config: {}
-    """Returns the Architecture fields that differ from Llama's defaults."""
+    """Function that returns the Architecture fields whose values differ from Llama's."""
     demands: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json -> the only supported value, which is also transformers' default."""
     may_say: frozenset[str] = frozenset()
     """Keys of `DEMANDS` that may have any value in this family, because `read` handles them."""
     check: Callable[[Config, Architecture], str | None] = lambda config, arch: None
-    """Returns why the model is not supported, or None. Runs after `demands`."""
+    """Function that returns why the model is not supported, or None. It runs after `demands` are checked."""
 
 
 DEMANDS: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False}
@@ -66,7 +67,7 @@ def rotary_share(config: Config, default: float) -> float:
 
 
 def windows_everywhere(config: Config) -> tuple[int | None, ...]:
-    """Return each layer's window: by `layer_types`, or `sliding_window` for all layers if there are none."""
+    """Return each layer's window as `windows_by_kind` does. Without layer types, all layers have `sliding_window`."""
     return windows_by_kind(config) or (config.get("sliding_window"),) * config["num_hidden_layers"]
 
 

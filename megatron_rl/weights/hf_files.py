@@ -27,14 +27,15 @@ WEIGHTS = (
 )
 """File name endings of weights and of weight indexes. A model's other files are copied when it is saved."""
 NOT_THE_MODELS = ("adapter_config.json", "checksums.json")
-"""Files of an adapter in the same folder. They are not copied."""
+"""Files that belong to an adapter in the model's folder. They are not copied when the model is saved."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "use_mtp")
-"""Keys of config.json that count multi-token-prediction layers. These layers are never trained."""
+"""Keys of config.json that count or enable multi-token-prediction layers. These layers are never trained."""
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 MXFP4_BLOCK = 32
-"""Four-bit numbers per power-of-two scale (OCP Microscaling Formats). MXFP4 is read as bfloat16 and never written."""
+"""Number of four-bit values that share a scale, a power of two (OCP Microscaling Formats). MXFP4 is read as bfloat16
+and never written."""
 # E2M1: one sign bit, two exponent bits, one mantissa bit.
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 MXFP4_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES])
@@ -50,7 +51,7 @@ class HFFolder:
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Shape], *, file: str = MODEL_FILE) -> None:
-        """file: holds all tensors, if it exists and there is no index. Otherwise all safetensors files are read."""
+        """Use the files in the index. Without an index, use `file` or, if it is missing, all safetensors files."""
         self.folder = Path(folder)
         self.index = self.folder / "model.safetensors.index.json"
         self.file_of = _file_of_each_tensor(self.folder, self.index, file)
@@ -130,7 +131,7 @@ class HFFolder:
 def packed_shapes(name: str, shape: Shape) -> dict[str, Shape]:
     """Return names and shapes of the MXFP4 tensors (blocks, scales) that store a stack `[experts, inputs, outputs]`.
 
-    In them outputs come before inputs. An empty `shape` returns the names only, with meaningless shapes.
+    In these tensors, outputs come before inputs. An empty `shape` returns the names only, with meaningless shapes.
     """
     blocks = (shape[0], shape[2], shape[1] // MXFP4_BLOCK) if shape else ()
     return {f"{name}_blocks": (*blocks, MXFP4_BLOCK // 2), f"{name}_scales": blocks}
@@ -273,7 +274,7 @@ def _with_dtype(
     dtype: torch.dtype | None,
     unchanged: Counter[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in `dtype` (None: unchanged), then the carried ones unchanged, counting these in `unchanged`."""
+    """Yield `tensors` in `dtype` (None: unchanged), then `carried` unchanged. Counts carried names in `unchanged`."""
     for name, tensor in tensors:
         # Routers rank experts by score plus this bias; rounding it to bfloat16 would create ties.
         kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype

@@ -1,7 +1,7 @@
 """Publish to servers on the trainer's hosts through flat buckets in shared memory.
 
-On several nodes, each bucket is broadcast to the first rank of every node. The handles of these copies go back to rank
-0, which alone talks to the servers.
+If servers run on several nodes, each bucket is broadcast to the first rank of every node. The handles of these copies
+go back to rank 0, which alone talks to the servers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 @dataclass(frozen=True)
 class NodesOfServers:
-    """The servers on each node of a run that starts servers on all its nodes. The nodes' first ranks have it."""
+    """The servers of each node, for runs that start servers on all nodes. Only the nodes' first ranks need it."""
 
     first_ranks: Axis
     urls: Sequence[Sequence[str]]
@@ -36,10 +36,10 @@ class NodesOfServers:
 
 
 class IPCPublisher(WeightPublisher):
-    """Fills a shared bucket while the servers read the previous one. Each bucket has new memory, released once read.
+    """Fills a shared bucket while the servers read the previous one.
 
-    With `nodes`, the first rank of each node has a copy of each bucket. All ranks publish `HFExport.stream_in_step`,
-    which keeps them at the same tensor.
+    Each bucket gets new memory, which is released once all servers have read it. With `nodes`, the first rank of each
+    node has a copy of each bucket. All ranks publish `HFExport.stream_in_step`, which keeps them at the same tensor.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class IPCPublisher(WeightPublisher):
         self.bucket_bytes, self.nodes = bucket_bytes, nodes
         self._handle_forms: dict[str, str | None] = {}
         self._left: list[Path] = []
-        """Files that dead servers still had open. A server that only hangs may still release its file."""
+        """Bucket files still open in servers. They are deleted at the next publication, because a dead server never
+        releases its file. A server that only hangs may release it before."""
 
     def close(self) -> None:
         while self._left:

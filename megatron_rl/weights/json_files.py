@@ -1,4 +1,4 @@
-"""Read JSON files of model folders strictly, with one-line errors that name the file. Other programs write them."""
+"""Read the JSON files of model folders strictly, because other programs write them. Errors name the file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from megatron_rl.config.strict_json import repeated
 
 
 def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict[str, Any]:
-    """Read a file that holds one JSON object. The ValueError names the file and the fault, and ends with the remedy.
+    """Read a file that holds one JSON object.
 
-    Besides invalid JSON it refuses non-UTF-8 files, NaN and infinity, duplicate keys, and nesting that is too deep.
+    Raises ValueError for an unreadable or non-UTF-8 file, invalid JSON, NaN and infinity, duplicate keys, and nesting
+    that is too deep. The error is one line that names the file and the fault, and ends with the remedy.
     """
     try:
         found = json.loads(Path(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)

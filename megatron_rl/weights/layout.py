@@ -1,4 +1,4 @@
-"""Compute by arithmetic which of a model's parameters each rank of a parallel layout holds. No model is built."""
+"""Compute how many of a model's parameters each rank of a parallel layout holds, without building the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.weights.tensor_rules import ROUTER_BIAS, Rule
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> None:
-    """Raise ValueError if the model does not fit the parallel layout, or its pipeline division in `megatron:`."""
+    """Raise ValueError if the model does not fit the parallel layout, or the pipeline division set in `megatron:`."""
     layers_of_stages(arch, parallel, megatron)
     if (arch.mixture or arch.latent) and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -79,7 +79,7 @@ def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dic
     """Return the global layer numbers of each model chunk of each pipeline stage.
 
     megatron: the config section. If it sets any of PIPELINE_CUTS, megatron.core divides the layers accordingly;
-    otherwise all chunks have equally many. Raises ValueError if that is impossible.
+    otherwise all chunks have equally many. Raises ValueError if the layers cannot be divided so.
     """
     layers, stages, chunks = arch.layers, parallel.pipeline, parallel.virtual_pipeline
     count = stages * chunks
@@ -110,7 +110,7 @@ def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dic
 
 
 def nearly_even(layers: int, count: int) -> str:
-    """Return a `pipeline_model_parallel_layout` string for `count` chunks that differ by at most one layer.
+    """Return a `pipeline_model_parallel_layout` string for `count` chunks whose sizes differ by at most one layer.
 
     The extra layers go to the chunks directly after the first, because the first and last also hold embedding and head.
     """

@@ -138,7 +138,7 @@ def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | 
 def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
     """Raise ValueError if the head is tied to the embedding, but the folder also has a head with other values.
 
-    transformers would compute with that head, SGLang with the embedding.
+    In that case transformers would compute with the separate head, and SGLang with the embedding.
     """
     embedding, head = (next(iter(rule.hf)) for rule in (EDGES[0], EDGES[2]))
     if not arch.tied or head not in source.file_of:
@@ -193,8 +193,8 @@ def without_rule_text(folder: str | Path) -> str:
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
     """Return the rule for a Megatron parameter, with full HF names. Raises KeyError if there is none.
 
-    name: the parameter's name within its layer if `layer_number` (global, from 0) is given, else within the model. Both
-    the names of Megatron's local layers and of Transformer Engine's are accepted.
+    name: the parameter's name within its layer if `layer_number` (global, from 0) is given, else within the model. It
+    may be a name of Megatron's local layers or of Transformer Engine's.
     """
     # Convert to the names of local layers, which the rules use.
     for pattern, local in TRANSFORMER_ENGINE:

@@ -86,7 +86,7 @@ class PeftConfig:
     said: dict[str, Any]
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter. module: such as `model.layers.0.self_attn.q_proj`."""
+        """Return the rank of a module's adapter. module: a name such as `model.layers.0.self_attn.q_proj`."""
         return int(self._by_pattern("rank_pattern", module, self.said.get("r", 8)))
 
     def alpha_of(self, module: str) -> float:
@@ -124,7 +124,7 @@ class PeftConfig:
     def modules(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
         """Return the modules that have both lora_A and lora_B.
 
-        ranks: (name, first dimension) of every tensor in the folder. Raises ValueError for a tensor that belongs to no
+        ranks: (name, first dimension) of every tensor in the folder. Raises ValueError for a tensor of no
         adapter, a module with only one of the two, or a module whose adapter contradicts this config.
         """
         parts: dict[str, dict[str, int]] = {}
@@ -152,7 +152,7 @@ class PeftConfig:
 
 
 def read_peft_config(folder: str | Path) -> PeftConfig:
-    """Read and check a folder's adapter_config.json. The ValueError names file, key, value, rule and remedy."""
+    """Read and check a folder's adapter_config.json. Raises ValueError with file, key, value, rule and remedy."""
     path = Path(folder) / FILE
     said = read_object(path)
 
@@ -184,7 +184,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _is_named(names: str | list[str], module: str) -> bool:
-    """Return True if PEFT's `names` match the module: a string is a regex for whole names, a list has name endings."""
+    """Return True if `names` match the module. As in PEFT, a string is a regex for whole names, a list has endings."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

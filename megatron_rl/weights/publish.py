@@ -7,13 +7,13 @@ been verified. A server that fails a transfer or a checksum is dropped; the othe
     rank 0                   | pause | send 0   | send 1   | send 2 | compare checksums | resume
     servers         generate | stop  | load 0   | load 1   | load 2 | take checksums    | generate, version N
 
-A server that is unreachable, late, or holds other bits is dropped at the end of that column of the diagram. It is never
-resumed with unknown weights.
+A server that is unreachable or late, or that holds other bits, is dropped at the end of the column in which this
+happens. So no server is ever resumed with unknown weights.
 
 This file has two transports. `GroupPublisher` broadcasts buckets over a process group (NCCL or gloo) and gathers the
-next bucket while one is on the wire. Its extra memory is two buckets and two tensors; on a GPU also a bucket of small
-tensors, until their checksums are taken. `DiskPublisher` writes a HF folder to a disk that the servers share. There are
-two more: ipc.py uses shared memory, and delta.py sends only the changes.
+next bucket while one is on the wire. Its extra memory is two buckets and two tensors. On a GPU it also keeps a bucket
+of small tensors until their checksums are taken. `DiskPublisher` writes a HF folder to a disk that the servers share.
+There are two more transports: ipc.py uses shared memory, and delta.py sends only the changes.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ FLAT_BELOW_BYTES = 256 * 1024
 first copied into one flat tensor. On a CPU each broadcast has 0.1 ms of latency; a flat tensor instead costs one more
 copy at each end."""
 AFTERMATH_S = 5.0
-"""Time for servers to notice a broken group."""
+"""Time given to servers to notice that a group is broken."""
 SUMMED_BYTES = 1 << 26
-"""Bytes of tensors kept on a GPU so that one kernel launch takes their checksums. Only for transports that do not keep
-the tensors anyway."""
+"""Bytes of tensors kept on a GPU so that one kernel launch takes their checksums. Used only by transports that do not
+keep the tensors anyway."""
 NAMED_TENSORS = 3
 """Maximum number of mismatching tensors named in an error message."""
 
@@ -108,8 +108,8 @@ class WeightPublisher(abc.ABC):
     def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
         """Send these weights, listed in `specs`, to the servers. Collective: every rank exhausts the stream.
 
-        Servers are paused during the update and always resumed. Raises NoServerLeft if no server holds the version
-        afterwards.
+        Servers are paused during the update. Those that are not dropped are always resumed. Raises NoServerLeft if no
+        server holds the version afterwards.
         """
         if self.receiver is None:
             for _ in tensors:  # the stream is a collective
@@ -146,7 +146,7 @@ class WeightPublisher(abc.ABC):
         return [form for form in forms.values() if form is not None]
 
     def _lose(self, reasons: dict[str, str]) -> None:
-        """Drop these servers. Raises NoServerLeft if no server remains."""
+        """Drop the servers that have a reason in `reasons`. Raises NoServerLeft if no server remains."""
         for server, reason in reasons.items():
             logger.error("weight publication %d: %s is dropped: %s", self.last.version, server, reason)
             self.receiver.drop(server, reason)
@@ -198,7 +198,7 @@ class WeightPublisher(abc.ABC):
         complete: Callable[[Sent], object],
         checksums: ExpectedChecksums,
     ) -> None:
-        """Pause the servers, send all shipments and compare checksums. Prepare each shipment while one is sent."""
+        """Pause the servers, send all shipments, compare checksums. Prepares a shipment while another is sent."""
         shipments = self._noting_gathers(shipments)
         shipment, version = next(shipments), self.last.version  # prepared while the servers still generate
         self._pause()
@@ -261,7 +261,7 @@ class GroupPublisher(WeightPublisher):
 
     Without `stages`, rank 0 is the only sender. With `stages`, the head of each pipeline stage is a sender, and every
     rank publishes `HFExport.stream_of_stage`. A round is one bucket from each sender. Servers that can receive several
-    buckets at once get the round in parallel, from different hosts; other servers get the buckets one by one.
+    buckets at once get those of a round in parallel, from different hosts. Other servers get them one by one.
 
         heads of stages    0: bucket 0 | bucket 1 | ...        rank 0 tells them `send`, and `settle` once every server
                            1: bucket 0 | bucket 1 |            has answered; on a failure `leave`, `join` and `send`
@@ -326,7 +326,7 @@ class GroupPublisher(WeightPublisher):
     # -- orders of rank 0 to the other senders
 
     def _tell(self, order: str, *details: Any) -> list[Any]:
-        """Send an order to the other senders, on rank 0. Return their answers if the order is in ANSWERED."""
+        """On rank 0, send an order to the other senders. Return their answers if the order is in ANSWERED."""
         if self.stages is None:
             return []
         group = self.stages.heads.group
@@ -337,7 +337,7 @@ class GroupPublisher(WeightPublisher):
         return answers[1:]
 
     def _follow(self, tensors: Tensors) -> None:
-        """Execute rank 0's orders on another sender until `end`, then exhaust the stream."""
+        """On a sender other than rank 0, execute rank 0's orders until `end`, then exhaust the stream."""
         heads, sender = self.stages.heads, self.sender
         number, filled = -1, iter(())
         checksums = ExpectedChecksums([])
@@ -391,7 +391,7 @@ class GroupPublisher(WeightPublisher):
     def _is_hopeless(self) -> bool:
         """Return True if rank 0 has abandoned the groups.
 
-        A sender blocked on a server receives no orders, so it polls the default store instead.
+        A sender that waits for a server receives no orders, so it polls torch's default store instead.
         """
         return bool(c10d._get_default_store().check([self._names[0]]))
 
@@ -543,9 +543,9 @@ def fill_buckets(
 ) -> Iterator[tuple[list[TensorSpec], Iterable[Tensor]]]:
     """Yield each bucket with the tensors to send: its own, or all their bytes as one flat tensor, `[n]` uint8.
 
-    A bucket that is not flat reads its first tensor from the stream at once and the others lazily. Consume them all
-    before the next bucket. Flat buckets alternate between two buffers, so one is filled while the other is sent. Raises
-    ValueError if a tensor is not the planned one.
+    For a bucket that is not flat, the first tensor is read from the stream at once and the others lazily. The caller
+    must consume all of them before it asks for the next bucket. Flat buckets alternate between two buffers, so one is
+    filled while the other is sent. Raises ValueError if a tensor is not the planned one.
     """
     size = max((sum(spec.nbytes for spec in bucket) for bucket in buckets if is_flat(bucket)), default=0)
     stream = iter(tensors)
@@ -587,9 +587,9 @@ def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
 
 
 class DiskPublisher(WeightPublisher):
-    """Writes a HF folder and has the servers load it. They are paused only while they load.
+    """Writes a HF folder and has the servers load it. Servers are paused only while they load.
 
-    folder: must be readable by the servers. It keeps the last version.
+    folder: where to write. Servers must be able to read it. It keeps the last version.
     """
 
     def __init__(
@@ -626,8 +626,8 @@ class DiskPublisher(WeightPublisher):
 class AdapterPublisher(DiskPublisher):
     """Writes only the adapters, in PEFT's format. Servers keep the base weights and apply the adapters on top.
 
-    The folder also has checksums, against which a server verifies the adapters it read. SGLang does so if the run
-    started it.
+    The folder also has checksums, with which a server verifies the adapters that it has read. An SGLang server does so
+    only if the run started it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Map model folders to their Hugging Face Hub names, for messages and docs. A folder's name lacks the owner."""
+"""Map model folders to their Hugging Face Hub names, which add the owner, for messages and docs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PUBLISHED = {
 """Folder name in models/ -> name on the Hub, for the models that configs use."""
 SMOLLM2 = "smollm2-135m-instruct"
 OUR_FOLDERS = ("checkpoints", "configs", "data", "models", "runs")
-"""Top-level folders of a run. They are never Hub owners, even if they do not exist yet."""
+"""Folders that runs use. A path below one is never taken for a Hub name, even if the folder does not exist yet."""
 
 
 def hub_name(path: str) -> str:

@@ -25,13 +25,13 @@ from megatron_rl.weights.tensor_rules import Rule, WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
 EXPERTS_BYTES = 1 << 29
-"""Bytes of experts that a rank sends at a time. The receiver needs the same amount of extra memory."""
+"""Maximum bytes of experts that a rank sends at a time. The receiver needs the same amount of extra memory."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 Entry = tuple[Tensor, Rule]
 
 
 def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
-    """Yield each parameter of a model chunk except adapters, and each router's bias, with its rule."""
+    """Yield (tensor, rule) for each parameter of a model chunk except adapters, and for each router's bias."""
     # A router's bias is updated from token counts, not gradients, so it is a buffer in Megatron. HF files contain it.
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
     own = ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
@@ -40,7 +40,7 @@ def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
 
 
 def adapter_rules_of(model: nn.Module, arch: Architecture, lora: LoraConfig) -> Iterator[Entry]:
-    """Yield each adapter parameter of a model chunk with its rule."""
+    """Yield (tensor, rule) for each adapter parameter of a model chunk."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             matrix, part = matrix_of(name)
@@ -48,7 +48,7 @@ def adapter_rules_of(model: nn.Module, arch: Architecture, lora: LoraConfig) -> 
 
 
 def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
-    """Return a parameter's name within its layer and the layer's global number (from 0). Outside layers: name, None."""
+    """Return (name within the layer, the layer's global number from 0), or (name, None) for parameters of no layer."""
     if match := _LAYER.fullmatch(name):
         # The name counts layers within this chunk; `layer_number` counts over the whole model, from 1.
         return match[2], model.decoder.layers[int(match[1])].layer_number - 1
@@ -56,7 +56,7 @@ def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
 
 
 def _all_rules(chunks: list[Any], arch: Architecture, lora: LoraConfig | None) -> Iterator[Entry]:
-    """Yield the entries of all chunks: the model's, or with `lora` the adapters'."""
+    """Yield the entries of all chunks: those of the model's parameters, or with `lora` those of the adapters."""
     return itertools.chain.from_iterable(
         rules_of(chunk, arch) if lora is None else adapter_rules_of(chunk, arch, lora) for chunk in chunks
     )
@@ -174,7 +174,7 @@ class HFExport:
 
     @torch.no_grad()
     def stream_in_step(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the same as `stream`, but ranks other than 0 yield None for each tensor once their part of it is done.
+        """Yield the same as `stream`. Ranks other than 0 yield None for each tensor, after doing their part of it.
 
         So all ranks are at the same place in the stream and can run other collectives between two tensors.
         """
@@ -210,7 +210,7 @@ class HFExport:
             yield from tensors
 
     def _experts_of_all_ranks(self, batch: list[Entry]) -> Iterator[Tensor | None]:
-        """Yield this batch of experts from every expert rank in turn, on the first expert rank; elsewhere yield None.
+        """On the first expert rank, yield this batch of every expert rank in turn. On others, yield None each time.
 
         A rank's batch is sent as one message, because a single expert is too small to fill a link.
         """
@@ -248,12 +248,15 @@ def _first_expert(expert_rank: int, arch: Architecture, groups: ParallelGroups) 
 
 
 def _is_stage_head(groups: ParallelGroups) -> bool:
-    """Return True on a pipeline stage's head. Rank 0 of these two axes is rank 0 of all other axes in the stage."""
+    """Return True on a pipeline stage's head.
+
+    A rank that is rank 0 of the tensor and the data-context axis is also rank 0 of all other axes in the stage.
+    """
     return groups.tensor.rank == 0 and groups.data_context.rank == 0
 
 
 def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
-    """Divide the plan into batches gathered at once: a layer's experts of one kind together, the rest one by one.
+    """Divide the plan into batches to gather at once: a layer's experts of one kind together, the rest one by one.
 
     Experts stacked in one HF tensor form one batch. Otherwise a batch has at most EXPERTS_BYTES.
     """

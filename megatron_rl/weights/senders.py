@@ -32,7 +32,7 @@ class StageHeads:
     """HF tensors of each stage, in stream order."""
     own_stage: int
     address_towards: Callable[[str], str]
-    """Returns the address at which the given host reaches this rank's host."""
+    """Function that returns the address at which the given host reaches this rank's host."""
 
     @property
     def own_specs(self) -> list[TensorSpec]:
@@ -40,7 +40,7 @@ class StageHeads:
 
 
 class Sender:
-    """The sending end of a process group: its rank 0. The servers are its other ranks."""
+    """Rank 0 of a process group. It sends weights to the other ranks, which are the servers."""
 
     def __init__(self, backend: str, timeout_s: float) -> None:
         self.backend, self.timeout_s = backend, timeout_s
@@ -68,9 +68,10 @@ class Sender:
         self._is_whole = is_sent
 
     def _send(self, piece: Tensor, is_hopeless: Callable[[], bool]) -> bool:
-        """Start a broadcast. Return False if the group is broken or the broadcast is hopeless.
+        """Start a broadcast. Return False if the group is broken, or once `is_hopeless()` returns True.
 
-        NCCL connects in a group's first broadcast, which blocks until all servers take part. So it runs in a thread.
+        NCCL connects in a group's first broadcast, which blocks until all servers take part. So that one runs in a
+        thread.
         """
         sending: Future[dist.Work] = Future()
         group = self.group

@@ -39,18 +39,18 @@ MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of an expert, as a piece of the rank's tensor that holds all its experts."""
+    """One rank's part of an expert's matrix, and its place in the tensor that holds all experts of the rank."""
 
     name: str
     """SGLang's name of that tensor on the rank."""
     number: int
     count: int
-    """Number of pieces in that tensor. They have equal size and are stacked by rows; `number` is this one's place."""
+    """Number of pieces in that tensor. Pieces have equal size and are stacked by rows, this one at place `number`."""
     part: Tensor
 
 
 class SGLangChecksums:
-    """The checksums that servers of one form must report once they hold the added tensors, added in any order."""
+    """The checksums that servers of one form must report once they hold all tensors that `add` got, in any order."""
 
     def __init__(self, form: ChecksumForm) -> None:
         self.form = form
@@ -63,7 +63,7 @@ class SGLangChecksums:
         """For each launch of `tile_hashes`: tensor names, and the sum of each tensor or slice."""
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hash all tensors and slices that are now complete. Does not synchronise with a GPU: `of` reads the hashes."""
+        """Hash all tensors and slices that are now complete. Does not synchronise with a GPU; `of` does."""
         kept: list[tuple[str, list[Tensor]]] = []
         slices: list[tuple[int, int]] = []
         for name, tensor in tensors:
@@ -128,7 +128,7 @@ class SGLangChecksums:
         yield name, {last: tensor}
 
     def _kept_by_ranks(self, name: str, parts: dict[str, Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the tensors that each rank stacks by rows, or nothing if SGLang's storage is unknown."""
+        """Yield for each rank the tensors that it stacks by rows, or nothing if SGLang's storage is unknown."""
         ranks, kv_heads = self.form.ranks, self.form.kv_heads
         (last, first), is_weight = next(iter(parts.items())), name.endswith(".weight")
         if last in EMBEDDINGS and is_weight:  # padded even with a single rank
@@ -148,7 +148,7 @@ class SGLangChecksums:
             yield from ([first] for _ in range(ranks))
 
     def of(self) -> dict[str, str]:
-        """Return tensor -> checksum, with the servers' names."""
+        """Return tensor name -> checksum, both as servers of this form report them."""
         totals: Counter[str] = Counter()
         for names, sums in self._sums:
             for name, total in zip(names, sums.tolist(), strict=True):

@@ -1,13 +1,13 @@
 """Weight loaders that an unmodified SGLang server calls in its own processes, and the messages sent to them.
 
-They use SGLang's own hook. A server started with `--custom-weight-loader FUNCTION` calls that function for
-`/update_weights_from_tensor` requests with its name as load_format.
+The loaders use SGLang's own hook. A server started with `--custom-weight-loader FUNCTION` calls that function for
+`/update_weights_from_tensor` requests whose load_format is the function's name.
 
 `load_changes` applies changes to the weights that the server holds. SGLang fuses tensors and shards them over ranks, so
-the model's own `load_weights` decides where numbers go. It is given tensors of changes instead of weights. Each copy
-into a weight is intercepted: differences are added, and new values are written only where a number changed.
+the model's own `load_weights` decides where numbers go. That method gets tensors of changes instead of weights. Each
+copy into a weight is intercepted: differences are added, and new values are written only where a number changed.
 
-`load_round` receives buckets from several senders at the same time; SGLang itself receives one after the other.
+`load_round` receives buckets from several senders at the same time; SGLang's own loader takes one after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_rl.weights.delta_code import INTEGERS, Run, decode, unpack
 from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 UNCHANGED = -1
-"""Bits of an unchanged number in a tensor of new values: a NaN that no computation produces."""
+"""Bits that mark an unchanged number in a tensor of new values: a NaN that no computation produces."""
 
 
 def pickled_parts(body: bytes, ranks: int) -> list[str]:
@@ -105,7 +105,7 @@ def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 class _Merging(TorchFunctionMode):
-    """Replaces `Tensor.copy_`: applies the source's bits to the target as changes instead of overwriting it."""
+    """Mode in which `Tensor.copy_` applies the source's bits to the target as changes instead of overwriting it."""
 
     def __init__(self, is_added: bool) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 The trainer creates a bucket, fills it and keeps it until every server has read it. A server maps the same memory by the
 bucket's handle. The handle is plain JSON, so the embedded server never unpickles data from the network. SGLang needs a
-pickle instead, from which it rebuilds the tensor (format read in SGLang 0.5.19 and 0.5.21).
+pickle instead, from which it rebuilds the tensor (in the format of SGLang 0.5.19 and 0.5.21).
 """
 
 from __future__ import annotations

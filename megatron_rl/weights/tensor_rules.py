@@ -32,7 +32,7 @@ def _joined(shards: list[Tensor], dim: int = 0) -> Tensor:
 
 
 class Replicated:
-    """Every tensor-parallel rank holds the whole tensor."""
+    """Layout in which every tensor-parallel rank holds the whole tensor."""
 
     split_dim: int | None = None
 
@@ -45,7 +45,7 @@ class Replicated:
 
 
 class VocabRows:
-    """Vocabulary rows, split in rank order and padded with zeros to a multiple of the tensor-parallel size."""
+    """Layout of vocabulary rows, padded with zeros to a multiple of the tensor-parallel size, split in rank order."""
 
     split_dim: int | None = 0
 
@@ -62,7 +62,7 @@ class VocabRows:
 
 
 class Rows:
-    """Split along the output dimension: column-parallel linear layers."""
+    """Layout of column-parallel linear layers: split along the output dimension."""
 
     split_dim: int | None = 0
 
@@ -74,7 +74,7 @@ class Rows:
 
 
 class Columns:
-    """Split along the input dimension: row-parallel linear layers."""
+    """Layout of row-parallel linear layers: split along the input dimension."""
 
     split_dim: int | None = 1
 
@@ -118,7 +118,7 @@ class OneGateUp(GateUp):
 
 
 class InterleavedGateUp(GateUp):
-    """`GateUp` for files that interleave gate and up outputs in one tensor, a matrix being `[inputs, outputs]`."""
+    """`GateUp` for files that interleave gate and up outputs in one tensor. Their matrices are `[inputs, outputs]`."""
 
     def load(self, source, names, shape, rank, size, arch):
         both = source.read(names[0], len(shape) - 1, rank * shape[0], (rank + 1) * shape[0]).movedim(-1, 0)
@@ -139,7 +139,7 @@ class TransposedColumns(Columns):
 
 
 class FusedQKV:
-    """QKV projection with rows grouped by KV head: query heads, key, value. Ranks hold equal runs of these rows."""
+    """QKV projection whose rows are grouped by KV head: its query heads, key, value. Ranks hold equal runs of rows."""
 
     split_dim: int | None = 0
 
@@ -179,9 +179,10 @@ class OneQKV(FusedQKV):
 
 
 class Part(NamedTuple):
-    """The rows of one HF tensor that belong to a group of heads: `rows` rows from `start + group * stride` on.
+    """Rows of one HF tensor that belong to a group of heads.
 
-    tensor: index of the HF tensor in the rule.
+    For the group of number `group`, these are `rows` rows from row `start + group * stride` on. tensor: index of the HF
+    tensor in the rule.
     """
 
     tensor: int
@@ -191,7 +192,7 @@ class Part(NamedTuple):
 
 
 class HeadGroups:
-    """Rows grouped by groups of heads, each with its parts in the order of `parts`. Ranks hold equally many groups.
+    """Layout whose rows are ordered by groups of heads, and in a group as in `parts`. Ranks hold equally many groups.
 
     parts: function from an architecture to the number of groups and the parts of a group. Over all groups, the parts
     cover all rows of the HF tensors.
@@ -227,7 +228,7 @@ class HeadGroups:
 
 @dataclass(frozen=True)
 class ExpertOfStack:
-    """Source for one expert, read from tensors whose first dimension is the layer's experts."""
+    """Source for one expert, read from tensors whose first dimension counts the layer's experts."""
 
     stack: WeightSource
     number: int
@@ -248,7 +249,7 @@ class Rule:
     only if `sizes` defines all of its words.
 
     In an expert's rule `{}` stands for the expert's number: local to this rank in the Megatron name, global in the HF
-    names. HF names lack it if one tensor stacks all experts of a layer.
+    names. HF names have no `{}` if one tensor stacks all experts of a layer.
     """
 
     megatron: str
@@ -269,7 +270,7 @@ class Rule:
     def load(
         self, source: WeightSource, shape: Shape, rank: int, size: int, arch: Architecture, first_expert: int = 0
     ) -> Tensor:
-        """Read the shard of rank `rank` of `size`, which has this shape."""
+        """Read the shard of rank `rank` out of `size` ranks. shape: that of the shard."""
         if self.is_stacked:
             assert self.expert is not None
             source = ExpertOfStack(source, first_expert + self.expert)
