@@ -1,4 +1,4 @@
-"""Process groups and this rank's place in the layout, built once from Megatron's groups and passed as arguments."""
+"""Process groups of the parallel layout and this rank's place in each, built from Megatron's groups."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Process groups of one parallel layout of all ranks.
+    """Process groups of one parallel layout, which covers all ranks.
 
-    Several layouts may exist, for example one for the policy and one for the critic. `activate` selects the one that
+    Several layouts may exist, for example one for the policy and one for the critic. `activate` selects which of them
     megatron.core uses.
 
     For example:
@@ -56,11 +56,11 @@ class ParallelGroups:
     expert_data: Axis
     """Replicas of an expert: the ranks over which its gradients are summed."""
     control: dist.ProcessGroup
-    """All ranks over gloo, for small Python objects."""
+    """Gloo group of all ranks, for small Python objects."""
     rank: int
     world_size: int
     upstream_state: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Globals of megatron.core's parallel_state for this layout."""
+    """Values of the globals in megatron.core's parallel_state for this layout."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -83,7 +83,7 @@ class ParallelGroups:
     def replicas(self) -> tuple[list[int], ...]:
         """Global ranks of each data-parallel replica, in the order of data ranks.
 
-        Each list starts with the replica's first rank. In the policy's layout that is its rollout rank.
+        Each list starts with the replica's first rank. In the policy's layout, that rank is the rollout rank.
         """
         tensor, stages = self.tensor.size * self.context.size, range(self.pipeline.size)
         stage = self.world_size // self.pipeline.size  # megatron.core's rank order: tensor, context, data, pipeline
@@ -95,7 +95,7 @@ class ParallelGroups:
     def on_main(self, act: Callable[[], object]) -> str:
         """Run `act` on the main rank while the others wait. Collective: every rank calls it.
 
-        Returns on all ranks the text of the OSError that `act` raised, or '' if it raised none.
+        Returns the text of the OSError that `act` raised, or '' if it raised none, on all ranks.
         """
         fault = [""]
         if self.is_main:
@@ -119,7 +119,7 @@ class ParallelGroups:
         return int(numbers[0])
 
     def activate(self) -> None:
-        """Make this the layout that megatron.core uses, which keeps its groups in globals. No communication."""
+        """Make megatron.core use this layout by setting its globals. Needs no communication."""
         from megatron.core import parallel_state
 
         vars(parallel_state).update(self.upstream_state)  # modules built or run after this read these globals
@@ -132,8 +132,8 @@ def start(
 
     Without torchrun's environment variables, this process forms a world of size 1. A second call adds another layout
     over the same ranks. Raises ValueError if the layout does not divide the world size.
-    timeout_s: timeout of each collective in every group, over NCCL and gloo alike.
-    control: the first layout's control group, for a second layout to share.
+    timeout_s: timeout of each collective in every group, both NCCL and gloo.
+    control: the first layout's control group, which a second layout shares.
     """
     platform.prepare()
     from megatron.core import parallel_state
@@ -189,8 +189,8 @@ def start(
 def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | None:
     """Return the axis of the first rank of each node, or None on the other ranks. Collective: every rank calls it.
 
-    Its group takes tensors on the device; objects go through host memory. Raises ValueError if nodes have different
-    numbers of ranks.
+    The axis's group supports device tensors, and sends objects through host memory. Raises ValueError if nodes have
+    different numbers of ranks.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
     if groups.any(here != groups.least(here)):
@@ -206,7 +206,7 @@ def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | 
 def stage_heads(groups: ParallelGroups) -> Axis | None:
     """Return the axis of each pipeline stage's first rank, or None on other ranks. Collective: every rank calls it.
 
-    Its group uses gloo.
+    The axis's group uses gloo.
     """
     # the main rank's pipeline group: the stage heads
     ranks: list[Any] = [dist.get_process_group_ranks(groups.pipeline.group)]
@@ -216,14 +216,14 @@ def stage_heads(groups: ParallelGroups) -> Axis | None:
 
 
 Cut = tuple[tuple[range, ...], ...]
-"""Layer numbers, over the whole model, of each model chunk of each pipeline stage."""
+"""Global numbers of the layers in each model chunk: `cut[stage][chunk]`."""
 
 
 @functools.cache
 def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
     """Return how megatron.core splits a model of `layers` layers into a pipeline. Needs no process group.
 
-    Raises ValueError, with Megatron's reason, if Megatron rejects the split, and also if a layer would be missing.
+    Raises ValueError with Megatron's reason if Megatron rejects the split, or if no stage would have some layer.
     fields: JSON of the TransformerConfig fields that determine the split.
     """
     platform.prepare()
@@ -265,24 +265,24 @@ def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
 
 LOOPBACK = ("127.0.0.1", "localhost")
 MESH_RANKS = 128
-"""Above this number of ranks, gloo connects pairs on first use instead of building a full mesh at the start."""
+"""With more ranks than this, gloo connects a pair of ranks on first use instead of all pairs at the start."""
 GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
-"""Environment variable that makes torch's gloo connect pairs on first use. torch has no other switch for this."""
+"""Environment variable that makes gloo connect a pair of ranks on first use. torch has no other switch for this."""
 
 
 def own_listener(host: str, port: int = 0) -> int | None:
-    """Return a listening socket's descriptor for a torch store that serves only processes of this host.
+    """Return the descriptor of a listening socket for a torch store that serves only processes on this host.
 
-    By default a store listens on every address of its host. Returns None if `host` is not a loopback address: ranks on
-    other hosts may then connect through any address.
+    By default, a store listens on every address of its host. Returns None if `host` is not a loopback address, because
+    ranks on other hosts may then connect through any address.
     """
     return socket.create_server((host, port)).detach() if host in LOOPBACK else None
 
 
 def _place_in_world(timeout: timedelta) -> dict[str, Any]:
-    """Return init_process_group's arguments for a run on this host only; otherwise {}.
+    """Return arguments of init_process_group for a run on this host alone, or {} for other runs.
 
-    They contain a store that opens no port to other hosts, unlike torch's default store.
+    The arguments contain a store that opens no port to other hosts, unlike torch's default store.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))

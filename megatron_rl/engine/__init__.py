@@ -1,4 +1,4 @@
-"""Training engines on Megatron-Core. Importing this package prepares megatron.core for this machine first."""
+"""Training engines on Megatron-Core. Importing this package first prepares megatron.core for this machine."""
 
 from megatron_rl import platform
 

@@ -1,8 +1,8 @@
 """LoRA adapters on Megatron's linear layers: y = W x + scale lora_B (lora_A x), with W frozen.
 
-Each tensor rank computes its part of W's own split: lora_A is split if W's columns are, lora_B if W's rows are. Ranks
-exchange `rank` numbers per token instead of a whole row. tests/megatron/test_adapters.py compares each layout with one
-process.
+Adapters are split over tensor ranks as W is: lora_A if W is split by columns, lora_B if W is split by rows. Ranks
+exchange only lora_A x, which has `rank` numbers per token and projection. tests/megatron/test_adapters.py compares each
+layout with one process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule
 
 
 class Adapter(nn.Module):
-    """The adapter of one matrix on this rank. Called with the matrix's input and output, it returns the adapted output.
+    """This rank's part of one matrix's adapter. Maps the matrix's input and output to the adapted output.
 
-    lora_A: `[projections x rank, columns here]`; lora_B: `[rows here, rank]`.
+    A fused matrix has several projections, each with its own part of lora_A.
+    lora_A: `[projections x rank, this rank's columns]`; lora_B: `[this rank's rows, rank]`.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class Adapter(nn.Module):
                 part.sequence_parallel = True  # each rank has the gradient of its rows, which Megatron sums
 
     def wide_b(self) -> Tensor:
-        """Return lora_B widened to `[rows, projections x rank]`.
+        """Return lora_B as `[rows, projections x rank]`, with zeros in each row outside its own projection's columns.
 
-        Each row is zero outside its own projection's columns.
+        Each row of the product with lora_A x then uses only its own projection's part.
         """
         if self.chosen is None:
             return self.lora_B
@@ -114,7 +115,7 @@ class Adapter(nn.Module):
         return self._add(inner, self.wide_b(), output)
 
     def _add(self, inner: Tensor, up: Tensor, output: Tensor) -> Tensor:
-        """Return the output plus the adapter's product, without forming the product as a separate tensor."""
+        """Return `output + scale * inner @ up.T` from one call that forms no separate tensor for the product."""
         rows = output.view(-1, output.shape[-1])
         return torch.addmm(rows, inner.flatten(0, -2), up.t(), alpha=self.scale).view(output.shape)
 
@@ -139,7 +140,10 @@ class Adapter(nn.Module):
 
 
 class _Numbered:
-    """A weight source whose tensors contain the number of their projection, or -1 if it has no adapter."""
+    """A weight source that shows which row of a fused matrix belongs to which projection.
+
+    Each projection's tensor is filled with the projection's index in `names`, or -1 if `names` lacks it.
+    """
 
     def __init__(self, names: list[str]) -> None:
         self.numbers = {name: number for number, name in enumerate(names)}
@@ -149,7 +153,7 @@ class _Numbered:
 
 
 class Adapters:
-    """All adapters of this rank. Creating it freezes the model chunks; the adapters' values are loaded afterwards."""
+    """All adapters of this rank. The constructor freezes the model's weights; the adapters' values are loaded later."""
 
     def __init__(self, chunks: list[Any], arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
         self._of: dict[Tensor, Adapter] = {}
@@ -188,7 +192,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Compute without adapters inside this context."""
+        """Disable all adapters inside this context."""
         for adapter in self._of.values():
             adapter.is_on = False
         try:
@@ -214,7 +218,7 @@ class Adapters:
         self.sum_of_base = int(total)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's shard of the weight with its adapter merged, for servers without adapters."""
+        """Return this rank's shard of the weight with its adapter merged, for servers that cannot apply adapters."""
         adapter = self._of.get(weight)
         return weight.detach() if adapter is None else adapter.merged(weight)
 

@@ -1,8 +1,8 @@
 """Causal attention over packed rows for Megatron's core-attention slot.
 
-On CUDA, torch's or Transformer Engine's variable-length kernel computes it, or FlexAttention (forks.py). Otherwise,
-pieces of equal shape share one SDPA call, so a batch needs as many calls as it has different shapes. There is no
-padding. A query attends only to its own segment and that segment's ancestors.
+On CUDA in 16-bit dtypes, it uses torch's or Transformer Engine's variable-length kernel, or FlexAttention (forks.py).
+Otherwise, it makes one SDPA call for each shape of pieces (packed_rows.py). There is no padding. A query attends only
+to its own segment and that segment's ancestors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class PackedAttention(nn.Module):
     """Grouped-query causal attention. query `[R, heads, D]`, key and value `[R, kv_heads, D]` -> `[R, heads * D]`.
 
     It applies the rotary embedding itself, because rows need not be in the order of their positions. `rope` is set
-    after building; None means that the model has already rotated. Under context parallelism, keys and values are
-    gathered.
+    after building; None means that queries and keys arrive already rotated. Under context parallelism, keys and values
+    are gathered.
     """
 
     rope: Rope | None = None
     expand: Callable[[Tensor, PackedRows], tuple[Tensor, Tensor]] | None = None
-    """Function that forms keys and values from the compressed keys of latent attention."""
+    """Function that forms keys and values from the compressed keys of latent attention; None for other attention."""
     window: int | None = None
-    """Maximum number of keys that a query attends to, itself included. None: all."""
+    """Maximum number of keys that a query attends to, its own included. None: no limit."""
     uses_transformer_engine = False
-    """True if Transformer Engine selects the kernel, cuDNN's or FlashAttention's."""
+    """True to use Transformer Engine's attention, which chooses between cuDNN's and FlashAttention's kernels."""
 
     def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PackedAttention(nn.Module):
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """Numbers of keys before and after its own that a query attends to. -1: all."""
+        """How many keys before and how many after its own a query may attend to. -1: no limit."""
         return -1 if self.window is None else self.window - 1, 0
 
     def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
@@ -152,7 +152,7 @@ class PackedAttention(nn.Module):
 
 @functools.cache
 def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_width: int, scale: float) -> nn.Module:
-    """Return Transformer Engine's attention over packed rows. It has no parameters, so layers share it."""
+    """Return Transformer Engine's attention over packed rows. Layers share it, because it has no parameters."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -168,5 +168,5 @@ def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_wi
 
 @functools.cache
 def takes_grouped_queries(attend: Callable) -> bool:
-    """Return True if `attend` supports fewer key heads than query heads, as torch's does from 2.12 on."""
+    """Return True if `attend` supports fewer key heads than query heads. torch's function does from torch 2.12 on."""
     return "enable_gqa" in inspect.signature(attend).parameters

@@ -1,8 +1,8 @@
 """Attention with sinks (GPT-OSS): each head has a learned logit in the softmax whose probability mass is discarded.
 
-The softmax's sum gets exp(sink) in addition to each key's exp(score). The variable-length kernel does not support this.
-Its result is therefore scaled by the keys' share of the larger sum. Its backward kernel gets the scaled result and the
-larger sum.
+The softmax divides by the sum of exp(score) over all keys plus exp(sink). The variable-length kernel divides by the sum
+without exp(sink). Its result is therefore multiplied by the smaller sum / the larger sum, and its backward kernel gets
+the scaled result and the larger sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.engine.sharded_module import ShardedModule
 
 
 class SinkAttention(ShardedModule, PackedAttention):
-    """PackedAttention with one sink per head. Each tensor rank has the sinks of its heads."""
+    """PackedAttention with one sink per head. Each tensor rank has the sinks of its own heads."""
 
     cut = ("sinks",)
 
@@ -32,7 +32,10 @@ class SinkAttention(ShardedModule, PackedAttention):
         self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Compute dense attention with the sink as one more key: its mask is the sink, its key and value are 0."""
+        """Compute dense attention with the sink as one more key.
+
+        That key and its value are 0, and the sink is added to its score through the mask.
+        """
         pieces, heads, n, _ = query.shape
         m = key.shape[2]
         if is_causal:
@@ -66,9 +69,9 @@ class SinkAttention(ShardedModule, PackedAttention):
 
 
 class WithSinks(torch.autograd.Function):
-    """Add sinks to a kernel's attention. query `[R, heads, D]`, key, value `[K, kv_heads, D]`, sinks `[heads]`.
+    """Attention with sinks from a kernel without them. The kernel is given as two functions, `forward` and `backward`.
 
-    The kernel is given as two functions, `forward` and `backward`.
+    query: `[R, heads, D]`; key, value: `[K, kv_heads, D]`; sinks: `[heads]`.
     forward: (query, key, value) -> result `[R, heads, D]`, log of the softmax's sum `[heads, R]` float32, kernel state.
     backward: (gradient, query, key, value, result, log of the sum, state) -> the gradients of query, key and value.
     """

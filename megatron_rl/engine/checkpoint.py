@@ -47,9 +47,9 @@ from megatron_rl.weights.hf_files import copy_model_files, recover_folder, repla
 HF_FILES = "hf"
 """Folder in a checkpoint that holds config.json and the tokenizer."""
 COMMON = "common.pt"
-"""File of the state that all ranks share, up to megatron.core 0.18."""
+"""File with the state that all ranks share, in checkpoints of megatron.core up to 0.18."""
 RECIPE = "_extra_state"
-"""Name of the quantization recipe's state in the layers of Megatron and of Transformer Engine."""
+"""Name under which layers of Megatron and Transformer Engine save the state of their quantization recipe."""
 WRITER_NICENESS = 10
 """Niceness of background writers, so that training has priority on shared cores."""
 SCHEDULE_KEYS = {
@@ -60,7 +60,7 @@ SCHEDULE_KEYS = {
     "lr_decay_steps": "run.steps, in updates",
     "start_wd": "optimizer.weight_decay",
 }
-"""Megatron's names of the schedule's parameters, and the matching config keys."""
+"""Maps Megatron's names of the schedule's parameters to our config keys."""
 
 
 class _TrainedModel(Protocol):
@@ -76,7 +76,10 @@ class _TrainedModel(Protocol):
 
 
 class CheckpointWriter:
-    """Writer of one layout's checkpoints, one at a time, in forked processes. Every rank calls every method."""
+    """Writes checkpoints of the models in one layout, one at a time, in forked processes.
+
+    Every rank calls every method.
+    """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
@@ -95,10 +98,11 @@ class CheckpointWriter:
         training: list[Tensor],
         in_background: bool,
     ) -> None:
-        """Start writing a snapshot of `state`, which may change afterwards. Waits for an earlier checkpoint first.
+        """Start writing a snapshot of `state`, which may change as soon as this returns.
 
-        training: tensors that training changes, so the writers get copies of them.
-        in_background: True if training continues meanwhile, which lowers the writers' priority.
+        First waits until an earlier checkpoint is complete.
+        training: tensors that training changes during the save. The writers get copies of them.
+        in_background: True if training continues during the save. The writers then run at low priority.
         """
         self.finish(wait=True)
         self.path = Path(path)
@@ -149,8 +153,8 @@ class CheckpointWriter:
     def finish(self, *, wait: bool) -> bool:
         """Publish the pending checkpoint if its writers are done. Returns True if no checkpoint is pending.
 
-        Raises CheckpointError on all ranks if a writer failed. An earlier checkpoint of that name then stays untouched.
-        wait: wait for the writers first.
+        Raises CheckpointError on all ranks if a writer failed. An earlier checkpoint of that name then stays intact.
+        wait: wait until the writers are done.
         """
         if self.path is None:
             return True
@@ -164,7 +168,7 @@ class CheckpointWriter:
         return self.path is None
 
     def drop(self) -> None:
-        """Stop this rank's writer, if one is running. Its checkpoint is never published."""
+        """Stop this rank's writer, if one is running, and discard its checkpoint."""
         for call in self.calls.async_calls:
             call.async_caller.close(abort=True)
         self.calls.async_calls.clear()
@@ -178,7 +182,7 @@ class CheckpointWriter:
         self._on_main(publish)
 
     def _on_main(self, act: Callable[[], None]) -> None:
-        """Run `act` on the main rank. Raises CheckpointError on all ranks if it could not write its files."""
+        """Run `act` on the main rank. Raises CheckpointError on all ranks if `act` could not write its files."""
         fault = self.groups.on_main(act)
         if fault:
             raise self._failure(fault)
@@ -195,7 +199,7 @@ class CheckpointWriter:
 
 
 def _in_words(reason: BaseException) -> str:
-    """Return an error's text, or say that the writer was killed if Megatron's error means that."""
+    """Return an error's text. If it is Megatron's error for a killed writer, say so instead."""
     return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
 
 
@@ -204,8 +208,8 @@ def _write_and_sum(
 ) -> None:
     """Run Megatron's writer, then checksum this rank's files while they are in the page cache.
 
-    Megatron's writer forks a process per file and waits for a result from each, forever if one was killed. A SIGCHLD
-    handler prevents that.
+    Megatron's writer forks one process per file and waits for a result from each. It would wait forever if one of them
+    was killed, so a SIGCHLD handler ends the writer.
     """
     process_exit.die_with(trainer)
     process_exit.let_go_of_sockets()
@@ -225,7 +229,7 @@ def _join_writer(writer: int) -> None:
 
 
 def _fail_with_children(results: Any) -> None:
-    """If a child process failed, report that as the writer's result and exit, which also ends the other children."""
+    """If a child process failed, report this as the writer's result and exit. Other children end with the writer."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if code := os.waitstatus_to_exitcode(ended[1]):
@@ -238,11 +242,11 @@ def _fail_with_children(results: Any) -> None:
 
 
 def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = False) -> dict[str, Any]:
-    """Return the sharded weights by global layer number, so that the number of chunks may differ between save and load.
+    """Return the weights as shards, named by global layer number so that they can be loaded into any number of chunks.
 
     States of quantization recipes are omitted: only some kinds of layers have them, and they are empty without
     quantization.
-    adapters: return only the adapters; all other weights are those of the model's folder.
+    adapters: return only the adapters, because all other weights can be read from the model's folder.
     """
     states = (chunk.sharded_state_dict(metadata=_metadata(groups)) for chunk in chunks)
     return {
@@ -254,10 +258,10 @@ def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = F
 
 
 def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[OptimizerShards]]:
-    """Return the sharded weights and optimizer, the schedule, the version and each rank's random states.
+    """Return the state to save or to load: weights and optimizer as shards, schedule, version, random states.
 
-    Also returns the shards of a distributed optimizer. After loading into them, the caller must call `take_over` on
-    each.
+    Also returns the shards of a distributed optimizer. A caller that loads into the state must then call `take_over` on
+    each of these shards.
     """
     start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
@@ -328,7 +332,7 @@ def _layout(groups: ParallelGroups) -> dict[str, int]:
 
 
 def start_adam(optimizer: Any) -> None:
-    """Create Adam's state, which it otherwise creates in its first step. Existing state is kept."""
+    """Create Adam's state, which would otherwise be created by the first step. Existing state is kept."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         if inner is None:  # this rank has no parameters of this kind
@@ -347,7 +351,7 @@ def start_adam(optimizer: Any) -> None:
 
 
 def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
-    """Create the state of a partly offloaded optimizer by a step that changes nothing and is not counted."""
+    """Create the state of a partly offloaded optimizer: run a step that changes no weight, and reset the step count."""
     if optimizer.state:
         return
     groups = [group | {"params": []} for group in optimizer.param_groups]
@@ -366,7 +370,7 @@ def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
-    """Add the common step count if it is missing: megatron.core 0.16 to 0.19 omits a count of 0."""
+    """Add the step count that all parameters share if it is missing: megatron.core 0.16 to 0.19 omits a count of 0."""
     for number, optimizer in enumerate(optimizers):
         part = state[number] if 0 in state else state
         inner = part.get("optimizer", part)
@@ -376,7 +380,10 @@ def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
 
 
 def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> ShardedObject:
-    """Return each rank's random state to save or load. In another layout, all ranks use the first rank's state."""
+    """Return this rank's random state to save or load.
+
+    If the saved layout differs from this one, all ranks load the first rank's state.
+    """
     is_same = saved_layout == _layout(groups)
     return ShardedObject(
         f"random_state_{groups.rank if is_same else 0}",
@@ -403,9 +410,10 @@ def is_checkpoint(path: str | Path) -> bool:
 def load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool = False) -> None:
     """Restore a checkpoint in the same or another layout. Collective: every rank calls it.
 
-    Raises ValueError if the folder is no checkpoint, if it lacks the optimizer that `with_optimizer` requires, or if
-    its schedule differs. Raises RuntimeError if a file was modified or contains code.
-    is_checked: True if the caller has verified the files.
+    Raises ValueError if the folder is no checkpoint or lacks the optimizer that `with_optimizer` requires. Also raises
+    ValueError if its LoRA options, base weights, dtype or schedule differ from this run's. Raises RuntimeError if a
+    file was modified or contains code.
+    is_checked: True if the caller has already verified the files.
     """
     with refusing_code(path):
         _load(path, engine, with_optimizer=with_optimizer, is_checked=is_checked)
@@ -463,7 +471,7 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
 
 
 def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
-    """Check every file against the manifest, divided over the ranks, and return the unsharded state.
+    """Check every file against the manifest and return the unsharded state. Ranks divide the files among themselves.
 
     Collective: every rank calls it.
     """
@@ -482,7 +490,7 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
 
 
 def _common_state(path: Path) -> dict[str, Any]:
-    """Read the unsharded state safely: versions of megatron.core differ in what they let a pickle do."""
+    """Check and read the unsharded state: megatron.core's own checks of a pickle differ between versions."""
     # newer versions store it with the sharded objects, which are checked as they are read
     if (path / COMMON).is_file():
         check_objects(path / COMMON)
@@ -490,7 +498,7 @@ def _common_state(path: Path) -> dict[str, Any]:
 
 
 def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the saved schedule, after checking that it matches this run's. A constant schedule may become longer."""
+    """Return the saved schedule. Raises ValueError if it differs from this run's, except in a constant one's length."""
     if mine["lr_decay_style"] == saved["lr_decay_style"] == "constant":
         saved = saved | {"lr_decay_steps": mine["lr_decay_steps"]}
     for name, key in SCHEDULE_KEYS.items():

@@ -10,10 +10,10 @@ from megatron_rl.parallel import Axis
 
 
 class Gathering:
-    """All-gather of rows `[R, ...]` over the context axis that overlaps with the work between the start and `rows()`.
+    """All-gather of rows `[R, ...]` over the context axis. Overlaps with the work between construction and `rows()`.
 
-    The backward pass overlaps likewise. The gradients of the gathered rows are reduced to their owners while the
-    gradients of the work in between are computed.
+    The backward pass overlaps too: while it computes the gradients of that work, the gradients of the gathered rows are
+    reduced to the rows' owners.
 
         gathering = Gathering(keys, context)
         queries = project(hidden)
@@ -27,7 +27,7 @@ class Gathering:
         self._gathered: Tensor | None = own if axis.size == 1 else _Start.apply(own, self)
 
     def rows(self) -> Tensor:
-        """Wait for the rows and return them. Call it once."""
+        """Wait for the gathered rows and return them. May be called only once."""
         gathered, self._gathered = self._gathered, None  # its graph refers to this object; avoids a reference cycle
         return gathered if self.axis.size == 1 else _Arrive.apply(gathered, self)
 
@@ -75,7 +75,7 @@ class _SumForAll(torch.autograd.Function):
 
 
 def sum_for_all(part: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks, for a computation that is identical on each rank afterwards.
+    """Sum `part` over the ranks. The computation after it must be identical on all ranks.
 
     The backward pass returns the output's gradient unchanged, because every rank has the complete gradient.
     """

@@ -1,7 +1,7 @@
 """Gated delta nets with the kernels of flash-linear-attention, in 16-bit dtypes on CUDA (`model.delta_kernel=fla`).
 
-The kernels take packed sequences, each with an initial state; every segment of a microbatch is one sequence. One call
-computes the convolution of all segments, because its initial inputs are known beforehand. The delta rule needs one call
+The kernels take packed sequences, each with an initial state. Every segment of a microbatch is one sequence. One call
+computes the convolution of all segments, because the rows before each segment are known. The delta rule needs one call
 per fork depth, because a segment starts from its parent's final state (float32). The package is imported when a layer
 first computes.
 """
@@ -18,16 +18,16 @@ from megatron_rl.ops import TakenRows
 from megatron_rl.types import prefix_sums
 
 CHUNK_ROWS = 64
-"""Rows that a kernel program processes at a time, as fixed by the package."""
+"""Rows per chunk, which is what a kernel processes at a time. The package fixes this number."""
 
 
 class Sequences(NamedTuple):
-    """S consecutive sequences of one call. Computed on the host, so that the kernels need no device sync."""
+    """The S consecutive sequences of one call, described on the host so that the kernels need no device sync."""
 
     bounds: Tensor
     """`[S + 1]` int64 prefix sums of the sequences' row counts."""
     chunks: Tensor
-    """`[chunks, 2]` int64: each chunk's sequence, and its index within that sequence."""
+    """`[chunks, 2]` int64: each chunk's sequence, and the chunk's index within that sequence."""
 
     @classmethod
     def of(cls, rows: Tensor) -> Sequences:
@@ -44,16 +44,19 @@ class Depth(NamedTuple):
     rows: int
     """Total row count of these segments."""
     parents: TakenRows | None
-    """Indices, one depth above, of the segments whose final states are this depth's initial states. None: zero."""
+    """Each segment's parent, as an index into the segments one depth above. None at depth 0.
+
+    A segment's initial state is its parent's final state, or zero without a parent.
+    """
 
 
 class Inputs(NamedTuple):
-    """The K rows before each of S segments, which initialize a convolution over K rows."""
+    """The K rows before each of S segments: the initial inputs of a convolution over K rows."""
 
     taken: TakenRows
     """`[S * K]` row indices."""
     are_there: Tensor
-    """`[S * K, 1]` bool: False before a sequence's first row."""
+    """`[S * K, 1]` bool: False where fewer than K rows precede the segment."""
 
 
 class Calls(NamedTuple):
@@ -67,19 +70,19 @@ class Calls(NamedTuple):
 
     segments: Sequences
     inputs: Inputs | None
-    """None if no segment has a parent."""
+    """None if no segment has a parent, because the initial inputs are then zero."""
     depths: list[Depth]
     by_depth: Tensor | None
-    """`[R]`: the rows in the order of `depths`. None if they already are in that order."""
+    """`[R]`: row indices in the order of `depths`. None if the rows already are in that order."""
     in_order: Tensor | None
-    """`[R]`: the index of each row in that order."""
+    """`[R]`: the index of each row in `by_depth`."""
 
     @classmethod
     def of(cls, segments: Tensor, kernel: int) -> Calls:
         """Plan the calls on the host.
 
-        segments: `[S, 4]` of a MicroBatch.
-        kernel: number of rows in the convolution.
+        segments: `[S, 4]`, as in MicroBatch.
+        kernel: number of rows that the convolution covers.
         """
         first, rows, parent, _ = segments.unbind(1)
         whole = Sequences.of(rows)
@@ -121,7 +124,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
-    """Return SiLU of each channel's weighted sum over its sequence's last K rows.
+    """Return, for each row and channel, SiLU of the weighted sum over the last K rows of the row's sequence.
 
     x: `[R, channels]`.
     weight: `[channels, K]`.
@@ -139,7 +142,7 @@ def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, calls: Calls
 ) -> Tensor:
-    """Return `[R, V heads, D_v]` in the queries' dtype. Arguments are those of engine/delta_rule.py's function."""
+    """Return `[R, V heads, D_v]` in the queries' dtype. Other arguments: see delta_rule.gated_delta_rule."""
     rule, inputs = kernels()[1], [query, key, value, log_decay, beta]
     if calls.by_depth is not None:
         inputs = [x.index_select(0, calls.by_depth) for x in inputs]

@@ -1,4 +1,4 @@
-"""Gated delta nets in place of attention, built from Megatron's linear layers. Heads are split over the tensor axis."""
+"""Gated delta nets in place of attention, built from Megatron's linear layers and split by heads over tensor ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron_rl.weights.decoder import DeltaNet
 
 
 class GatedDeltaNet(ShardedModule, MegatronModule):
-    """A layer's delta net, used in the attention slot. Each tensor rank has some key heads and their value heads.
+    """A delta net in the attention slot of a layer. Each tensor rank has some key heads and their value heads.
 
-    The rows of `linear_in` are, per key head: query, key, the values, their gates, their betas, their decays.
+    The rows of `linear_in` are, per key head: query, key, and all values, gates, betas and decays of its value heads.
     """
 
     cut = ("conv_weight", "decay_rate", "decay_bias")
     uses_kernels = False
-    """True to compute with the kernels of flash-linear-attention."""
+    """True to use the kernels of flash-linear-attention."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim, dtype=dtype))
 
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
-        """Map hidden states `[R / tensor, 1, H]` to the same shape. Returns no bias."""
+        """Map hidden states `[R / tensor, 1, H]` to the same shape. The bias, also returned, is None."""
         projected, _ = self.linear_in(hidden_states)
         # Between the two matrices, a row takes many times the memory of its hidden state: recompute these tensors in
         # the backward pass.
@@ -80,7 +80,7 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         return self.linear_out(mixed)
 
     def _mix(self, projected: Tensor, plan: Chunks | Calls) -> Tensor:
-        """`[R, 1, rows of linear_in]` -> `[R, 1, value heads * D_v]` of this rank."""
+        """Mix the rows of each sequence: `[R, 1, rows of linear_in]` -> `[R, 1, this rank's value heads * D_v]`."""
         sizes = self.sizes
         grouped = projected.squeeze(1).unflatten(-1, (self.key_heads, -1))  # [R, K heads, ...]
         per_key = sizes.value_heads // sizes.key_heads

@@ -1,7 +1,7 @@
 """The gated delta rule (arXiv 2412.06464) over packed rows: a recurrent state matrix per head, decayed and corrected.
 
-Written in plain torch, one chunk of rows at a time. Each sequence starts with a zero state. If replies or dialogues
-share a prefix, they start from a copy of its final state and of the convolution's last inputs.
+Written in plain torch, one chunk of rows at a time. Each sequence starts with a zero state. Replies or dialogues that
+share a prefix start from a copy of the prefix's final state and of its last inputs to the convolution.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ROWS = 64
-"""Rows per chunk. Within a chunk everything is matrix products; the state is carried from chunk to chunk."""
+"""Rows per chunk. A chunk is computed with matrix products, and its final state is passed to the next chunk."""
 
 
 class Level(NamedTuple):
-    """Segments that start from finished states, longest first."""
+    """The segments at one fork depth, longest first."""
 
     parents: Tensor | None
-    """`[S]`: indices of the segments whose final states are the initial states. None: zero.
+    """`[S]`: each segment's parent, as an index into all segments of earlier levels. None at the first level.
 
-    Indices count all segments of earlier levels.
+    A segment's initial state is its parent's final state, or zero without a parent.
     """
     active: list[int]
-    """For each chunk index, the number of segments that have such a chunk."""
+    """For each chunk index i, the number of segments with more than i chunks."""
 
 
 @dataclass
 class Chunks:
-    """The layout of R packed rows in N chunks of C places, ordered by level, chunk index in the segment, and segment.
+    """A layout of R packed rows in N chunks of C places each.
+
+    Chunks are ordered by level, then by their index in the segment, then by segment.
 
     For example:
 
@@ -44,14 +46,14 @@ class Chunks:
     places: Tensor
     """`[R]`: the place of each row."""
     before: Tensor
-    """`[R + 1]`: the preceding row of each row in its sequence, or R if there is none."""
+    """`[R + 1]`: the row that precedes each row in its sequence, or R if there is none."""
     levels: list[Level]
     size: int
     _moved: dict[torch.device, Chunks] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Tensor, size: int = CHUNK_ROWS) -> Chunks:
-        """Plan the layout for `[S, 4]` segments of a MicroBatch, in the order of their rows and without gaps."""
+        """Plan the layout for the `[S, 4]` segments of a MicroBatch. They must be in row order and leave no row out."""
         first, rows, parent, _ = segments.unbind(1)
         count = int(rows.sum())
         size = min(size, 1 << (int(rows.max()) - 1).bit_length())
@@ -84,7 +86,7 @@ class Chunks:
         return cls(at, places[:count], before, levels, size)
 
     def to(self, device: torch.device) -> Chunks:
-        """Return the plan on a device. The copy is made once per device."""
+        """Return this layout on a device. It is copied only once per device."""
         if device not in self._moved:
             levels = [Level(p if p is None else p.to(device), active) for p, active in self.levels]
             places = (self.rows.to(device), self.places.to(device), self.before.to(device))
@@ -93,7 +95,7 @@ class Chunks:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    """Return each channel's weighted sum over its sequence's last K rows, in the dtype of x.
+    """Return, for each row and channel, the weighted sum over the last K rows of the row's sequence, in the dtype of x.
 
     x: `[R, channels]`.
     weight: `[channels, K]`.
@@ -110,16 +112,18 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Return `[R, V heads, D_v]` float32: S q for each row, where S = exp(log_decay) S + beta (v - S k) k^T.
+    """Return `[R, V heads, D_v]` float32: S q for each row, with S the state after that row.
 
-    query, key: `[R, K heads, D_k]`, each shared by V heads / K heads value heads.
+    Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Queries and
+    keys are normalized to unit length, and queries are scaled by D_k**-0.5.
+    query, key: `[R, K heads, D_k]`. V heads / K heads value heads share each of them.
     value: `[R, V heads, D_v]`.
     log_decay, beta: `[R, V heads]`; log_decay is at most 0.
     """
     heads, width = key.shape[1], key.shape[2]
 
     def chunked(x: Tensor) -> Tensor:
-        """`[R, K heads, ...]` -> `[N, K heads, C, ...]` float32, zero at empty places."""
+        """Arrange rows in chunks: `[R, K heads, ...]` -> `[N, K heads, C, ...]` float32, zero at empty places."""
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).float()
         return x.index_select(0, chunks.rows).unflatten(0, (-1, chunks.size)).transpose(1, 2)
 

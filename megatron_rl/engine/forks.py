@@ -1,8 +1,8 @@
 """Attention over forked dialogues without copying their shared keys: FlexAttention reads the keys in place.
 
-Rows are in depth-first order, so all descendants of a segment follow it without a gap. A key is visible from its own
-row until its branch ends. Only blocks of scores with a visible key are computed, and only blocks at an edge evaluate
-the mask per score. torch compiles the kernel at the first step (arXiv 2412.05496).
+Rows are in depth-first order, so all descendants of a segment follow it without a gap. A key is visible to all rows
+from its own row to the end of its branch. Blocks of scores without a visible key are skipped, and only partly visible
+blocks evaluate the mask per score. torch compiles the kernel at the first step (arXiv 2412.05496).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK = 128
-"""Queries and keys per block of scores: the default of FlexAttention's kernels."""
+"""Number of queries, and of keys, per block of scores: the default of FlexAttention's kernels."""
 
 
 class Forks(NamedTuple):
@@ -25,7 +25,7 @@ class Forks(NamedTuple):
     query_row: Tensor
     """`[R]`: the query's row in the microbatch."""
     query_position: Tensor
-    """`[R]`: the query's position in its dialogue, for windows."""
+    """`[R]`: the query's position in its dialogue, which windows need."""
     key_row: Tensor
     """`[K]`: the key's row in the microbatch."""
     key_position: Tensor
@@ -37,14 +37,14 @@ class Forks(NamedTuple):
     def of(cls, segments: Tensor, positions: Tensor, queries: Tensor, keys: Tensor) -> Forks:
         """Build the columns for the rows `queries` and `keys`.
 
-        segments: `[S, 4]` of a microbatch.
+        segments: `[S, 4]`, as in MicroBatch.
         positions: each row's position in its dialogue.
         """
         ends = torch.repeat_interleave(branch_ends(segments), segments[:, 1])
         return cls(*(x.int() for x in (queries, positions[queries], keys, positions[keys], ends[keys])))
 
     def seen(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return FlexAttention's mask function, True if a query attends to a key.
+        """Return a mask function for FlexAttention. It returns True where a query attends to a key.
 
         window: maximum number of keys per query, or None.
         """
@@ -60,7 +60,7 @@ class Forks(NamedTuple):
         return mask
 
     def blocks(self, window: int | None) -> BlockMask:
-        """Return the blocks of scores to compute. Runs on the rows' device, so the host does not wait."""
+        """Return the blocks of scores to compute. This runs on the rows' device, so that the host need not wait."""
         first, last = _extremes(self.query_row)  # [query blocks]
         earliest, latest = _extremes(self.key_row)  # [key blocks]
         shortest, longest = _extremes(self.key_end)
@@ -82,8 +82,8 @@ class Forks(NamedTuple):
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention. query `[R, heads, D]`, key `[K, kv_heads, D]`, value `[K, kv_heads, E]`.
 
-    Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32. Key gradients are summed
-    in float32, block by block.
+    Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32. The kernel sums the
+    gradients of keys in float32, block by block.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, width]
     is_grouped = query.shape[1] != key.shape[1]
@@ -95,14 +95,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: 
 
 @functools.cache
 def compiled() -> Callable:
-    """Return FlexAttention compiled by torch, once for any number of rows."""
+    """Return FlexAttention, compiled by torch once for any number of rows."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def branch_ends(segments: Tensor) -> Tensor:
     """Return one past the last row of each segment and its descendants, `[S]` int64.
 
-    segments: `[S, 4]` as in packed_rows.py.
+    segments: `[S, 4]`, as in MicroBatch.
     """
     ends = (segments[:, 0] + segments[:, 1]).tolist()
     for segment, parent in reversed(list(enumerate(segments[:, 2].tolist()))):
@@ -112,7 +112,7 @@ def branch_ends(segments: Tensor) -> Tensor:
 
 
 def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest number of each block.
+    """Return the smallest and the largest number in each block of BLOCK numbers.
 
     numbers: `[R]`.
     """
@@ -121,7 +121,7 @@ def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, per query block, the number of chosen key blocks, and all key blocks with the chosen ones first.
+    """Return, for each query block, the number of chosen key blocks, and the key blocks' indices with the chosen first.
 
     chosen: `[query blocks, key blocks]` bool.
     """

@@ -1,9 +1,9 @@
-"""FSDPEngine: a transformers model under torch FSDP2, as a TrainEngine. It serves as a reference for MegatronEngine.
+"""FSDPEngine: a TrainEngine for a transformers model under torch FSDP2. It serves as a reference for MegatronEngine.
 
 Model, attention, language-model head, sharding, clipping and optimizer come from torch and transformers; packing and
-the value head are shared with MegatronEngine. Only data parallelism is supported. The engine forms a microbatch's whole
-logits, so a large vocabulary needs small microbatches. tests/megatron/test_fsdp_referee.py checks that both engines
-agree on log-probs, losses, gradient norms and weights.
+the value head are shared with MegatronEngine. Only data parallelism is supported. The engine holds a microbatch's whole
+logits at once, so a large vocabulary needs small microbatches. tests/megatron/test_fsdp_referee.py checks that both
+engines agree on log-probs, losses, gradient norms and weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FSDPEngine(ModelEngine):
     Parameters, gradients and AdamW's state are sharded over the data axis.
 
     groups: existing process groups, such as those of the first engine. Default: `initialize` builds them.
-    head: `policy`, or `value` for one number per token. A value head that the folder lacks starts at zero.
+    head: `policy`, or `value` for one number per token. If the folder has no value head, the head starts at zero.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FSDPEngine(ModelEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Join the process group, shard the model over the data axis, load this rank's rows and create the optimizer.
+        """Join the process group, shard the model over the data axis, load its weights and create the optimizer.
 
         Collective: every rank calls it.
         """
@@ -95,7 +95,7 @@ class FSDPEngine(ModelEngine):
             self.model.eval()
 
     def _sharded_model(self):
-        """Build the model and shard it. Each rank holds the whole model in host memory once."""
+        """Build the model and shard it. Before sharding, each rank holds the whole model in host memory."""
         # transformers computes no gradient for the padding token's embedding, but that token may also end turns.
         changes = {"attention_dropout": 0.0, "pad_token_id": None}
         hf_config = AutoConfig.from_pretrained(self.config.model.path, **changes)
@@ -214,10 +214,10 @@ class FSDPEngine(ModelEngine):
         return dict(zip(kept[0], totals.tolist(), strict=True))
 
     def _rows_and_output(self, microbatch: MicroBatch) -> tuple[TensorDict, Tensor]:
-        """Return the rows on the device, and `[T, V]` float32 logits or `[T]` values, which are 0 in untrained rows.
+        """Return the rows on the device, and the model's output: `[T, V]` float32 logits, or `[T]` values.
 
-        Masks keep sequences apart. A forward pass per sequence would too, but under FSDP each forward pass is a
-        collective: ranks have equally many microbatches but different numbers of sequences.
+        Values are 0 in untrained rows. One forward pass computes all sequences, with masks between them. With one pass
+        per sequence, the ranks' numbers of passes would differ, and under FSDP each pass is a collective.
         """
         columns, positions = one_copy((dict(microbatch.rows.items()), microbatch.positions), self.device)
         rows = TensorDict(columns)
@@ -234,7 +234,7 @@ class FSDPEngine(ModelEngine):
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the attention mask of T rows, `[1, 1, T, T]` bool.
 
-        If layers have different windows, returns a dict by transformers' names of the layer kinds.
+        If layers have different windows, return a dict of masks by transformers' names for the kinds of layers.
         """
         # A sequence begins at each position 0.
         sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)
@@ -277,14 +277,14 @@ class FSDPEngine(ModelEngine):
 
 
 class ValueModel(nn.Module):
-    """transformers' trunk with a value head. Parameter names are those of a sequence classification model."""
+    """A transformers model with a value head. Its parameters are named as in a sequence classification model."""
 
     def __init__(self, trunk: nn.Module, hidden: int) -> None:
         super().__init__()
         self.model, self.score = trunk, ValueHead(hidden, torch.float32)
 
     def forward(self, **inputs: Any) -> Tensor:
-        """Return `[T]` float32 values of one packed sequence of `[1, T]` tokens."""
+        """Return the values `[T]` float32 of one row of packed tokens, `[1, T]`."""
         values = self.score(self.model(**inputs).last_hidden_state[0])
         return values.clone()  # an in-place operation on a view would lose FSDP2's hook, with a warning
 
@@ -322,7 +322,7 @@ def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) ->
 def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy, both `[T]`, 0 where the label is negative.
 
-    Uses plain autograd and no kernel of ops.
+    Uses plain autograd, and no kernel of megatron_rl.ops.
     """
     trained = (labels >= 0).nonzero()[:, 0]
     log_p = (logits[trained] / temperature).log_softmax(-1)
@@ -334,7 +334,7 @@ def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tupl
 def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a microbatch's loss sum and statistics.
 
-    The sum always has a graph, because backward is a collective that every rank must run.
+    The sum always has an autograd graph, because backward is a collective that every rank must run.
     """
     count = float(weight)
     if not count.is_integer():

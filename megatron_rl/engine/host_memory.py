@@ -1,8 +1,8 @@
 """Host memory shared with the forked processes that write checkpoints, and page-locked host memory.
 
 A fork makes every page of the parent copy-on-write. Without a GPU, the next training step would copy all weights,
-gradients and optimizer states page by page, which took three times as long as the step itself. So writers get a copy in
-shared memory that is reused for every checkpoint, and training's own tensors are excluded from the fork.
+gradients and optimizer states page by page. This took three times as long as the step itself. So writers get a copy in
+shared memory, which is reused for every checkpoint, and the original tensors are excluded from the fork.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 _PORTABLE = 1
 """Flag of cudaHostRegister: page-locked for all devices of this process."""
 _DONT_FORK, _DO_FORK = 10, 11
-"""Advice values of madvise(2) on Linux."""
+"""Linux's values of MADV_DONTFORK and MADV_DOFORK, for madvise(2)."""
 ALIGNMENT = 64
 LEAST_BYTES = 1024 * 1024
-"""Tensors below this size are not worth a system call."""
+"""Minimum size of a tensor to exclude from forks: a smaller one is not worth the system call."""
 
 
 class SharedCopies:
@@ -32,7 +32,7 @@ class SharedCopies:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy the tensors, overwriting earlier copies: all readers of those must be done.
+        """Copy the tensors into shared memory. This overwrites earlier copies, whose readers must be done.
 
         Each copy has its own storage of exactly its size, because torch.save writes the whole storage of a view.
         """
@@ -50,7 +50,7 @@ class SharedCopies:
 
 
 class _PageLocked(mmap.mmap):
-    """Page-locked memory that a GPU can access directly. It is unregistered when freed."""
+    """Page-locked memory that a GPU can access directly. Freeing it also unregisters it from CUDA."""
 
     def lock(self, address: int) -> None:
         self.address = address
@@ -70,7 +70,7 @@ class _PageLocked(mmap.mmap):
 def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
     """Return `nbytes` of host memory (uint8), page-locked if there is a GPU.
 
-    torch's own page-locked allocator rounds up to powers of two, up to twice the request.
+    torch's own allocator of page-locked memory rounds up to a power of two, which may take almost twice the memory.
     """
     memory = _PageLocked(-1, max(nbytes, mmap.PAGESIZE))
     flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -81,7 +81,7 @@ def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
 
 @contextlib.contextmanager
 def left_out_of_forks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Exclude these host tensors from processes forked inside this context, which must not access them.
+    """Exclude these host tensors from processes forked inside this context. Such a process must not access them.
 
     Tensors below LEAST_BYTES are not excluded.
     """

@@ -40,11 +40,11 @@ from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import Architecture
 
 LATENT_NORM_EPS = 1e-6
-"""HF's epsilon of the norms inside latent attention, whatever the model's other norms use."""
+"""Epsilon of HF's norms inside latent attention. The model's other norms may use another one."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, as in HF. Under sequence parallelism, tensor ranks sum its gradient."""
+    """Root-mean-square norm in float32, as in HF. With sequence parallelism, tensor ranks sum the weight's gradient."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
         super().__init__()
@@ -66,7 +66,10 @@ class OffsetNorm(RMSNorm):
 
 
 class WideNorm(ShardedModule):
-    """RMSNorm over all heads together, split over the ranks of `group`. Maps `[R, 1, heads, D]` to the same shape."""
+    """RMSNorm over all heads together, which are split over the ranks of `group`.
+
+    Maps `[R, 1, this rank's heads, D]` to the same shape.
+    """
 
     cut = ("weight",)
 
@@ -89,7 +92,7 @@ class WideNorm(ShardedModule):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """The last matrix of attention or feed-forward, followed by a norm as in Gemma and OLMo."""
+    """The last matrix of an attention or feed-forward block, followed by a norm as in Gemma and OLMo."""
 
     norm_class: type[RMSNorm] = RMSNorm
 
@@ -120,7 +123,7 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 class WholeLinear(nn.Module):
-    """A matrix that every tensor rank holds whole and applies to its own rows. Maps `[..., H]` to `[..., size]`."""
+    """A replicated matrix, which every tensor rank applies to its own rows. Maps `[..., H]` to `[..., size]`."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
@@ -135,13 +138,13 @@ class LatentAttention(MLASelfAttention):
     """Multi-head latent attention (MLA) that rotates rows by their own positions.
 
     Megatron's local layers split the down projections over the tensor axis. Each rank would then have only its own
-    heads' gradient of the rotated key, which all heads share. Here the projections are replicated, which needs sequence
-    parallelism. The norms after them are also replaced: with a spec's norms, megatron.core 0.19 always requires one for
-    the queries.
+    heads' part of the gradient of the rotated key, which all heads share. Here the projections are replicated, which
+    needs sequence parallelism. The norms after the projections are also created here: if the spec named norms,
+    megatron.core 0.19 would always require one for the queries.
     """
 
     rope: Rope
-    """Set after building."""
+    """Rotary embedding, set after building."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -162,8 +165,9 @@ class LatentAttention(MLASelfAttention):
     ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
         """Project hidden states `[R / tensor, 1, H]` to queries and compressed keys.
 
-        Returns the query `[R, heads, ...]`, the input of `expand`, None, and the inputs of both up projections. Under
-        context parallelism, ranks gather the compressed keys: a fraction of the bytes of all heads' keys.
+        Returns the query `[R, heads, ...]`, the compressed keys (input of `expand`), None as value, and the inputs of
+        both up projections. Under context parallelism, ranks gather the compressed keys, which are a fraction of the
+        bytes of all heads' keys.
         """
         config, packed = self.config, packed_seq_params
         rotation = packed.rotation(self.rope)
@@ -189,7 +193,7 @@ class LatentAttention(MLASelfAttention):
         """Form key and value, `[K, heads, ...]`, from compressed keys `[rows / tensor, 1, ...]`.
 
         The compressed keys include the rotated part that all heads share. The core attention calls this, so that
-        recomputation forms keys and values again.
+        recomputing the attention also recomputes keys and values.
         """
         config, heads = self.config, self.num_attention_heads_per_partition
         kv_source, rotated_key = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
@@ -205,7 +209,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def _halves(rotated: Tensor) -> Tensor:
-    """Reorder HF's adjacent pairs into the half-split pairs of `rotate`. Queries and keys are reordered alike."""
+    """Reorder HF's adjacent pairs into the half-split pairs of `rotate`. Queries and keys need the same order."""
     return torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
 
 
@@ -215,7 +219,7 @@ def config_class(arch: Architecture) -> type[TransformerConfig]:
 
 
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the TransformerConfig fields that a dense Llama-like decoder does not set."""
+    """Return the TransformerConfig fields that only families other than a dense Llama-like decoder need."""
     options = _mixture_options(arch, parallel) | _latent_options(arch)
     if arch.activation == "gelu_tanh":
         options["activation_func"] = functools.partial(F.gelu, approximate="tanh")
@@ -328,7 +332,7 @@ def layer_spec(
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return the submodules of a feed-forward's spec. From megatron.core 0.19 on, the spec is a functools.partial."""
+    """Return the submodules of a feed-forward's spec. From megatron.core 0.19 on, that spec is a functools.partial."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 
@@ -363,7 +367,7 @@ def block_spec(
 
 
 def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transformer_engine: bool = False) -> None:
-    """Set the rotary embedding and the window of each built layer's attention."""
+    """Set the rotary embedding and the window of the attention in each of these built layers."""
     rope = windowed_rope = Rope.of(arch)
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
@@ -388,7 +392,8 @@ def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transforme
 def add_gradients_in_products(model: nn.Module) -> None:
     """Make Transformer Engine's matrix products add weight gradients directly to DDP's buffer.
 
-    Set per layer: Megatron's global flag also covers the output layer, which then needs apex.
+    This sets a flag in each layer. Megatron's global flag would also cover the output layer, which would then need
+    apex.
     """
     for module in model.modules():
         if "fuse_wgrad_accumulation" in vars(module):
@@ -396,7 +401,7 @@ def add_gradients_in_products(model: nn.Module) -> None:
 
 
 def scale_embedding(embedding: nn.Module, arch: Architecture) -> None:
-    """Multiply the embedding's output by the family's factor, rounded to the model's precision as in HF."""
+    """Multiply the embedding's output by the family's factor, if any, rounded to the model's dtype as in HF."""
     if arch.embedding_scale is not None:
         scale = torch.tensor(arch.embedding_scale)
         embedding.register_forward_hook(lambda module, inputs, rows: rows * scale.to(rows.dtype).item())

@@ -19,11 +19,11 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 class CheckpointError(RuntimeError):
-    """Error for a checkpoint that could not be written. An earlier checkpoint of that name stays untouched."""
+    """A checkpoint could not be written. An earlier checkpoint of that name stays intact."""
 
 
 def write_part(folder: Path, files: list[Path], *, name: str) -> None:
-    """Store the checksums of some files, so that `write` need not read these files again."""
+    """Store the checksums of some files under `name`, so that `write` need not read these files again."""
     (folder / f"{_PART}{name}").write_text(json.dumps({str(path.relative_to(folder)): _entry(path) for path in files}))
 
 
@@ -48,9 +48,10 @@ def write(folder: Path) -> None:
 
 
 def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Describe every missing or modified file in this part of the manifest. Empty if all files match.
+    """Describe every missing or modified file. Returns [] if all files match the manifest.
 
     A file without an entry is a fault too, because its origin is unknown. Hidden files are ignored.
+    part, parts: check only part number `part` of `parts` equal parts of the files.
     """
     try:
         entries = _read(folder)
@@ -70,7 +71,7 @@ def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def faults_for_all(path: Path, groups: ParallelGroups) -> list[str]:
-    """Check every file of a folder with a manifest, divided over the ranks. Every rank gets all faults.
+    """Check every file of a folder with a manifest. Ranks divide the files, and every rank gets all faults.
 
     Collective: every rank calls it.
     """

@@ -1,7 +1,7 @@
-"""MegatronEngine: one model on Megatron-Core, as a TrainEngine.
+"""MegatronEngine: a TrainEngine for one model on Megatron-Core.
 
 All ranks call every method with their data-parallel share of the data; tensor and pipeline peers hold the same share.
-Results do not depend on the layout or the microbatch split, which tests/megatron verifies.
+Results do not depend on the layout or the microbatch split, as tests/megatron verifies.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class MegatronEngine(ModelEngine):
         engine.save("runs/mine/final")
 
     groups: an existing layout, such as that of the first engine. Default: `initialize` builds one.
-    head: `policy`, or `value` for one number per token. A value head that the folder lacks starts at zero.
-    shared_device: needed if the device lacks memory for all engines at once, or if rollout servers use it too.
+    head: `policy`, or `value` for one number per token. If the folder has no value head, the head starts at zero.
+    shared_device: needed if the device lacks memory for all engines at once, or if rollout servers use the device too.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class MegatronEngine(ModelEngine):
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory and free the device. Gradients are discarded. Idempotent.
+        """Move weights and optimizer state to host memory, discard gradients and free device memory. Idempotent.
 
         Collective: every rank calls it.
         """
@@ -180,7 +180,7 @@ class MegatronEngine(ModelEngine):
             self.host_copy.take(*tensors_of(self), self.device)
 
     def onload(self) -> None:
-        """Undo `offload`. Every method that computes calls it."""
+        """Move everything back to the device. Idempotent. Every method that computes calls it."""
         self.host_copy.give_back()
 
     def _activate(self) -> None:
@@ -246,11 +246,11 @@ class MegatronEngine(ModelEngine):
 
     @torch.no_grad()
     def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
-        """Return this model's distribution at each trained token, to teach another engine with the same layout.
+        """Return this model's distribution at each trained token, for training another engine with the same layout.
 
-        Rows follow the order of the trained tokens, on the host. With `top` > 0: the `top` most likely tokens at
-        `temperature`. With `top` = 0: hidden states and a snapshot of the output layer, which define the whole
-        distribution. Only the last pipeline stage gets content; the tensors of other stages are empty.
+        The result is on the host, with one row per trained token, in their order. With `top` > 0: the `top` most likely
+        tokens at `temperature`. With `top` = 0: hidden states and a snapshot of the output layer, which define the
+        whole distribution. Only the last pipeline stage gets the result; other stages get empty tensors.
         """
         self._activate()
         batch = TrajectoryBatch.of(data)
@@ -291,7 +291,7 @@ class MegatronEngine(ModelEngine):
     ) -> tuple[dict[str, float], Tensor | None]:
         """Run all microbatches. Return the global sums of loss, weight and statistics, and this rank's log-probs.
 
-        The log-probs are `[N]`, or None if the loss is not a LogprobLoss.
+        The log-probs are `[N]`, one per token of this rank's data, or None if the loss is not a LogprobLoss.
         """
         self.check_loss(loss_fn)
         wants_final_rows, head = not isinstance(loss_fn, LogprobLoss | ValueLoss), self._head
@@ -366,7 +366,10 @@ class MegatronEngine(ModelEngine):
         )
 
     def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
-        """Scatter the last stage's `[T]` results of each microbatch into `[N]` float32 by token, on all stages."""
+        """Return the last stage's results `[N]` float32, one per token of the batch, on all stages.
+
+        rows: the `[T]` results of each microbatch on the last stage, [] on other stages.
+        """
         counts = [microbatch.tokens for microbatch in microbatches]
         results = torch.cat(rows) if rows else torch.empty(sum(counts), dtype=torch.float32, device=self.device)
         if self.groups.pipeline.size > 1:
@@ -376,7 +379,7 @@ class MegatronEngine(ModelEngine):
         return packing.scatter_rows(microbatches, list(results.split(counts)), len(batch["input_ids"]))
 
     def _global_sums(self, kept: list[dict[str, Tensor]], weight: int) -> dict[str, float]:
-        """Sum statistics and weights over all microbatches and data-parallel ranks. Every rank gets the totals."""
+        """Sum statistics and weights over all microbatches and data-parallel ranks. All ranks get the totals."""
         totals: list[Any] = [None]
         if self.groups.is_last_stage:
             names = list(kept[0])  # every microbatch has the same names, even without a trained row
@@ -390,7 +393,7 @@ class MegatronEngine(ModelEngine):
 
     @property
     def _gathers_late(self) -> bool:
-        """True if an update leaves other ranks' parts of the weights stale until the next forward pass."""
+        """True if, after an update, the ranks exchange their updated weights only in the next forward pass."""
         return self.optimizer is not None and self.config.optimizer.overlap
 
     def _output_weight(self) -> Tensor:
@@ -401,7 +404,7 @@ class MegatronEngine(ModelEngine):
         return weight
 
     def _gather_weights(self) -> None:
-        """Update stale weights before they are read outside a forward pass. Collective: every rank calls it."""
+        """Exchange updated weights at once, to read them outside a forward pass. Collective: every rank calls it."""
         if self._gathers_late:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
@@ -413,13 +416,13 @@ class MegatronEngine(ModelEngine):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the model's HF tensors, with adapters merged into them."""
+        """Yield the model's HF tensors, with adapters merged into them."""
         export = self.export()
         self._gather_weights()
         return export.stream()
 
     def export(self) -> HFExport:
-        """Return the export plan of `hf_tensors`, which the first call creates. Collective: every rank calls it."""
+        """Return the export plan of `hf_tensors`. The first call creates it. Collective: every rank calls it."""
         self._activate()
         if self._export is None:
             shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
@@ -427,7 +430,7 @@ class MegatronEngine(ModelEngine):
         return self._export
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' HF tensors on global rank 0, named without PEFT's prefix.
+        """Yield the adapters' HF tensors on global rank 0, with names that lack PEFT's prefix.
 
         Collective: every rank calls it and exhausts the stream.
         """
@@ -458,7 +461,7 @@ class MegatronEngine(ModelEngine):
 
     @property
     def base(self) -> FrozenBase:
-        """The model without its adapters, as a reference that needs no weights of its own."""
+        """The model without its adapters: a reference model that needs no weights of its own."""
         return FrozenBase(self)
 
     @torch.no_grad()
@@ -497,9 +500,9 @@ class MegatronEngine(ModelEngine):
     ) -> None:
         """Start writing a resumable checkpoint of the current state in the background. Collective: every rank calls it.
 
-        The checkpoint appears under its name in the first `finish_saves` after its writers are done.
-        beside: other engines of these processes that are trained during the save.
-        in_background: False if the caller will wait, so that the writers run at normal priority.
+        The first `finish_saves` after the writers are done publishes the checkpoint under its name.
+        beside: other engines in these processes that train during the save. Their tensors are excluded from the forks.
+        in_background: False if the caller waits for the writers, which then run at normal priority.
         """
         self._activate()
         if self.optimizer is None:
@@ -515,7 +518,7 @@ class MegatronEngine(ModelEngine):
         """Publish a finished checkpoint. Returns True if no save is pending any more. Collective: every rank calls it.
 
         Raises CheckpointError if a writer failed; an earlier checkpoint of that name stays intact.
-        wait: wait for the writers first.
+        wait: wait until the writers are done.
         """
         if self.checkpoints is None:
             return True
@@ -523,14 +526,14 @@ class MegatronEngine(ModelEngine):
         return self.checkpoints.finish(wait=wait)
 
     def drop_saves(self) -> None:
-        """Discard an unfinished checkpoint by stopping this rank's writer at once."""
+        """Stop this rank's writer at once and discard its unfinished checkpoint."""
         if self.checkpoints is not None:
             self.checkpoints.drop()
 
     def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
         """Load a HF folder or a checkpoint. Collective: every rank calls it.
 
-        An engine with adapters also loads them from a PEFT folder. Its checkpoints contain only adapters.
+        An engine with adapters can also load a PEFT folder. Its checkpoints contain only the adapters.
         with_optimizer: resume the checkpoint's training state, not only its weights.
         is_checked: skip the checksum comparison of a checkpoint that the caller has already checked.
         """
@@ -552,7 +555,7 @@ class MegatronEngine(ModelEngine):
 
 
 class FrozenBase:
-    """The model without a policy's adapters: a run's reference that shares the policy's weights.
+    """A policy's model without its adapters: a reference model that shares the policy's weights.
 
     For example:
 
@@ -564,7 +567,7 @@ class FrozenBase:
         self.engine = engine
 
     def forward(self, data: Any, **options: Any) -> Tensor:
-        """Return `MegatronEngine.forward` with all adapters off. Collective: every rank calls it."""
+        """Call `MegatronEngine.forward` with all adapters off. Collective: every rank calls it."""
         assert self.engine.adapters is not None
         with self.engine.adapters.off():
             return self.engine.forward(data, **options)

@@ -1,7 +1,8 @@
 """Rules of the `megatron:` section, which sets TransformerConfig fields that no other option determines.
 
-A field that contradicts the layout, the model or this package's attention and head would be ignored or silently change
-results. It is rejected here, before any process group exists, with an error that says what to do instead.
+Some fields would contradict the layout, the model, or this package's attention and head. Megatron would ignore them, or
+results would silently change. They are rejected here, before any process group exists, with an error that says what to
+do instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OUR_KEYS = {
     "fp16": "model.dtype",
     "transformer_impl": "model.transformer_impl",
 }
-"""Megatron fields that this package sets, and the option that determines each."""
+"""Maps each Megatron field that one of our options determines to that option."""
 
 MAY_BE_SET = {
     "bias_activation_fusion",
@@ -80,13 +81,13 @@ REASONS = {
     }.items()
     for field in fields.split()
 }
-"""Reasons why a field must not be set. Fields that the model or the layout determines need no entry."""
+"""Reasons why a field must not be set. Fields that the model or the layout determines are rejected without an entry."""
 
 
 def check_flex_dispatcher(parallel: ParallelConfig) -> None:
-    """Raise ValueError if `megatron.moe_token_dispatcher_type=flex` cannot work.
+    """Raise ValueError unless `megatron.moe_token_dispatcher_type=flex` can work.
 
-    It needs experts on several ranks and the package deep_ep.
+    That dispatcher needs experts on several ranks and the package deep_ep.
     """
     if parallel.expert * parallel.expert_tensor == 1:
         fault = "every rank has all experts, and upstream wants more ranks; raise parallel.expert"
@@ -102,7 +103,7 @@ def check_passed_through(
 ) -> None:
     """Raise ValueError for the first `megatron:` field that Megatron lacks or that contradicts this package.
 
-    A field with the value that it would have anyway is accepted.
+    A field is accepted if it is given the value that it would have anyway.
     given: the `megatron:` section.
     ours: fields that the engine sets.
     upstream: the model's config class.

@@ -1,6 +1,6 @@
-"""Build this rank's part of a Megatron-Core decoder from a HF architecture. weights/reshard.py loads the weights.
+"""Construction of this rank's part of a Megatron-Core decoder. weights/reshard.py loads the weights afterwards.
 
-The last stage returns hidden states, not logits: the engine's head decides which rows need logits.
+The last stage returns hidden states, not logits, because the engine's head decides which rows need logits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage stops before the output layer and gathers hidden states for a vocab-parallel head."""
+    """GPTModel whose last stage returns hidden states, gathered for a vocab-parallel head, instead of logits."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -67,7 +67,7 @@ class PolicyModel(GPTModel):
 class ValueModel(PolicyModel):
     """PolicyModel with a value head. Every tensor rank gets all hidden states and computes the same values and loss.
 
-    The ranks' gradients are therefore equal, not parts of a sum: the backward pass only splits them.
+    All ranks therefore have the same gradient, and the backward pass splits it by rows instead of summing over ranks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -89,16 +89,16 @@ def padded_vocab(arch: Architecture, groups: ParallelGroups) -> int:
 
 
 def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
-    """Return the real columns of this tensor rank. Padding is excluded, so it never gets probability mass."""
+    """Return this tensor rank's columns of the vocabulary, without padding, which must get no probability mass."""
     rows = padded_vocab(arch, groups) // groups.tensor.size
     start = groups.tensor.rank * rows
     return VocabShard(start, min(start + rows, arch.vocab), arch.vocab, groups.tensor.group)
 
 
 def compiles_activation(arch: Architecture, dtype: torch.dtype) -> bool:
-    """Return True if megatron.core's own layers compile SwiGLU.
+    """Return True if megatron.core's local layers are to use a compiled SwiGLU.
 
-    A compiled SwiGLU is one kernel per direction, and keeps only its input for the backward pass.
+    A compiled SwiGLU runs one kernel per pass, and keeps only its input for the backward pass.
     """
     return platform.has_cuda() and dtype is torch.bfloat16 and arch.activation == "silu"
 
@@ -197,7 +197,7 @@ def build_chunks(
     *,
     replays_routing: bool = False,
 ) -> list[PolicyModel]:
-    """Return this rank's model chunks with uninitialized weights. An interleaved pipeline has several per rank."""
+    """Return this rank's model chunks with uninitialized weights. A rank of an interleaved pipeline has several."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
     stages = range(count) if count > 1 else [None]  # Megatron uses None for a plain pipeline
     options = {"count": count, "replays_routing": replays_routing}

@@ -41,7 +41,7 @@ class ModelEngine(TrainEngine):
     was_skipped = False
     """True if the last update was skipped. The learning-rate schedule does not count skipped updates."""
     optimizer: Any
-    """None for a frozen model."""
+    """The optimizer; None for a frozen model."""
     dtype: torch.dtype
     """Dtype of published and saved weights."""
 
@@ -64,7 +64,7 @@ class ModelEngine(TrainEngine):
 
     @property
     def saved_model(self) -> dict[str, str]:
-        """Arguments for writers of saved weights: the folder whose config and tokenizer are copied, and the head."""
+        """Arguments of functions that write weights: the folder whose config and tokenizer are copied, and the head."""
         return {"model_folder": self.config.model.path, "head": self.arch.head}
 
     def optimizer_options(self, lr: float | None) -> OptimizerConfig:
@@ -101,7 +101,7 @@ class ModelEngine(TrainEngine):
     ) -> None:
         """Send weights to the rollout servers through `receiver`. Collective: every rank calls it.
 
-        The first call creates the publisher, and later calls reuse it.
+        The first call creates the publisher.
         """
         if self.publisher is None:  # created lazily: the servers are unknown before the first call
             self.publisher = make_publisher(receiver, self.config, self.arch, backend=platform.backend())
@@ -141,7 +141,7 @@ class ModelEngine(TrainEngine):
         self.version = version
 
     def score(self, data: TrajectoryBatch | TensorDict) -> Tensor:
-        """Return the value at each sequence's last token, `[B]` float32: a reward model's score of the whole sequence.
+        """Return a reward model's score of each sequence, `[B]` float32: the value at the sequence's last token.
 
         An empty sequence scores 0. Needs a value head. Collective: every rank calls it with its share of the data.
         """
@@ -157,10 +157,10 @@ class ModelEngine(TrainEngine):
     def note_update(
         self, applied: bool, data: Any, loss_fn: Any, *, loss: float, grad_norm: float, results: Tensor | None = None
     ) -> str:
-        """Count an applied update, or log why it was skipped. Returns the reason, '' if applied.
+        """Count an applied update, or log why it was skipped. Returns that reason, or '' if the update was applied.
 
         Collective: every rank calls it.
-        results: log-probs from which the loss was computed, if known. Otherwise a skipped update recomputes them.
+        results: log-probs from which the loss was computed. If None, they are recomputed for a skipped update.
         """
         self.version += applied
         self.was_skipped = not applied
@@ -176,11 +176,11 @@ class ModelEngine(TrainEngine):
         return fault
 
     def check_loss(self, loss_fn: Any) -> None:
-        """Raise ValueError if the loss needs the other kind of head."""
+        """Raise ValueError if the loss needs another kind of head than this engine has."""
         self.check_head("loss_fn", "value" if isinstance(loss_fn, ValueLoss) else "policy")
 
     def check_head(self, asked: str, head: str) -> None:
-        """Raise ValueError unless this engine has the head that `asked` needs."""
+        """Raise ValueError unless this engine's head is `head`. The error says that `asked` needs it."""
         if self.arch.head != head:
             raise ValueError(
                 f"{asked}: needs an engine with head={head!r}, and this one has {self.arch.head!r}: log-probs and "
@@ -189,7 +189,7 @@ class ModelEngine(TrainEngine):
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
-    """Return the default loss weight: the microbatch's number of trained rows."""
+    """Return a microbatch's default loss weight: its number of trained rows."""
     return (rows["labels"] >= 0).sum()
 
 

@@ -1,7 +1,7 @@
-"""Move a model's device memory to the host and back, so that several models can share one device.
+"""Moving a model's tensors from device to host memory and back, so that several models can share one device.
 
-Storages are emptied and refilled in place. All their views therefore stay valid, whether a parameter in DDP's buffer, a
-bucket or the distributed optimizer's shard.
+Storages are emptied and refilled in place. Their views therefore stay valid: parameters in DDP's buffer, buckets, and
+the distributed optimizer's shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.engine.host_memory import ALIGNMENT
 
 
 class _MovableEngine(Protocol):
-    """The parts of an engine that are needed to move it between device and host memory."""
+    """The attributes of an engine that are needed to move it between device and host memory."""
 
     optimizer: Any
     wrapped: list[Any]
@@ -33,15 +33,15 @@ class _MovableEngine(Protocol):
 
 
 class HostCopy:
-    """Host memory for a model's storages while they are off the device. The memory is reused.
+    """Host memory that holds a model's storages while they are off the device. It is reused each time.
 
-    Without CUDA, device and host are the same memory; the storages are still copied.
+    Without CUDA, the storages are copied too, although device and host memory are the same.
     """
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.hosts: dict[int, Tensor] = {}
-        """Content of each storage, a part of `memory`, keyed by the storage object's address."""
+        """Maps each storage object's address to the part of `memory` with the storage's content."""
         self.kept: list[UntypedStorage] = []
         self.dropped: list[tuple[UntypedStorage, int]] = []
 
@@ -67,7 +67,7 @@ class HostCopy:
         torch.cuda.empty_cache()
 
     def _rooms(self, sizes: dict[int, int]) -> dict[int, Tensor]:
-        """Return a part of the host memory for each storage. Enlarges the memory if needed."""
+        """Return a part of the host memory for each storage of `sizes`. Enlarges the host memory if needed."""
         ends = list(itertools.accumulate(math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes.values()))
         if ends and ends[-1] > len(self.memory):
             self.hosts = {}
@@ -108,7 +108,7 @@ def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class SharedDevice:
-    """One device shared by several engines: the active engine is on it, and all others wait in host memory.
+    """One device shared by several engines: the active engine is on the device, the others are in host memory.
 
         device = SharedDevice()
         policy = MegatronEngine(config, groups=groups, shared_device=device)
@@ -116,7 +116,7 @@ class SharedDevice:
         policy.forward(batch)  # sends the reference out and brings the policy in
 
     one_at_a_time: False allows several engines on the device together.
-    make_room: called on all ranks before an engine moves in, if rollout servers share the device.
+    make_room: makes rollout servers on this device free memory. All ranks call it before an engine moves in.
     """
 
     def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[], None] | None = None) -> None:
@@ -124,7 +124,7 @@ class SharedDevice:
         self.engines: list[_MovableEngine] = []
 
     def take(self, engine: _MovableEngine) -> None:
-        """Move the other engines out, then move `engine` in. A new engine is registered."""
+        """Move the other engines out, then move `engine` in. Registers `engine` if it is new."""
         if self.make_room is not None:
             self.make_room()
         if self.one_at_a_time:

@@ -1,4 +1,4 @@
-"""Copy everything that a device needs of a microbatch in one transfer, without blocking the host."""
+"""Copying all of a microbatch's tensors to the device in one transfer, without blocking the host."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ALIGNMENT = 16
 
 
 def one_copy(tree: Any, device: torch.device) -> Any:
-    """Return a copy of nested dicts, lists and named tuples with their tensors on the device.
+    """Return nested dicts, lists and named tuples with their tensors copied to the device.
 
     All tensors travel in one pinned buffer, and the results are views of it. Separate copies from pageable memory would
-    make the host wait for all pending device work. On the CPU, the same tensors are returned.
+    make the host wait for all pending device work. On the CPU, the tensors are returned without a copy.
     """
     leaves, structure = tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -36,7 +36,7 @@ def pack(tensors: list[Tensor], *, pinned: bool = False) -> Tensor:
 
 
 def cut(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return views of a buffer made by `pack`, on any device, with the tensors' dtypes and shapes."""
+    """Return views of a buffer that `pack` made of `tensors`, with their dtypes and shapes. It may be on any device."""
     views, start = [], 0
     for tensor in tensors:
         views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -18,7 +18,7 @@ from megatron_rl.config import EngineConfig, OptimizerConfig
 BUFFERS = {"grad_reduce_in_fp32": (True, False), "bucket_size": None, "pad_buckets_for_high_nccl_busbw": (True, False)}
 """DistributedDataParallelConfig fields that `optimizer.megatron` may set, with their allowed values.
 
-None: any number above 0.
+None allows any number above 0.
 """
 OFFLOAD = {"optimizer_offload_fraction": None} | dict.fromkeys(
     ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), (True, False)
@@ -26,13 +26,13 @@ OFFLOAD = {"optimizer_offload_fraction": None} | dict.fromkeys(
 DTYPES = {"main_params_dtype": ("float32", "float16")} | dict.fromkeys(
     ("exp_avg_dtype", "exp_avg_sq_dtype"), ("float32", "bfloat16", "float16")
 )
-"""Dtypes of Adam's tensors. The gradients' dtype follows from `grad_reduce_in_fp32`."""
+"""Dtypes that Adam's tensors may have. `grad_reduce_in_fp32` determines the gradients' dtype."""
 FLAGS = dict.fromkeys(("use_precision_aware_optimizer", "optimizer_cpu_offload"), (True, False))
 OFFERED: dict[str, tuple[Any, ...] | None] = BUFFERS | FLAGS | OFFLOAD | DTYPES
 
 
 def check_passed_through(config: EngineConfig) -> None:
-    """Raise ValueError for the first field of `optimizer.megatron` that is not offered or contradicts other options."""
+    """Raise ValueError for the first field of `optimizer.megatron` that is unsupported or contradicts an option."""
     given = config.optimizer.megatron
 
     def refuse(key: str, rule: str) -> None:
@@ -66,12 +66,12 @@ class CheckedOptimizer(ChainedOptimizer):
     """Megatron's optimizers of one model, with a step that can be skipped once the gradient norm is known.
 
     `ChainedOptimizer.step` of megatron.core 0.16 to 0.19 prepares the gradients, calls `get_grad_norm`, clips, and
-    calls `step_with_ready_grads`, the first to change weights, moments and step counts. Megatron checks for NaN or
-    infinite gradients only in float16.
+    calls `step_with_ready_grads`. Only this last call changes weights, moments and step counts. Megatron checks for NaN
+    or infinite gradients only in float16.
     """
 
     def step_if(self, is_sound: Callable[[float], bool]) -> tuple[bool, float]:
-        """Apply the gradients unless `is_sound(norm)` is False. Returns whether they were applied, and the norm."""
+        """Apply the gradients unless `is_sound(norm)` is False. Returns whether it applied them, and the norm."""
         self._is_sound = is_sound
         applied = bool(self.step()[0])
         return applied, self._norm
@@ -131,7 +131,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -
 
 
 def build_scheduler(config: OptimizerConfig, optimizer, total_updates: int) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule. It counts updates."""
+    """Return the learning-rate schedule, which counts in updates."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,9 +1,9 @@
 """Conversion of a checkpoint's optimizer state between plain Adam and Megatron's distributed optimizer.
 
-Their tensors are the same except for the main parameters. These have different names, and the plain optimizer of a
-float32 model has none besides the weights. Megatron arranges the rest differently for the two kinds. The number of
-updates is stored with each parameter's moments in torch's Adam, but in the parameter group in apex and Transformer
-Engine.
+Both kinds have the same tensors, except for the main parameters. These have different names, and the plain optimizer of
+a float32 model has none, because it updates the weights themselves. Megatron arranges the rest of the state differently
+for the two kinds. torch's Adam stores the number of updates with each parameter's moments; apex and Transformer Engine
+store it in the parameter group.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 State = dict[Any, Any]
 DISTRIBUTED, PLAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
-"""Name prefixes of main parameters in checkpoints of each kind."""
+"""Prefixes of the main parameters' names in checkpoints of the two kinds of optimizer."""
 
 
 def ask_as_plain(wanted: State, path: str) -> None:
-    """Rename the tensors of a distributed optimizer's `wanted` state to those of a plain optimizer's checkpoint.
+    """Give the tensors of a distributed optimizer's `wanted` state their names in a plain optimizer's checkpoint.
 
-    Missing main parameters are loaded in place from the checkpoint's weights and removed from `wanted`, because a name
-    may be requested only once.
+    Main parameters that the checkpoint lacks are loaded from its weights, in place. They are then removed from
+    `wanted`, because one load may request a name only once.
     """
     saved = dist_checkpointing.load_tensors_metadata(path)
     missing = []
@@ -41,7 +41,7 @@ def ask_as_plain(wanted: State, path: str) -> None:
 
 
 def ask_as_distributed(wanted: State) -> None:
-    """Rename the tensors of a plain optimizer's `wanted` state to those of a distributed optimizer's checkpoint."""
+    """Give the tensors of a plain optimizer's `wanted` state their names in a distributed optimizer's checkpoint."""
     for part in _parts(wanted).values():
         for tensor in nested_values(part.get("fp32_from_fp16_params", [])):
             tensor.key = DISTRIBUTED + tensor.key.removeprefix(PLAIN)
@@ -50,7 +50,7 @@ def ask_as_distributed(wanted: State) -> None:
 def arrange_as_distributed(loaded: State) -> State:
     """Rearrange a state loaded from either kind of checkpoint for a distributed optimizer.
 
-    Its tensors have been loaded in place and are not part of it.
+    The result contains no tensors, because they were loaded in place.
     """
 
     def arrange(part: State) -> State:
@@ -81,7 +81,7 @@ def arrange_as_plain(loaded: State) -> State:
 
 
 def counts_by_parameter(optimizer: Any) -> bool:
-    """Return True if an optimizer with state stores the number of updates per parameter."""
+    """Return True if an optimizer, once it has state, stores the number of updates per parameter."""
     return any("step" in state for state in optimizer.state.values())
 
 
@@ -100,10 +100,11 @@ def step_count(saved: State) -> int:
 
 
 def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
-    """Adapt a loaded state after `count` updates to each optimizer's class of Adam.
+    """Adapt a loaded state to the class of Adam of each of these optimizers.
 
-    `betas` and `eps` come from this run. Options that the saved class lacked are added, such as Transformer Engine's
-    `bias_correction` and torch's `fused`.
+    `betas` and `eps` come from this run. Options that the saved class of Adam lacked are added, such as Transformer
+    Engine's `bias_correction` and torch's `fused`.
+    count: number of updates that the optimizers have made.
     """
     for number, optimizer in enumerate(optimizers):
         if optimizer.optimizer is None:  # this rank has no parameters of this kind
@@ -122,7 +123,7 @@ def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
 
 
 def _parts(state: State) -> dict[int, State]:
-    """Return one state per optimizer: with experts, Megatron chains several."""
+    """Return the state of each optimizer by its number. For a model with experts, Megatron chains several."""
     return state if 0 in state else {0: state}
 
 

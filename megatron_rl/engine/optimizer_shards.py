@@ -1,9 +1,9 @@
-"""The distributed optimizer's state in a checkpoint: each rank's own part, per parameter, without a copy.
+"""The distributed optimizer's state in a checkpoint: each rank saves its own part of each parameter, without a copy.
 
-A rank owns a range of each flattened parameter. It is saved and loaded as blocks of the parameter itself, so any layout
-can find its part again. Megatron's `fully_reshardable` format of megatron.core 0.16 to 0.20 first gathers all parts on
-every rank's host. Its format without a gather, `dp_reshardable`, loads only in the same tensor, pipeline and expert
-layout.
+A rank owns a range of each flattened parameter. The range is saved and loaded as blocks of the parameter itself, so any
+layout can find its part again. Megatron's `fully_reshardable` format of megatron.core 0.16 to 0.20 first gathers all
+parts on every rank's host. Its format without a gather, `dp_reshardable`, can be loaded only in the same tensor,
+pipeline and expert layout.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OptimizerShards:
             for bucket in buckets
             for parameter, ranges in bucket["param_map"].items()
         ]
-        """(parameter, place in the model, range, state of the range) per parameter of which this rank owns a range."""
+        """Each parameter of which this rank owns a range: (parameter, place in the model, range, the range's state)."""
 
     def state(self) -> dict[str, Any]:
         """Return the state to save, or to load in place."""
@@ -84,7 +84,7 @@ class OptimizerShards:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Copy the loaded state into the optimizer if it stores that in another form or dtype."""
+        """Copy the loaded state into the optimizer, which may store it in another form or dtype."""
         for parameter, _, _, tensors in self.owned:
             self.optimizer._set_main_param_and_optimizer_states(parameter, {name: tensors[name] for name in NAMES})
         if isinstance(inner := self.optimizer.optimizer, HybridDeviceOptimizer):
@@ -106,7 +106,7 @@ class OptimizerShards:
                 yield from self._blocks(part, name, flat, start)
 
     def _blocks(self, part: ShardedTensor, name: str, flat: Tensor, start: int) -> Iterator[ShardedTensor]:
-        """Yield the blocks of `flat`, which starts at index `start` of the flattened part."""
+        """Yield `flat` as blocks of `part`. `flat` starts at index `start` of the flattened part."""
         above = (1,) * part.prepend_axis_num  # axes of layers and experts
         for offset, size in blocks(part.local_shape, start, start + len(flat)):
             data, flat = flat[: math.prod(size)].view(above + size), flat[math.prod(size) :]

@@ -1,7 +1,7 @@
-"""The head: computes logits, log-probs, a loss or values from the last stage's hidden states.
+"""The head, which computes logits, log-probs, a loss or values from the last stage's hidden states.
 
-Every context rank gets the results of all rows, although it computes only its own. `R` counts the hidden states of this
-context rank, `T` the microbatch rows that the loss reads.
+Every context rank gets the results of all rows, although it computes only its own rows. `R` is the number of hidden
+states of this context rank, and `T` the number of microbatch rows that the loss reads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_rl.parallel import Axis
 class Head:
     """The output head of the last stage.
 
-    weight: function that returns the output layer's current weight. Its first rows are `shard`'s; the rest is padding.
+    weight: function that returns the output layer's current weight: the rows of `shard`, then padding.
     """
 
     def __init__(self, stage: Any, weight: Callable[[], Tensor], shard: VocabShard, context: Axis) -> None:
         self.stage, self.weight, self.shard, self.context = stage, weight, shard, context
 
     def logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Return `[T, V_local]` float32 logits of the real vocabulary, for losses that need whole logits."""
+        """Return `[T, V_local]` float32 logits without padded columns, for losses that need whole logits."""
         weight = self.weight()[: self.shard.stop - self.shard.start]
         logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
         return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
@@ -50,7 +50,7 @@ class Head:
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the loss sum, its statistics and the `[T]` log-probs from which it was computed.
 
-        term: the additional term on whole logits, `loss.beside`, for these rows.
+        term: an additional loss term on whole logits, made by `loss.beside` for these rows.
         """
         if loss.by_row and torch.is_grad_enabled():
             return self._loss_of_rows(loss, hidden, rows, packed, term)
@@ -109,7 +109,7 @@ class Head:
         return TopTokens(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
 
     def _weight(self) -> dict[str, Tensor]:
-        """Return the weight and, if training, megatron.core's buffer to which its gradient is added."""
+        """Return the weight and, during training, megatron.core's buffer to which the weight's gradient is added."""
         weight = self.weight()
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return {"weight": weight}
@@ -123,7 +123,7 @@ class Head:
         return {"rows": packed.predicting, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
-        """Convert `[R, ...]` of this context rank's rows to `[T, ...]` of the loss's rows, on every context rank."""
+        """Return the loss's rows, `[T, ...]`, on every context rank, from this context rank's rows, `[R, ...]`."""
         if packed.in_order:
             return values[: len(packed.reads)]  # a view without the padding, not a copy
         missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))

@@ -3,8 +3,8 @@
 A microbatch is a list of segments of rows. A segment attends to itself causally, and to all of its ancestors: a prompt
 that several replies share, or the common part of forked dialogues. Context parallelism splits the rows, not the
 sequences, into 2 x size chunks. Rank r gets chunks r and 2 x size - 1 - r (zigzag), which balances early and late rows.
-In each piece of a segment, the queries are the last of the piece's keys: the causal mask of variable-length kernels.
-Example with two segments on two ranks:
+A chunk boundary cuts a segment into pieces. A piece's keys end with its own rows, which are its queries, so the causal
+mask of variable-length kernels fits. Example with two segments, written as in MicroBatch, on two ranks:
 
     rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 -1 0], [5 3 -1 0]
     chunk, rank   0  0 | 1  1 | 2  1 | 3  0
@@ -44,23 +44,23 @@ class Alike(NamedTuple):
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Bounds, positions and attention plan for every layer. R rows of this rank, S pieces of attention.
+    """Positions and attention plan of this rank's R rows, for every layer. Attention is cut into S pieces.
 
-    Megatron's own fields describe one sequence of R rows, because this package applies the positions.
+    Megatron's own fields describe the rows as one sequence, because Megatron does not apply the positions here.
     """
 
     positions: Tensor = field(kw_only=True)
     """`[R]` int64 rotary positions."""
     reads: Tensor = field(kw_only=True)
-    """`[T]` int64: this rank's row from which each loss row is predicted, or -1 if another context rank has it."""
+    """`[T]` int64: the row of this rank that predicts each loss row, or -1 if that row is on another context rank."""
     trained: Tensor = field(kw_only=True)
-    """int64 indices of the loss rows that have a label and belong to this context rank, computed on the host."""
+    """int64 indices of the loss rows that have a label and are predicted on this rank, determined on the host."""
     predicting: TakenRows = field(kw_only=True)
-    """This rank's rows from which the `trained` rows are predicted."""
+    """This rank's rows that predict the `trained` rows."""
     in_order: bool = field(kw_only=True)
-    """True if loss row t is predicted from row t for every t."""
+    """True if row t predicts loss row t for every t."""
     keys: TakenRows | None = field(kw_only=True)
-    """Indices of the keys among the rows gathered over the context axis, or None if those rows are the keys.
+    """Indices of the keys in the rows gathered over the context axis, or None if the keys are exactly those rows.
 
     Keys are listed piece by piece. For dense attention, the pieces are in the order of `alike`.
     """
@@ -70,18 +70,18 @@ class PackedRows(PackedSeqParams):
     longest_query: int = field(kw_only=True)
     longest_key: int = field(kw_only=True)
     query_cu: Tensor | None = field(kw_only=True, default=None)
-    """`[S + 1]` int32 prefix sums of the pieces' query counts. Like `key_cu`, None if attention is dense."""
+    """`[S + 1]` int32 prefix sums of the pieces' query counts. None (as is `key_cu`) if attention is dense."""
     key_cu: Tensor | None = field(kw_only=True, default=None)
     alike: list[Alike] = field(kw_only=True, default_factory=list)
     """Groups of equally shaped pieces, for dense attention. Empty if a variable-length kernel computes attention."""
     queries: TakenRows | None = field(kw_only=True, default=None)
-    """This rank's rows in the order of `alike`. None: they already are in that order."""
+    """Indices of this rank's rows in the order of `alike`, or None if the rows already are in that order."""
     unsorted: TakenRows | None = field(kw_only=True, default=None)
     """Index of each row in the concatenated outputs of `alike`. None if `queries` is None."""
     segments: Tensor = field(kw_only=True)
-    """`[S, 4]` segments of the microbatch and its padding, on the host."""
+    """`[S, 4]` segments of the microbatch and its padding, as in MicroBatch, on the host."""
     forks: Forks | None = field(kw_only=True, default=None)
-    """Plan of attention that reads the keys of forked dialogues in place, over all rows of the context axis."""
+    """Plan for attention that reads the keys of forked dialogues in place, from the rows of all context ranks."""
     _blocks: dict[int | None, BlockMask] = field(default_factory=dict)  # by window
     _chunks: list[Chunks] = field(default_factory=list)
     _calls: list[Calls] = field(default_factory=list)
@@ -104,30 +104,30 @@ class PackedRows(PackedSeqParams):
         return self._blocks[window]
 
     def chunks(self, device: torch.device) -> Chunks:
-        """Return the layout of the rows in chunks of delta nets, planned once for all layers."""
+        """Return the rows' layout in chunks, for delta nets in torch, planned once for all layers."""
         if not self._chunks:
             self._chunks.append(Chunks.of(self.segments).to(device))
         return self._chunks[0]
 
     def delta_calls(self, device: torch.device, kernel: int) -> Calls:
-        """Return the kernel calls of delta nets with convolutions over `kernel` rows, planned once for all layers."""
+        """Return the kernel calls for delta nets with convolutions over `kernel` rows, planned once for all layers."""
         if not self._calls:
             self._calls.append(one_copy(Calls.of(self.segments, kernel), device))
         return self._calls[0]
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
-    """Return the number to whose multiples rows are padded.
+    """Return the number of which the padded row count must be a multiple.
 
-    Each context rank has two chunks of equal length. Under sequence parallelism, tensor ranks share the rows evenly.
+    Each context rank has two chunks of equal length. Under sequence parallelism, tensor ranks split the rows evenly.
     """
     return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if torch's variable-length kernel computes attention.
+    """Return True if variable-length kernels support this device and dtype.
 
-    It supports 16-bit dtypes on CUDA. float32 on CUDA is only for checks against a reference.
+    They support 16-bit dtypes on CUDA. float32 on CUDA is only for checks against a reference.
     """
     return device.type == "cuda" and dtype != torch.float32
 
@@ -147,9 +147,9 @@ def own_rows(
 
     Rows are padded to a multiple of `multiple_of`; the padding is a separate segment.
     dtype: dtype of queries and keys.
-    parts: number of tensor ranks that share the gather over the context axis. Each gathers its part of the rows, then
-      all exchange their parts.
-    mixtures: indices, in the microbatch's routes, of this rank's mixture layers; None disables routing replay.
+    parts: number of tensor ranks that share the gather over the context axis. Each gathers a part of the rows, and then
+      the ranks exchange their parts.
+    mixtures: indices of this rank's mixture layers in the microbatch's routes; None disables routing replay.
     copies_shared_keys: False if a kernel reads the keys of forked dialogues in place.
     """
     count = len(microbatch.computed)
@@ -212,7 +212,7 @@ def own_rows(
 
 
 def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
-    """Return the ranges of rows that belong to this context rank."""
+    """Return the ranges of rows, (start, stop), that belong to this context rank."""
     if context.size == 1:
         return [(0, total)]
     chunk = total // (2 * context.size)
@@ -249,7 +249,7 @@ def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Te
 
 
 def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pieces' keys as runs of rows: first row and length of each run.
+    """Return the pieces' keys as runs of consecutive rows: the first row and the length of each run.
 
     A piece's runs begin with its oldest ancestor.
     """
@@ -277,6 +277,6 @@ def _dense(rows: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the concatenated runs: starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ..."""
+    """Return the rows of all runs: starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ..."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return offsets + torch.arange(len(offsets))

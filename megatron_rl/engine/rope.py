@@ -14,10 +14,10 @@ Rotation = tuple[Tensor, Tensor] | Tensor
 
 
 class Rope:
-    """Frequencies of one rotary embedding. Layers of one model may use different ones."""
+    """Frequencies of one rotary embedding. Layers of one model may use different embeddings."""
 
     is_fused = False
-    """True to rotate with Transformer Engine's kernel, which supports no attention factor. Set after building."""
+    """True to rotate with Transformer Engine's kernel if there is no attention factor. Set after building."""
 
     def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
         self.inverse_frequencies, self.attention_factor = inverse_frequencies.float(), attention_factor

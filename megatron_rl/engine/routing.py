@@ -1,12 +1,12 @@
 """Routers that replay the rollout servers' expert choices (R3), if `algo.routing_replay` is on.
 
-Megatron's RouterReplay stores the experts of one pass in a process-wide list, in the order of calls. Here they arrive
-with the microbatch, in PackedRows. The order of microbatches, pipeline chunks and recomputed layers therefore does not
-matter. Megatron's top-k function calls ReplayedTop for the experts, as it does for its own RouterReplay.
+Megatron's RouterReplay stores the experts of one pass in a process-wide list, in the order of calls. Here each
+microbatch brings its own experts, in PackedRows, so the order of microbatches, pipeline chunks and recomputed layers
+does not matter. Megatron's top-k function calls ReplayedTop for the experts, as it does for its own RouterReplay.
 
     row with a route    -> the server's experts in place of the trainer's top-k. Their weights are the trainer's, with
                            gradient (experts), or the server's values with the trainer's gradient (experts_and_weights)
-    row without a route -> the trainer's own experts: the last row of a sequence, and padding
+    row without a route -> the trainer's own experts. Such rows are the last row of a sequence, and padding
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megatron_rl.types import TrajectoryBatch
 
 
 class ReplayedTop:
-    """The server's experts in place of the top-k scores. Has the interface of Megatron's `router_replay`.
+    """Selects the server's experts instead of those with the top-k scores, with Megatron's `router_replay` interface.
 
-    slots: `[R, slots]` of this rank's rows.
-    changed: `[2]` counters of choices that differ from the trainer's own, and of all choices.
+    slots: the servers' routes for this rank's rows, `[R, slots]`.
+    changed: `[2]` counters: choices that differ from the trainer's own, and all choices.
     agreed: `[4]` counters for routes.shift_fault.
     """
 
@@ -60,8 +60,8 @@ class ReplayedTop:
     def _agreements(self, own: Tensor) -> Tensor:
         """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes.
 
-        Neighbors are adjacent rows of the pass. At the few sequence borders they are unrelated, which favors neither
-        side.
+        Neighbors are adjacent rows of the pass. At the few sequence borders they are unrelated rows, which biases the
+        counts of the previous and the next row alike.
         """
         inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
         chosen = own[1:-1, :, None]
@@ -73,9 +73,9 @@ class ReplayedTop:
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router that uses the experts of `slots` in its next call.
+    """Megatron's router, but with the experts of `slots`, if set, in its next call.
 
-    slots: `[R, slots]`, or None for the router's own choice.
+    slots: the servers' routes for the rows, `[R, slots]`, or None to let the router choose.
     """
 
     slots: Tensor | None = None
@@ -96,7 +96,7 @@ class ReplayRouter(TopKRouter):
         return torch.where(replayed.has_route, weights + (given - weights).detach(), weights), is_chosen
 
     def _given(self, dtype: torch.dtype) -> Tensor:
-        """Return the servers' weights `[R, slots]`, normalized to sum to 1 if the model does so."""
+        """Return the servers' expert weights `[R, slots]`, normalized and scaled as the model does."""
         given = routes.weights_of(self.slots)
         if self.is_renormalised:
             given = given / given.sum(-1, keepdim=True).clamp_min(1e-6)
@@ -108,7 +108,7 @@ class ReplayRouter(TopKRouter):
 
 
 def replay_in(layer: Any) -> None:
-    """Replace the router of a layer with ReplayRouter, if the layer is a mixture."""
+    """Replace the router in a layer's spec with ReplayRouter, if the layer is a mixture of experts."""
     if isinstance(layer.mlp, ModuleSpec):
         if layer.mlp.module is MoELayer:
             layer.mlp.submodules.router = ReplayRouter
@@ -117,9 +117,9 @@ def replay_in(layer: Any) -> None:
 
 
 def recompute_with_own_slots(mixture: MoELayer) -> None:
-    """Make a recomputed mixture use the routes of its first pass.
+    """Make a mixture layer use the same routes when it is recomputed.
 
-    Megatron's recomputation would use the routes of a later microbatch.
+    Megatron's recomputation would use the routes that a later microbatch has set.
     """
     if not mixture.moe_layer_recompute:
         return
@@ -140,7 +140,7 @@ def recompute_with_own_slots(mixture: MoELayer) -> None:
 
 
 class RoutingReplay:
-    """Routing replay of one engine: hands each mixture layer the routes of the rows that it is about to compute.
+    """Routing replay of one engine: gives each mixture layer the routes of the rows that the layer is about to compute.
 
     For example:
 
@@ -171,10 +171,10 @@ class RoutingReplay:
         routes.check_complete(found, batch["loss_mask"], batch.cu_seqlens, self.form)
 
     def finish_pass(self, group: dist.ProcessGroup) -> None:
-        """Sum the counts of choices since the last call. Raises RuntimeError if the servers' map is shifted.
+        """Set `changed_share` from the choices of all ranks since the last call.
 
-        Collective: every rank calls it.
-        group: all ranks, over gloo.
+        Raises RuntimeError if the servers' routes are shifted against the tokens. Collective: every rank calls it.
+        group: gloo group of all ranks.
         """
         counts = self._counts.cpu().clone()  # .cpu() makes no copy of a host tensor
         self._counts.zero_()
@@ -186,7 +186,7 @@ class RoutingReplay:
 
 
 def _hand_over(layer: nn.Module, args: Any, kwargs: dict[str, Any], *, column: int) -> None:
-    """Before a layer runs or is recomputed, give its router the routes of this tensor rank's rows."""
+    """Give a layer's router the routes of this tensor rank's rows, before the layer runs or is recomputed."""
     packed: PackedRows = kwargs["packed_seq_params"]
     router, slots = layer.mlp.router, packed.routes
     if slots is None:

@@ -1,4 +1,4 @@
-"""Run microbatches through Megatron's pipeline schedule and collect what the last stage computes.
+"""Runs microbatches through Megatron's pipeline schedule and collects what the last stage computes.
 
 Each microbatch contributes a loss sum and an integer weight. Megatron divides the gradient once by the global weight
 (`calculate_per_token_loss`), so nothing here divides the loss.
@@ -34,15 +34,15 @@ The weight is a host tensor; Megatron adds it to a sum on the device.
 class KnownShapes(P2PCommunicator):
     """Pipeline communicator for tensors whose shapes every stage knows on the host.
 
-    Megatron's communicator sends the shape of each tensor and waits for the device to read it. Tensors arrive in the
-    order in which the sender computes them: Megatron's schedule table, which all stages share. Gradients arrive in the
-    same order of microbatches, but with the model chunks reversed.
+    Megatron's communicator sends each tensor's shape too, and waits for the device before it can read a shape. Tensors
+    arrive in the order in which the sender computes them, which is that of Megatron's schedule table on all stages.
+    Gradients arrive in the same order of microbatches, but with the model chunks reversed.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup, config: Any, rows: list[int], chunks: int) -> None:
         """Prepare the shapes of one pass.
 
-        rows: row count of a stage's input and output, per microbatch.
+        rows: number of rows of each microbatch in a stage's input and output.
         chunks: number of this rank's model chunks.
         """
         super().__init__(pipeline, config)
@@ -61,9 +61,10 @@ class KnownShapes(P2PCommunicator):
 
 
 def divide_by_weight(groups: ParallelGroups) -> Callable[..., None]:
-    """Return Megatron's `finalize_model_grads` with a division by the global weight that needs no device sync.
+    """Return a `finalize_model_grads` that divides by the global weight without a device sync.
 
-    Megatron first reads on the host whether the weight is above 0. If the weight is 0, the gradients are 0 too.
+    Megatron's own function first reads the weight on the host to skip the division if it is 0. Here a weight of 0
+    counts as 1, because the gradients are then 0 too.
     """
 
     def finalize(chunks: list, weight: Tensor, **options: Any) -> None:
@@ -91,8 +92,8 @@ def run(
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
-    Returns what `last_stage` kept, in the order of microbatches, on the last pipeline stage, and [] on other stages.
-    Each context rank computes its share of a microbatch's rows.
+    On the last pipeline stage, returns what `last_stage` kept, in the order of microbatches; on other stages, []. Each
+    context rank computes its share of a microbatch's rows.
     config: Megatron's config of the model.
     mixtures, copies_shared_keys: see own_rows.
     """

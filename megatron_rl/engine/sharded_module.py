@@ -1,4 +1,4 @@
-"""Checkpointing of this package's modules whose parameters are split over tensor ranks."""
+"""Checkpointing of this package's own modules that split parameters over tensor ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class ShardedModule(nn.Module):
     """Module whose parameters named in `cut` are saved as shards along dimension 0. Its other parameters are replicas.
 
-    By default, Megatron treats all parameters of modules other than its own as replicas.
+    By default, Megatron saves all parameters of modules that are not its own as replicas.
     """
 
     cut: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Explains a skipped update: which trained tokens have NaN or infinite numbers."""
+"""Explanation of a skipped update: the trained tokens with NaN or infinite numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def explain(
 ) -> str:
     """Say which trained tokens have NaN or infinite numbers, and on which rank.
 
-    If all tokens' numbers are finite, names the token with the largest one. Collective: every rank calls it.
-    loss, grad_norm: this rank's numbers, NaN or infinite on at least one rank.
+    If all tokens' numbers are finite, name the token with the largest one. Collective: every rank calls it.
+    loss, grad_norm: this rank's numbers. On at least one rank, one of them is NaN or infinite.
     batch: this rank's share of the data.
     results: `[N]`, the model's result for each token.
-    name: what `results` are, for the text.
+    name: what the text calls `results`.
     """
     # Tensor, pipeline and context peers hold the same share, so one of them names its tokens.
     own = tokens_without_number(batch, results, name) if groups.is_rollout_rank else []
@@ -49,7 +49,7 @@ def explain(
 
 
 def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) -> list[str]:
-    """Name the first trained tokens with a NaN or infinite number, with all their numbers."""
+    """Describe the first trained tokens that have a NaN or infinite number, with all numbers of each."""
     columns = columns_of(batch, results, name)
     bad = torch.stack([~column.isfinite() for column in columns.values()]).any(0) & batch["loss_mask"]
     places = bad.nonzero()[:, 0].tolist()
@@ -58,7 +58,7 @@ def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) ->
 
 
 def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[float, str]:
-    """Return the largest absolute number of a trained token, and the token's name. (-1, "") if no token is trained."""
+    """Return the largest absolute number of a trained token, and the token's description; (-1, "") without one."""
     columns = columns_of(batch, results, name)
     sizes = torch.stack([column.double().abs() for column in columns.values()]).amax(0)
     sizes = sizes.masked_fill(~batch["loss_mask"], -1.0)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """A linear map to one number, computed in float32.
+    """A linear map without bias to one number, computed in float32.
 
-    weight: `[1, H]`, replicated, without bias, initially zero: `score.weight` of a HF sequence classification model.
+    weight: `[1, H]`, replicated, initially zero. It is `score.weight` of a HF sequence classification model.
     """
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:

@@ -1,1 +1,1 @@
-"""Starting the processes of a run, and stopping them with it."""
+"""Starting the processes of a run, and stopping them when it ends."""

@@ -1,7 +1,7 @@
 """Counts the cores that are free for a process that starts now.
 
-A program with more synchronizing threads than free cores is ten times slower than with one thread. Each step of a
-parallel loop waits for the thread that the system schedules last.
+If a program's parallel loops use more threads than there are free cores, it is ten times slower than with one thread.
+Each step of such a loop waits for the thread that the system schedules last.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ LOOK_S = 0.2
 def free_cores() -> int:
     """Return the number of free cores, at least 1.
 
-    These are the cores that this process may use, by affinity and container quota, minus the busy ones. The lower of
-    two figures counts as busy: the load of the last minute, and the current use. The load outlives processes that have
-    just ended, and the use includes ranks that start at the same time.
+    Free cores are those that this process may use, by affinity and container quota, minus the busy ones. Two figures
+    may overestimate the busy cores, so the lower one counts. The load of the last minute includes processes that have
+    just ended, and the current use includes ranks that start at the same time.
     """
     usable = min(float(len(os.sched_getaffinity(0))), quota())
     busy = min(os.getloadavg()[0], busy_cores())

@@ -1,4 +1,4 @@
-"""File locks: one process at a time holds a lock. The file names its owner, for the error that others get."""
+"""File locks, each held by one process at a time. The file names the owner, for the error that others get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 POLL_S = 0.05
 PATIENCE_S = 5.0
-"""Default wait for a lock. A killed owner releases it sooner."""
+"""Default time to wait for a lock. The system releases the lock of a killed owner sooner than that."""
 
 
 class LockHeld(BlockingIOError):
@@ -22,9 +22,10 @@ class LockHeld(BlockingIOError):
 
 
 def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False) -> int:
-    """Lock `path` and return the open file; the lock lasts until its last copy is closed. LockHeld after `patience_s`.
+    """Lock `path` and return the open file. Raises LockHeld after `patience_s`.
 
-    by_process: the lock lasts until this process closes the file or ends; forked processes do not share it.
+    The lock lasts until the file is closed in this process and in all processes forked from it.
+    by_process: the lock lasts only until this process closes the file or ends; forked processes do not share it.
     """
     # flock's lock belongs to the open file, which a fork shares; lockf's belongs to this process alone.
     lock, acquire = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.lockf if by_process else fcntl.flock
@@ -42,7 +43,7 @@ def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False
 
 
 def sign(lock: int, pid: int) -> None:
-    """Write the owner and the time into the lock file."""
+    """Write the owner, process `pid` on this host, and the time into the lock file."""
     # Written in place: a file renamed over this one would be a different lock.
     os.ftruncate(lock, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -52,8 +53,8 @@ def sign(lock: int, pid: int) -> None:
 def keep_folder(folder: Path, name: str, what: str) -> int:
     """Lock a folder against every other `what` until the returned file is closed or this process ends.
 
-    The lock is the file `name` in the folder. OSError says who holds it, or why the folder cannot be written. Forked
-    processes do not share the lock: some, such as a checkpoint's writer, may outlive this process.
+    The lock is the file `name` in the folder. Raises OSError, which says who holds the lock or why the folder cannot be
+    written. Forked processes do not share the lock, because some, such as checkpoint writers, may outlive this one.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """`megatron-rl launch CONFIG`: starts the ranks of a run on one host.
 
-On GPUs, the run's servers get some GPUs and the ranks the others, or both take turns on the same ones
+On GPUs, the run's servers get some GPUs and the ranks get the others, or both take turns on the same GPUs
 (rollout.colocated). Supervised and preference training has no servers and one rank per GPU. If a rank dies, the others
-are stopped, and one line says which and how. SIGTERM, SIGUSR1 and Ctrl-C are forwarded to all ranks, which save and
-stop (life/stop_signal.py); the exit code is then theirs. A second Ctrl-C stops everything at once.
+are killed, and one line says which rank died and how. SIGTERM, SIGUSR1 and Ctrl-C are forwarded to all ranks, which
+save and stop (life/stop_signal.py); the exit code is then that of the ranks. A second Ctrl-C stops everything at once.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class Places:
     rank_gpus: list[str] = field(default_factory=list)
     """One GPU per rank; empty on a host without GPUs."""
     server_gpus: list[str] = field(default_factory=list)
-    """GPUs of the servers that the run starts, --tp of them per server."""
+    """GPUs of the servers that the run starts. Each server gets as many as its --tp."""
 
 
 def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
     """Place a run on this host's GPUs, with as many ranks as fit unless `ranks` is given.
 
-    Without GPUs, the default is the ranks of one model replica. ValueError, with the numbers, if it does not fit.
+    Without GPUs, the default is the fewest ranks that hold whole replicas of every model. Raises ValueError, with the
+    numbers, if the run does not fit.
     """
     rollout = config.rollout
     if ranks is not None and ranks < 1:
@@ -138,7 +139,7 @@ def run(places: Places, module_and_args: list[str]) -> int:
     interrupted_at: list[float] = []
 
     def interrupt(number: int, _: object) -> None:
-        """On the first Ctrl-C, let ranks save; the terminal may have signaled them too. The second ends everything."""
+        """On the first Ctrl-C, let the ranks save. The terminal may have sent it to them too. On the second, end."""
         if not interrupted_at:
             interrupted_at.append(time.monotonic())
             _pass_on(number, processes)
@@ -183,8 +184,7 @@ def _place(rank: int, places: Places, port: int) -> dict[str, str]:
 
 
 def _first_failure(processes: list[subprocess.Popen]) -> int | None:
-    """Wait for all ranks. Return None if all succeeded or stopped on a signal, else the number of the first failed
-    rank."""
+    """Wait until a rank fails, and return its number. Returns None if all succeed or stop on a signal."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -202,7 +202,7 @@ def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:
 
 
 def _kill(processes: list[subprocess.Popen]) -> None:
-    """Kill the remaining ranks. SIGTERM would make them save, and they would wait for the rank that is gone."""
+    """Kill the remaining ranks. On SIGTERM they would try to save, and would wait for the rank that is gone."""
     for process in processes:
         process.kill()
         process.wait()

@@ -8,9 +8,9 @@ import resource
 logger = logging.getLogger(__name__)
 
 MOST = 2**20
-"""The limit set if the system has none. Tools that iterate over all file numbers become slow above it."""
+"""Limit to set if the system has none. Above it, tools that iterate over all possible file numbers become slow."""
 LEAST = 512
-"""Minimum limit for starting a run: twice what an idle process of a run has open."""
+"""Minimum limit to start a run: twice the number of files that an idle process of a run has open."""
 
 
 def raise_limit() -> int:
@@ -30,8 +30,10 @@ def raise_limit() -> int:
 
 
 def check_limit() -> None:
-    """Raise RuntimeError if the limit is too low for a run, which would stall: sends wait until another file is
-    closed."""
+    """Raise RuntimeError if the limit is too low for a run.
+
+    Such a run would stall, because each send would wait for another file to be closed.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST:
         raise RuntimeError(

@@ -1,6 +1,6 @@
 """This rank's GPU: environment variables for its libraries, and CPU affinity to the cores near it.
 
-The GPU is queried by nvidia-smi, because CUDA would initialize before those variables are set.
+nvidia-smi describes the GPU, because a query through CUDA would initialize CUDA before those variables are set.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from megatron_rl.config import TrainConfig
 
 BLACKWELL = 10.0
-"""First compute capability for which Megatron's overlap needs no CUDA_DEVICE_MAX_CONNECTIONS."""
+"""Lowest compute capability on which Megatron overlaps communication without CUDA_DEVICE_MAX_CONNECTIONS."""
 SYSFS = Path("/sys")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its PCI address as sysfs writes it, and its compute capability."""
+    """A GPU's PCI address, as sysfs writes it, and its compute capability."""
 
     address: str
     capability: float
@@ -41,7 +41,10 @@ def find() -> Gpu | None:
 
 
 def set_variables(config: TrainConfig) -> None:
-    """Set NCCL's and CUDA's start-up variables on a rank with a GPU. Values that the user has set are kept."""
+    """Set environment variables that NCCL and CUDA read at their start, on a rank with a GPU.
+
+    Values that the user has set are kept.
+    """
     gpu = find()
     if gpu is None:
         return
@@ -53,9 +56,9 @@ def set_variables(config: TrainConfig) -> None:
 
 
 def stay_near() -> set[int]:
-    """Bind this thread, and threads that it starts, to the cores of its GPU's NUMA node. Return those cores.
+    """Bind this thread, and threads that it starts, to the cores of the GPU's NUMA node. Return those cores.
 
-    If they are unknown or none is available to this process, nothing changes and the result is empty.
+    If the cores are unknown, or this process may use none of them, nothing changes and the result is empty.
     """
     gpu = find()
     cores = cores_near(gpu.address) & os.sched_getaffinity(0) if gpu is not None else set()

@@ -1,7 +1,7 @@
 """Placement of a Slurm job's processes: reads Slurm's variables and assigns rollout servers and ranks to nodes.
 
-Servers take the first nodes and, on each node, the first GPUs; ranks take the last. A job of one node runs both. In a
-heterogeneous job, the first component serves and the second trains.
+Servers get the first nodes and, on each node, the first GPUs; ranks get the last ones. A job of one node runs both. In
+a heterogeneous job, the first component runs the servers and the second the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a job, or of one component of a heterogeneous job. `cpus` and `gpus` are per-node minimums."""
+    """The nodes of a job, or of one component of a heterogeneous job. Each has at least `cpus` CPUs and `gpus` GPUs."""
 
     hosts: list[str]
     cpus: int
@@ -39,7 +39,10 @@ class Placement:
 
 
 def nodes_of_job(environment: Mapping[str, str]) -> list[Nodes]:
-    """Return the job's nodes, or those of a heterogeneous job's two components. ValueError outside a job."""
+    """Return the nodes of each component of the job: one, or two if it is heterogeneous.
+
+    Raises ValueError outside a job.
+    """
     if "SLURM_JOB_ID" not in environment:
         raise ValueError("SLURM_JOB_ID: is not set; start this with sbatch, e.g. sbatch scripts/train_grpo.sh CONFIG.")
     components = int(environment.get("SLURM_HET_SIZE", 1))
@@ -71,7 +74,7 @@ def _nodes(environment: Mapping[str, str], suffix: str, gpus: str | None, het_gr
 
 
 def counts(text: str) -> list[int]:
-    """Parse Slurm's counts per node: `2(x3),1` -> [2, 2, 2, 1]."""
+    """Parse a list of counts per node as Slurm writes it: `2(x3),1` -> [2, 2, 2, 1]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
@@ -85,9 +88,10 @@ def place(
     gpus_per_server: int,
     nodes_per_server: int = 0,
 ) -> Placement:
-    """Place servers and ranks. ranks = None: one rank per remaining GPU, or per remaining node if there are no GPUs.
+    """Place servers and ranks. Raises ValueError, which says what does not fit.
 
-    A server takes `nodes_per_server` nodes; 0: the fewest that have its GPUs. ValueError says what does not fit.
+    ranks: None for one rank per remaining GPU, or per remaining node if there are no GPUs.
+    nodes_per_server: 0 for the smallest number of nodes that have a server's GPUs.
     """
     spare = int(serving is training and ranks != 0)
     places = _place_servers(serving, servers, gpus_per_server, nodes_per_server, spare=spare)
@@ -106,9 +110,9 @@ def place(
 
 
 def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spare: int) -> list[ServerPlace]:
-    """Place servers by GPU from the first node on.
+    """Place servers on GPUs, from the first node on.
 
-    Without GPUs, assign servers in turn to all nodes except the last `spare`, and to at least one node.
+    Without GPUs, distribute servers over the nodes in turn. The last `spare` nodes get none if there are others.
     """
     if count == 0:
         return []
@@ -136,7 +140,7 @@ def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spar
 
 
 def _room(nodes: Nodes, servers: list[ServerPlace]) -> dict[str, int]:
-    """Return how many ranks each node can take in addition to the servers."""
+    """Return the number of ranks that fit on each node in addition to the servers."""
     if nodes.gpus:
         taken = Counter(host for place in servers for host in place.hosts for _ in place.gpus)
         return {host: nodes.gpus - taken[host] for host in nodes.hosts if taken[host] < nodes.gpus}
@@ -145,7 +149,7 @@ def _room(nodes: Nodes, servers: list[ServerPlace]) -> dict[str, int]:
 
 
 def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int]:
-    """Assign ranks to nodes: fill the last nodes first, or share evenly."""
+    """Return the number of ranks for each node. Fills the last nodes first if `fill`, otherwise shares evenly."""
     shares = dict.fromkeys(room, 0)
     while ranks:
         # From the back, because servers have the first nodes. The dict keeps the hosts in rank order.
@@ -156,7 +160,7 @@ def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int
 
 
 def ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables for a rank started by srun; empty outside a step or if RANK is set already."""
+    """Return torch's environment variables for a rank started by srun; {} outside a step or if RANK is set."""
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or "MASTER_PORT" not in environment:
         return {}
     here = counts(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]

@@ -7,16 +7,17 @@ import socket
 from pathlib import Path
 
 LOWEST = 24_000
-"""Below are the ports on which ranks, and the nodes of a server, meet (launch/slurm.py)."""
+"""Lowest port to choose. Lower ports are for the rendezvous of ranks and of a server's nodes (launch/slurm.py)."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CHOICES = 200
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` that nothing listens on and that the kernel gives to no outgoing connection.
+    """Return a port of `host` that nothing listens on and that the kernel uses for no outgoing connection.
 
-    The kernel takes ports for connections from its ephemeral range. SGLang starts listening ten seconds or more after
-    it is given a port; in that time a port of that range would sometimes be taken. RuntimeError if no port is free.
+    The kernel takes ports for outgoing connections from its ephemeral range. SGLang starts listening ten seconds or
+    more after it is given a port. In that time, a port of that range would sometimes be taken. Raises RuntimeError if
+    no port is free.
     """
     # Not the global generator: ranks and tests that seeded it alike would all try the same ports.
     for port in random.SystemRandom().sample(range(LOWEST, first_of_connections()), CHOICES):
@@ -29,17 +30,16 @@ def free_port(host: str) -> int:
 
 
 def first_of_connections() -> int:
-    """Return the first port of the kernel's ephemeral range.
+    """Return the end of the ports to choose from: the first port of the kernel's ephemeral range.
 
-    If that range begins below LOWEST + CHOICES, return 65,536: ports are then also drawn from it, at the risk of a
-    clash.
+    If that range begins below LOWEST + CHOICES, return 65,536 and risk that a connection takes the chosen port.
     """
     first = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
     return first if first >= LOWEST + CHOICES else 65_536
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on the interface that leads to `host`."""
+    """Return this host's address on the network interface that leads to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 80))  # connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])

@@ -20,7 +20,7 @@ PROGRAM = "megatron_rl.train"
 """The module that every rank runs, for every kind of training."""
 Check = Callable[[TrainConfig], object]
 Train = Callable[..., bool]
-"""train(config, resume=...): returns False if a stop signal ended the run early."""
+"""Called as train(config, resume=...). Returns False if a stop signal ended the run early."""
 
 
 def resume_command(program: list[str], words: list[str]) -> str:
@@ -35,7 +35,7 @@ def resume_command(program: list[str], words: list[str]) -> str:
 def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], argv: list[str] | None) -> None:
     """Parse the arguments, check the config, train, and exit with a code for the outcome.
 
-    load: imports the check and train functions for a config, which takes seconds.
+    load: imports and returns the check and train functions for a config, which takes seconds.
     """
     parser = argparse.ArgumentParser(PROGRAM, description=description)
     parser.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")

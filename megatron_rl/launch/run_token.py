@@ -24,9 +24,10 @@ FORM = re.compile(r"[!-~]{16,}")
 
 
 def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
-    """Return the token in a file, creating the file if needed. Processes that create it at once get the same token.
+    """Return the token in a file. If needed, create the file; processes that do so simultaneously get the same token.
 
-    ValueError, naming `key`, the file and the remedy, if others can read or own the file, or if it has no valid token.
+    Raises ValueError, naming `key`, the file and the remedy, if another user owns or can read the file, or if it has no
+    valid token.
     """
     path = Path(path)
     try:
@@ -61,14 +62,14 @@ def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
 
 
 def servers_of(config: TrainConfig) -> RolloutConfig:
-    """Return the rollout section with its token file set, as the run's servers and clients need it."""
+    """Return the config's rollout section with the path of its token file, for the run's servers and clients."""
     options, folder = config.rollout, Path(config.run.folder)
     own = registered_token_file(options.registry, folder.name) if options.registry else folder / "token"
     return dataclasses.replace(options, token_file=options.token_file or str(own))
 
 
 def registered_token_file(registry: str | Path, run: str) -> Path:
-    """Return the path of a run's token file in a registry, where the run and its registered servers find it."""
+    """Return the path at which a run and its servers find the token file in a registry."""
     return Path(registry) / f"{run}.token"
 
 

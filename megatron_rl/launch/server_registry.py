@@ -1,8 +1,9 @@
-"""Rollout servers register in a folder shared by trainers and servers, and unregister when they end.
+"""Registry of rollout servers: a folder shared by trainers and servers.
 
-Each server has one JSON file, which names its run, so that other runs ignore it. The file is written under another name
-and renamed. Each renewal rewrites it; a file older than its lease belongs to a lost server. Ages are measured by the
-file system's clock only, because the clocks of two hosts may differ by more than a lease.
+Each server has one JSON file, which names the server's run, so that other runs ignore it. The file is written under
+another name and then renamed. A server rewrites its file to renew its lease, and removes it at its end. A file older
+than its lease belongs to a lost server. Ages are measured by the file system's clock only, because the clocks of two
+hosts may differ by more than a lease.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from megatron_rl.life import process_exit
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
-"""Version of what trainers and servers must agree on: this file's fields and the endpoints of the URL."""
+"""Version of what trainers and servers must agree on: the registration's fields and the server's endpoints."""
 LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.2
 MOST_BYTES = 1 << 16
-"""Maximum size of a file that is read as a registration."""
+"""Maximum size of a registration file in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Registration:
 
 
 class Lease:
-    """Context manager that keeps a server registered. A thread renews its lease for as long as `is_well()` is true.
+    """Context manager that keeps a server registered. A thread renews the lease for as long as `is_well()` is true.
 
     For example:
 
@@ -88,7 +89,7 @@ class Lease:
 
 
 def registered_urls(folder: str | Path, run: str) -> list[str]:
-    """Return the URLs of servers of `run` with an unexpired lease, in a fixed order. OSError if the disk fails."""
+    """Return the URLs of the servers of `run` with unexpired leases, by file name. Raises OSError if the disk fails."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as file:
@@ -110,7 +111,10 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
 
 
 def read_entry(path: Path) -> tuple[dict[str, Any], float]:
-    """Return a registration file's content and modification time. ValueError if it is not a valid registration."""
+    """Return a registration file's content and modification time.
+
+    Raises ValueError, KeyError or RecursionError if the file is not a valid registration.
+    """
     # Opening a named pipe must not block. The file is opened before stat so that NFS refreshes its age.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
@@ -130,13 +134,13 @@ def read_entry(path: Path) -> tuple[dict[str, Any], float]:
 
 @functools.lru_cache(maxsize=1000)
 def name_once(path: Path, fault: str) -> None:
-    """Warn about an invalid entry, once per fault, because the folder is read repeatedly."""
+    """Warn about an invalid file, but only once per fault, because the folder is read repeatedly."""
     shown = ascii(str(path))[1:-1]  # a name may contain any bytes
     logger.warning("%s is no registration of a server and is passed over: %s", shown, fault[:200])
 
 
 def wait_for_servers(folder: str | Path, run: str, count: int, *, timeout_s: float) -> list[str]:
-    """Return the registered URLs once there are at least `count`; RuntimeError after `timeout_s`."""
+    """Wait for at least `count` registered URLs and return them all. Raises RuntimeError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while len(urls := registered_urls(folder, run)) < count:
         if time.monotonic() > deadline:

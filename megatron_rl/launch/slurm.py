@@ -1,10 +1,10 @@
-"""Runs a config in a Slurm job: rollout servers and trainer ranks, each as steps of the job.
+"""Runs a config in a Slurm job: one step per rollout server, and one step for all trainer ranks.
 
     sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
 
-This module runs on the job's first node. Servers register in a folder, where trainers find them, including servers of
-other jobs; supervised and preference training use none. On a stop signal (`--signal`, preemption) the trainer saves;
-then the job is requeued and resumes with `--resume auto`. Steps are stopped through their own sruns, by pid.
+This module runs on the job's first node. Servers register in a folder, where trainers also find servers of other jobs.
+Supervised and preference training use no servers. On a stop signal (`--signal`, preemption), the trainer saves. Then
+the job is requeued and resumes with `--resume auto`. A step is stopped through its own srun process.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ from megatron_rl.launch.rank import PROGRAM
 from megatron_rl.life.stop_signal import EXIT_STOPPED
 
 FIRST_PORT, PORTS = 20_000, 4_000
-"""First port and number of ports for the rendezvous of ranks. Servers choose theirs above (launch/ports.py)."""
+"""First port and number of ports for the rendezvous of ranks. Servers listen on higher ports (launch/ports.py)."""
 FIRST_SERVER_PORT, SERVER_PORTS, PORTS_OF_SERVER = 12_000, 500, 16
-"""First port, number of slots and ports per slot for the rendezvous of a server over several nodes. SGLang uses six
-more ports after the first."""
+"""First port, number of slots and ports per slot, for the rendezvous of a server's nodes.
+
+SGLang uses six more ports after the first of its slot.
+"""
 POLL_S = 0.2
 STOP_S = 25.0
-"""Time for servers to stop; they drain for up to 20 s."""
+"""Time that servers get to stop. They drain for up to 20 s of it."""
 LAST_RANK_S = 120
-"""Seconds after the first rank's end until the others are killed: if it died, they wait for it in a collective.
+"""Seconds from the end of the first rank until the others are killed, in case they wait for it in a collective.
 
-Not at once (--kill-on-bad-exit): ranks that save on a stop signal end one after another, with a nonzero exit code.
+They are not killed at once (--kill-on-bad-exit), because ranks that save on a stop signal end one after another, with a
+nonzero exit code.
 """
 FIRST_RESTART_S = 2.0
 TAIL_LINES = 5
 RUNTIMES = ("pyxis", "apptainer")
 """Ways to start a container: pyxis (an srun plugin) or apptainer."""
 PYTHON = "python3"
-"""Python in a container's image."""
+"""Name of the Python program in a container's image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +79,10 @@ class Container:
 
 @dataclass(kw_only=True)
 class Server:
-    """A job step with one server and its supervisor. The supervisor restarts the server; the job restarts a step that
-    ends.
+    """A job step with one server and its supervisor.
 
-    For a server over several nodes, the step has one supervisor per node, and none of them restarts anything. If one
-    ends, the whole step ends and is restarted.
+    The supervisor restarts the server, and the job restarts the step if it ends. A server over several nodes has one
+    supervisor per node, and none of them restarts anything. If one ends, the whole step ends and is restarted.
     """
 
     name: str
@@ -90,12 +92,12 @@ class Server:
     process: subprocess.Popen[bytes]
     starts: int = 1
     next_start: float | None = None
-    """When to restart the step, by time.monotonic(); None unless the step has ended."""
+    """When to restart the step, as time.monotonic() counts; None unless the step has ended."""
 
 
 @dataclass(kw_only=True)
 class Job:
-    """The steps of one Slurm job."""
+    """One Slurm job: starts its steps, watches them, and stops them."""
 
     config: TrainConfig
     number: str
@@ -117,7 +119,7 @@ class Job:
         self._shown = 0
 
     def run(self) -> int:
-        """Start everything, wait for the trainer and return its exit code. Servers are stopped with it."""
+        """Start everything, wait for the trainer, stop the servers, and return the trainer's exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._hear)
         try:
@@ -174,7 +176,7 @@ class Job:
         return self._popen(step, [*gpus, *self._python(serve, self.serving)], log)
 
     def _keep_servers(self) -> bool:
-        """Restart ended servers with exponential backoff. Return False if no server is left."""
+        """Restart ended servers with exponential backoff. Return False once all servers are given up."""
         limit = self.config.rollout.server_restarts
         for server in self.servers:
             if server.process.poll() is None:
@@ -233,7 +235,7 @@ class Job:
         sys.stdout.buffer.flush()
 
     def _hear(self, number: int, _: object) -> None:
-        """Handle a stop signal and forward SIGUSR1 to the trainer; Slurm sends SIGTERM to all tasks itself.
+        """Handle a stop signal. Forward only SIGUSR1 to the trainer, because Slurm itself sends SIGTERM to all tasks.
 
         A run without checkpoints cannot save, so it ignores SIGUSR1 and runs until it is killed.
         """
@@ -260,7 +262,7 @@ class Job:
         return subprocess.Popen([*step, *options, *command], env=os.environ | (environment or {}))
 
     def _stop(self) -> None:
-        """Stop the trainer if it still runs, which makes it save, and then the servers."""
+        """Stop the trainer, which saves if it still runs, and then the servers."""
         servers = [server.process for server in self.servers]
         # The trainer first: it still needs its servers while it abandons its rollouts and saves.
         for steps, patience_s in (([self.trainer], self.config.run.grace_s), (servers, STOP_S)):
@@ -276,15 +278,15 @@ class Job:
 
 
 def tell(step: subprocess.Popen[bytes] | None) -> None:
-    """Send SIGUSR1 to a step's tasks through srun, which forwards it. On SIGTERM, srun would kill them."""
+    """Send SIGUSR1 to a step's srun, which forwards it to the tasks. On SIGTERM, srun would kill the tasks."""
     if step is not None and step.poll() is None:
         step.send_signal(signal.SIGUSR1)
 
 
 def srun(nodes: Nodes, tasks: Mapping[str, int], *, cpus_per_task: int) -> list[str]:
-    """Return the srun command of a step with this many tasks per host, sharing CPUs and GPUs with other steps.
+    """Return the srun command of a step that shares CPUs and GPUs with other steps.
 
-    If the numbers differ between hosts, SLURM_HOSTFILE must name a file with each task's host.
+    tasks: number of tasks on each host. If the numbers differ, SLURM_HOSTFILE must name a file with each task's host.
     """
     command = ["srun", "--overlap", f"--nodes={len(tasks)}", f"--ntasks={sum(tasks.values())}"]
     if len(set(tasks.values())) > 1:
@@ -298,7 +300,7 @@ def srun(nodes: Nodes, tasks: Mapping[str, int], *, cpus_per_task: int) -> list[
 
 
 def address(host: str) -> str:
-    """Return a node's NodeAddr, which differs from its name if several Slurm nodes share a host."""
+    """Return a node's NodeAddr. It differs from the node's name if several Slurm nodes share a host."""
     told = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, check=True).stdout
     found = re.search(r"\bNodeAddr=(\S+)", told)
     return found.group(1) if found else host
@@ -310,7 +312,7 @@ def port_of(job: str) -> int:
 
 
 def server_port_of(job: str, number: int) -> int:
-    """Return the rendezvous port for the nodes of one of a job's servers."""
+    """Return the port on which the nodes of a job's server `number` meet."""
     return FIRST_SERVER_PORT + (int(job) + number) % SERVER_PORTS * PORTS_OF_SERVER
 
 
@@ -357,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
-    """Build the job from the command line and Slurm's environment. ValueError if it is impossible."""
+    """Build the job from the command line and Slurm's environment. Raises ValueError if no such job is possible."""
     overrides = [*args.overrides, *overrides_of_task(environment, args)]
     config = load_config(args.config, overrides)
     config.rollout.check_servers()
@@ -403,8 +405,10 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
 
 
 def overrides_of_task(environment: Mapping[str, str], args: argparse.Namespace) -> list[str]:
-    """Return the overrides of one job-array task: its own folder, and its number as seed or as line of the sweep (from
-    0)."""
+    """Return the config overrides of one job-array task: its own folder, and a seed or a line of the sweep.
+
+    The seed is the task's number; with a sweep, the number selects the line, from 0.
+    """
     task = environment.get("SLURM_ARRAY_TASK_ID")
     if args.sweep and task is None:
         raise ValueError("--sweep: is for job arrays; start it with sbatch --array.")
@@ -420,7 +424,7 @@ def overrides_of_task(environment: Mapping[str, str], args: argparse.Namespace) 
 
 
 def is_preempted(job: str) -> bool:
-    """Return whether Slurm is preempting this job. Its tasks may have got SIGTERM without this process being told."""
+    """Return True if Slurm is preempting this job. Its tasks may have got SIGTERM although this process has not."""
     told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
     return "JobState=RUNNING" in told and re.search(r"\bPreemptTime=(?!None)", told) is not None
 

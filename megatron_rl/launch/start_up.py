@@ -18,11 +18,11 @@ def python_path() -> str:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import a process's modules inside this context, once, at its start.
+    """Make imports inside this context faster. Use it once, at a process's start.
 
-    The garbage collector is off inside it. It would otherwise scan the million objects created, none of them garbage,
-    for a fifth of the import time. Afterwards they are frozen: no later collection scans them, and forked processes
-    share them.
+    Inside this context, the garbage collector is off. It would spend a fifth of the import time on scanning the million
+    new objects, none of which is garbage. Afterwards these objects are frozen, so that no later collection scans them,
+    and forked processes share their memory.
     """
     # The collector stays off inside another such context, or if the user has turned it off.
     is_outermost = gc.isenabled()

@@ -1,7 +1,8 @@
 """The one package that checks whether CUDA is available. Call `prepare()` before the first import of megatron.core.
 
-With CUDA, only fixes of Megatron bugs are installed. Without CUDA, megatron.core also gets CPU stand-ins and runs over
-gloo, with its source unmodified. Other packages ask here for the device and backend, never `torch.cuda.is_available()`.
+With CUDA, `prepare` only installs fixes of Megatron bugs. Without CUDA, megatron.core also gets CPU stand-ins and runs
+over gloo, with its source files unmodified. Other packages ask this one for the device and the backend, and never call
+`torch.cuda.is_available()`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.attention
 from megatron_rl.platform import cpu, imports, upstream
 
 _kept: list[torch.library.Library] = []
-"""Keeps operator registrations alive: they end when their Library object is freed."""
+"""Libraries of operators that stay registered. Freeing a Library would end its registrations."""
 
 
 def prepare() -> None:
@@ -49,14 +50,14 @@ def prepare() -> None:
 
 
 def _is_no_deprecation(record: logging.LogRecord) -> bool:
-    """Return False for deprecation warnings, which Megatron would log at the start of every run."""
+    """Return False for deprecation warnings, which Megatron would otherwise log at the start of every run."""
     return "is deprecated" not in str(record.msg).lower()
 
 
 def let_gloo_listeners_wait() -> None:
-    """Keep gloo's listening threads from preempting other threads, if gloo carries all collectives.
+    """Keep gloo's listening threads from preempting others on a machine without CUDA, where gloo does all collectives.
 
-    Call it once groups exist.
+    Call it after groups exist, because their threads must be running.
     """
     if not has_cuda():
         cpu.let_gloo_listeners_wait()
@@ -77,7 +78,7 @@ def backend() -> str:
 
 
 def has_gradient_accumulation_kernel() -> bool:
-    """Return True if apex's fused kernel is available, with which megatron.core accumulates weight gradients."""
+    """Return True if megatron.core can accumulate weight gradients with apex's fused kernel."""
     return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
@@ -99,7 +100,7 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
 
 
 def check_shared_keys(kernel: str) -> None:
-    """Raise ValueError if `model.shared_keys` names a kernel that this machine cannot compile."""
+    """Raise ValueError if this machine does not support the kernel that `model.shared_keys` names."""
     if kernel == "flex" and not has_cuda():
         raise ValueError(
             "model.shared_keys = 'flex': there is no CUDA device, and FlexAttention has no gradient elsewhere; set "
@@ -108,7 +109,7 @@ def check_shared_keys(kernel: str) -> None:
 
 
 def check_delta_kernel(kernel: str, dtype: str) -> None:
-    """Raise ValueError if `model.delta_kernel` names kernels that this machine or `model.dtype` does not support."""
+    """Raise ValueError if this machine or `model.dtype` does not support the kernels of `model.delta_kernel`."""
     if kernel == "torch":
         return
     fault, remedy = "", "install fla-core (megatron-rl[fla]) on a machine with CUDA"
@@ -125,7 +126,7 @@ def check_delta_kernel(kernel: str, dtype: str) -> None:
 def use_flash_attention(kernel: str) -> None:
     """Make torch compute attention with the kernel of `model.flash_attention`. Raises ValueError if it is unavailable.
 
-    Transformer Engine's kernel is not one of torch's: this only checks that the package is installed.
+    For Transformer Engine's kernel, which is not one of torch's, this only checks that the package is installed.
     """
     if kernel == "torch":
         return

@@ -1,7 +1,8 @@
-"""CPU stand-ins that megatron.core finds in place of CUDA: swapped constants in its code and a few torch functions.
+"""CPU stand-ins for CUDA in megatron.core: constants replaced in its code, and a few replaced torch functions.
 
-Streams and events become no-ops, and the CPU random generator replaces CUDA's. tests/megatron trains with them on real
-Megatron-Core over gloo. Every version up to 0.19.2 needs them; the triton stand-in is needed from 0.18 on.
+Streams and events become no-ops, and the CPU random generator replaces CUDA's. tests/megatron trains with these
+stand-ins on real Megatron-Core over gloo. Every version up to 0.19.2 needs them; versions from 0.18 on
+also need the one for triton.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def _swap(constant):
 
 
 class _Triton(ModuleType):
-    """Stand-in for triton: any attribute is a decorator that returns its function unchanged.
+    """Stand-in for triton, in which any attribute is a decorator that returns its function unchanged.
 
-    Kernels cannot run on a CPU anyway.
+    The decorated kernels cannot run on a CPU anyway.
     """
 
     __path__: list[str] = []
@@ -66,9 +67,9 @@ class _Triton(ModuleType):
 
 @contextlib.contextmanager
 def stand_in_for_triton(module_name: str) -> Iterator[None]:
-    """Provide a stand-in for triton while executing a module of megatron.core >= 0.18 that imports it unconditionally.
+    """Provide a stand-in for triton inside this context, for a module of megatron.core >= 0.18 that always imports it.
 
-    The stand-in is removed afterwards: torch._inductor also looks for triton and must not find it.
+    The stand-in is removed afterwards, because torch._inductor also looks for triton and must not find it.
     """
     has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
     if has_triton or not module_name.endswith(".paged_stash"):
@@ -84,18 +85,18 @@ def stand_in_for_triton(module_name: str) -> Iterator[None]:
 
 
 LOGGERS = ("wandb", "torch.utils.tensorboard")
-"""Optional packages that megatron.core.timers and its inference engine import. Importing them takes a second per rank.
+"""Optional loggers that megatron.core's timers and inference engine import, which takes each rank a second.
 
-Nothing in this package makes those modules log to them.
+Nothing in this package makes those modules log to them, so `surround` makes their imports fail.
 """
 
 
 @contextlib.contextmanager
 def surround(module_name: str) -> Iterator[None]:
-    """Skip unneeded imports while a module of megatron.core is executed, and provide the stand-in for triton.
+    """Provide the stand-in for triton and skip unneeded imports while a module of megatron.core is executed.
 
-    The router of megatron.core >= 0.19 decorates an inference function with torch.compile, which imports inductor. That
-    would take a third of a rank's import time.
+    For example, the router of megatron.core >= 0.19 decorates an inference function with torch.compile. This would
+    import inductor, which takes a third of a rank's import time.
     """
     with stand_in_for_triton(module_name), contextlib.ExitStack() as undo:
         if module_name.endswith(".moe.router"):
@@ -110,7 +111,7 @@ def surround(module_name: str) -> Iterator[None]:
 
 
 class _Stream:
-    """A CUDA stream or event stand-in for a device that runs everything in order."""
+    """Stand-in for a CUDA stream, for a device that runs everything in order."""
 
     def __init__(self, *args, **kwargs) -> None: ...
 
@@ -124,15 +125,15 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """An event stand-in. It is a separate class because torch.compile's tracing tells streams from events by type."""
+    """Stand-in for a CUDA event. torch.compile's tracing tells streams from events by their classes."""
 
 
 SMALLEST_PRODUCT = 1 << 22
-"""Multiply-adds below which oneDNN's call overhead exceeds its gain."""
+"""Number of multiply-adds below which the overhead of calling oneDNN exceeds its gain."""
 
 
 def has_slow_matrix_products() -> bool:
-    """Return True if torch's float32 matrix products run without AVX-512, which MKL uses only on Intel processors."""
+    """Return True on an AMD processor with AVX-512, which torch's float32 products (MKL) use only on Intel's."""
     cpuinfo = Path("/proc/cpuinfo")
     if not (cpuinfo.is_file() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False
@@ -143,7 +144,7 @@ def has_slow_matrix_products() -> bool:
 def use_onednn_for_matrix_products() -> torch.library.Library:
     """Send large float32 products (`aten::mm`) to oneDNN. benchmarks/matrix_products.py prints the speedup.
 
-    Covers the forward product and both products of the backward pass. It lasts as long as the returned library is
+    This covers the forward product and both products of the backward pass. It lasts as long as the returned library is
     referenced.
     """
     linear = torch.ops.mkldnn._linear_pointwise.default
@@ -163,14 +164,14 @@ def use_onednn_for_matrix_products() -> torch.library.Library:
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Parameter numbers of glibc's `mallopt`."""
+"""Numbers of two parameters of glibc's `mallopt`."""
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for later allocations instead of returning it to the system.
 
-    A training step allocates and frees gigabytes of activations. If returned, this memory is page-faulted in again at
-    every step. The process stays as large as its largest step.
+    A training step allocates and frees gigabytes of activations. If this memory were returned, every step would wait
+    for page faults. The process stays as large as in its largest step.
     """
     libc = ctypes.CDLL(None)
     try:
@@ -187,11 +188,11 @@ GLOO_LISTENER = "gloo_tcp_loop"
 
 
 def let_gloo_listeners_wait() -> None:
-    """Keep gloo's listening threads from preempting the threads of this process that hold their connection's lock.
+    """Keep gloo's listening threads from preempting threads that are sending on the same connection.
 
     A listener wakes for a message, finds the connection locked by a sending thread, and retries until its time slice
-    ends. The sender may be waiting for the same core. Threads scheduled as SCHED_BATCH do not preempt others when they
-    wake. Does nothing on systems other than Linux.
+    ends. Meanwhile the sender may be waiting for the same core. Listeners are therefore scheduled as SCHED_BATCH, so
+    that they do not preempt others when they wake. Does nothing on systems other than Linux.
     """
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # the thread has ended, or the host forbids changing its policy
@@ -205,8 +206,8 @@ def _ignore(*args, **kwargs) -> None: ...
 def stand_in_for_cuda() -> None:
     """Replace the torch.cuda functions that megatron.core calls unconditionally.
 
-    `torch.tensor` is not replaced: that would break `torch.device("meta")` contexts, and transformers would then load
-    models with uninitialised buffers.
+    `torch.tensor` is not replaced, because that would break `torch.device("meta")` contexts, and transformers would
+    then load models with uninitialized buffers.
     """
     cuda, default_stream = torch.cuda, _Stream()
     cuda.current_device = lambda: torch.device("cpu")

@@ -1,6 +1,6 @@
-"""An import hook for megatron.core: rewrites its code objects and applies fixes after a module is imported.
+"""An import hook that rewrites megatron.core's code objects, and applies fixes to its modules after their import.
 
-Source files, .pyc caching and line numbers stay unchanged.
+Source files, .pyc files and line numbers stay unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 Rewrite = Callable[[CodeType], CodeType]
 Fixes = Mapping[str, Callable[[ModuleType], None]]
 Surroundings = Callable[[str], AbstractContextManager]
-"""Function from a module's name to the context manager in which the module is executed."""
+"""Function that returns the context manager in which the module of a given name is executed."""
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

@@ -1,8 +1,8 @@
 """Safe reading of checkpoints: their pickles may contain only numbers, tensors and tensor locations.
 
-Megatron uses torch's checkpoint format (torch.distributed.checkpoint, torch 2.13). `.metadata` is a pickle, and each
-object that is not a tensor is loaded with weights_only=False. A checkpoint may come from an untrusted source, and a
-pickle can run arbitrary code.
+A checkpoint may come from an untrusted source, and a pickle can run arbitrary code. Megatron uses torch's checkpoint
+format (torch.distributed.checkpoint, torch 2.13), whose file `.metadata` is a pickle. torch loads that file without a
+check, and each object that is not a tensor with weights_only=False.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAULTS = (
     *(AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OverflowError, RecursionError),
     *(RuntimeError, TypeError, ValueError),
 )
-"""Errors that reading a broken pickle may raise."""
+"""Errors that a broken pickle may raise when it is read."""
 _REBUILD_ARRAY = np.empty(0).__reduce__()[0]
 DATA = [
     *(np.ndarray, np.dtype, np.dtypes.UInt32DType, _REBUILD_ARRAY),  # NumPy's random state
@@ -42,7 +42,7 @@ DATA = [
 # The Python unpickler, because the C one cannot restrict what a pickle changes. It adds half a minute for a million
 # tensor pieces.
 class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
-    """Unpickler that creates only data records and modifies no existing class, enum or function."""
+    """Unpickler that creates only records of data, and that modifies no existing class, enum or function."""
 
     dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
@@ -106,14 +106,14 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
 
 
 def check_objects(file: str | Path | IO[bytes]) -> None:
-    """Raise UnpicklingError unless a torch.save file contains only the data types of our checkpoints."""
+    """Raise UnpicklingError if a torch.save file contains other types than our checkpoints do."""
     with torch.serialization.safe_globals(DATA):
         torch.load(file, map_location="cpu", weights_only=True)
 
 
 @contextmanager
 def refusing_code(path: str | Path) -> Iterator[None]:
-    """Convert unpickling errors into a RuntimeError that names the checkpoint and the fault."""
+    """Convert unpickling errors inside this context into a RuntimeError that names the checkpoint and the fault."""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:

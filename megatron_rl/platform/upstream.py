@@ -1,7 +1,7 @@
 """Fixes for bugs of megatron.core, applied after import. Each has a test in tests/megatron that fails without it.
 
-FIXES names the version from which a fix is unneeded; it is not applied from that version on. The bugs also occur on
-GPUs, most of them only if neither Transformer Engine nor apex is installed.
+FIXES says from which version on a fix is unneeded and not applied. The bugs also occur on GPUs, most of them only if
+neither Transformer Engine nor apex is installed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_rl.platform.plain_checkpoints import read_as_data
 
 
 def no_jit_fuser(module: ModuleType) -> None:
-    """Disable `jit_fuser` without CUDA: it would compile small functions with inductor at every start.
+    """Disable `jit_fuser` without CUDA, by Megatron's own switch.
 
-    Uses Megatron's own switch.
+    The fuser would compile small functions with inductor at every start.
     """
     if not torch.cuda.is_available():
         module.disable_jit_fuser()
@@ -40,7 +40,7 @@ def router_without_transformer_engine(module: ModuleType) -> None:
 
 
 def latent_attention_without_transformer_engine(module: ModuleType) -> None:
-    """Clear HAVE_TE if Transformer Engine's classes are stand-ins: isinstance() with a stand-in raises TypeError."""
+    """Set HAVE_TE to False if Transformer Engine's classes are stand-ins, with which isinstance() raises TypeError."""
     if not isinstance(module.TELinear, type):
         module.HAVE_TE = False
 
@@ -48,8 +48,9 @@ def latent_attention_without_transformer_engine(module: ModuleType) -> None:
 def distributed_adam_resume(module: ModuleType) -> None:
     """Fix two errors in loading the distributed optimizer's state with torch's Adam.
 
-    `fully_reshardable` looks for a per-parameter `step` that is kept elsewhere (KeyError). After a load, all parameters
-    share one `step` tensor, so one update advances Adam's bias correction by the number of parameters.
+    The `fully_reshardable` format looks for a `step` per parameter where there is none, which raises KeyError. After a
+    load, all parameters share one `step` tensor, so that one update counts once per parameter in Adam's bias
+    correction.
     """
     cls = module.DistributedOptimizer
     set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
@@ -75,7 +76,7 @@ def distributed_adam_resume(module: ModuleType) -> None:
 def uneven_parts_over_gloo(module: ModuleType) -> None:
     """Support uneven splits over gloo, which gathers and scatters only equal parts.
 
-    Experts split over tensor ranks receive uneven numbers of tokens.
+    Experts that are split over tensor ranks need uneven splits, because ranks have different numbers of tokens.
     """
     if torch.cuda.is_available():
         return
@@ -105,7 +106,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
 def embedding_without_a_mask_as_index(module: ModuleType) -> None:
     """Rewrite the vocab-parallel embedding without indexing by a mask.
 
-    Mask indexing makes the host wait for the GPU three times per microbatch: twice in the forward pass, once in the
+    Such indexing makes the host wait for the GPU three times per microbatch: twice in the forward pass and once in the
     backward pass.
     """
 
@@ -148,18 +149,18 @@ class _ResultsFile:
 
 
 def checkpoint_results_without_a_server(module: ModuleType) -> None:
-    """Replace the queue through which a save returns its results, which Megatron serves from a spawned process.
+    """Replace Megatron's queue for the results of a save's writers, which a spawned process serves.
 
-    That process runs the main script again and outlives the save. It takes seconds, or forever if the script has no
-    `__main__` guard.
+    That process runs the main script again and outlives the save. Its start takes seconds, or never ends if the script
+    has no `__main__` guard.
     """
     module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
 
 
 def storages_pickled_by_torchs_name(module: ModuleType) -> None:
-    """Pickle tensors under the name of torch's loading function, which Megatron replaces from 0.17 on.
+    """Make pickled tensors name torch's loading function, which Megatron replaces from 0.17 on.
 
-    Otherwise pickled tensors would refer to megatron.core, which servers do not have and SGLang rejects.
+    Otherwise they would refer to megatron.core, which servers do not have and SGLang rejects.
     """
     if function := vars(module).get("safe_load_from_bytes"):
         function.__module__, function.__qualname__ = "torch.storage", "_load_from_bytes"
