@@ -1,4 +1,4 @@
-"""Workflow for agents written against OpenAI's or Anthropic's API: functions of a URL, a key and a prompt."""
+"""Workflow for agents that call OpenAI's or Anthropic's API. An agent is a function of a URL, a key and a prompt."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs `agent(base_url, api_key, data, **agent_args)` for each of `gconfig.n_samples` samples, each in its own
-    process.
+    """Runs `agent(base_url, api_key, data, **agent_args)` once per sample, in a process of its own.
 
-    The agent is a function or coroutine function. It returns its reward, or None to let the reward function score the
-    last reply that it got. An agent that fails because its dialogue outgrew the context is scored in the same way.
+    There are `gconfig.n_samples` samples per prompt. The agent is a function or coroutine function. It returns its
+    reward, or None to let the reward function score the last reply that it received. The reward function also scores
+    the last reply of an agent that fails because its dialogue outgrew the context.
+
     Every dialogue with the proxy becomes a trajectory with that reward, and all trajectories form one group. If the
-    agent returns a list, it has one reward per reply, in the order received; a trajectory's reward is the sum over its
-    replies. `sequence["turns"]` is a dialogue's number of replies and `sequence["sample"]` its sample's number.
+    agent returns a list, the list must have one reward per reply, in the order received. A trajectory's reward is then
+    the sum over its replies. `sequence["turns"]` is a dialogue's number of replies, and `sequence["sample"]` the number
+    of its sample.
 
-    The agent must be a module-level function, because worker processes import it. A process is killed at the end of its
-    run, with all processes that it started.
+    The agent must be a module-level function, because worker processes import it. At the end of a run, its process is
+    killed, with all processes that it started.
 
         def agent(base_url, api_key, data):  # chat completions and Responses; Anthropic's clients add /v1 themselves
             client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -63,13 +65,19 @@ class AgentWorkflow(RolloutWorkflow):
         log_folder: str = "",
         constrained: str = "refuse",
     ) -> None:
-        """max_tokens: maximum dialogue length including the prompt, at most the model's context. agent_workers: maximum
-        agent processes over all episodes; further agents wait, and an agent's time limit starts with its process.
+        """Configure the workflow.
+
+        max_tokens: maximum dialogue length including the prompt, at most the model's context.
+        agent_workers: maximum number of agent processes over all episodes. Further agents wait; an agent's time limit
+        starts with its process.
         tool_format: the model's format for calls, a key of `tool_formats.FORMATS`, or auto to detect it from the chat
-        template. proxy: fields of ProxyAddress, for agents on other hosts. log_folder: folder for the agents' output,
-        one file per sample; a config uses `agents` in run.folder. constrained: `refuse` rejects JSON formats and tools
-        by name, and samples `required` freely; `untrained` enforces them by a grammar on the server and does not train
-        those replies."""
+        template.
+        proxy: fields of ProxyAddress, for agents on other hosts.
+        log_folder: folder for the agents' output, one file per sample; a config uses `agents` in run.folder.
+        constrained: what to do if an agent demands a JSON format, a tool by name or any tool (`required`). `refuse`
+        rejects JSON formats and tools by name, and samples freely for `required`. `untrained` enforces all three by a
+        grammar on the server and does not train the replies.
+        """
         if constrained not in CHOICES:
             raise ValueError(f"constrained = {constrained!r}: must be one of {', '.join(CHOICES)}.")
         if agent_workers < 1:

@@ -1,6 +1,6 @@
-"""Common interface of the agent APIs: each request is converted to chat completions, and the answer back to the API.
+"""Common interface of the agent APIs, which convert requests to chat completions, and answers back to an API's form.
 
-The three APIs are `chat_api`, `responses_api` and `messages_api`.
+The three APIs are in `chat_api`, `responses_api` and `messages_api`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Answer:
 
 
 class AgentApi(abc.ABC):
-    """Base class of one API. An object serves one session, and may store what its agent can refer to later."""
+    """Base class of the APIs. An object serves one session, and may store what the agent can refer to later."""
 
     path: str
     shows_thoughts = False
@@ -49,7 +49,7 @@ class AgentApi(abc.ABC):
 
     @abc.abstractmethod
     def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Convert a request to chat completions. BadRequest names a field that is not supported."""
+        """Convert a request to the form of chat completions. BadRequest names a field that is not supported."""
 
     @abc.abstractmethod
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class AgentApi(abc.ABC):
         """Return the object that produces a streamed answer's events."""
 
     last_line: bytes = b""
-    """Bytes that end a stream."""
+    """Bytes sent at the end of a stream."""
 
     @abc.abstractmethod
     def error(self, status: int, message: str, field: str | None, code: str | None) -> dict[str, Any]:
@@ -103,11 +103,11 @@ class ReplyStream(abc.ABC):
 
     @abc.abstractmethod
     def end(self, answer: Answer) -> Iterator[Event]:
-        """Yield the events for calls and the stop reason. All text has been streamed before."""
+        """Yield the events for calls and the stop reason. All text has already been streamed."""
 
 
 def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
-    """Return the text of a content that is a string, or a list of text parts of these kinds."""
+    """Return the text of a message's content: a string, or a list of text parts whose `type` is among `kinds`."""
     if is_text(content):
         return str(content)
     require(isinstance(content, list), field, content, "must be text or a list of parts")
@@ -119,7 +119,10 @@ def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
 
 
 def functions(tools: Any, schema: str) -> list[Message] | None:
-    """Convert flat tool definitions to chat completions. schema: name of the field with a tool's parameters."""
+    """Convert flat tool definitions to the form of chat completions.
+
+    schema: name of the field that holds the schema of a tool's parameters.
+    """
     if tools is None:
         return None
     require(isinstance(tools, list), "tools", tools, "must be a list")

@@ -1,7 +1,7 @@
 """Recognizes an agent's request as the continuation of an earlier dialogue, or says why it is not one.
 
-Agents' clients rewrite the history: arguments with other spaces, key order and escapes, stripped texts, missing
-thoughts, new ids. The canonical form of a dialogue is independent of all of these.
+Agents' clients rewrite the messages that they send back. They change arguments' spaces, key order and escapes, strip
+texts, drop thoughts and replace ids. The canonical form of a dialogue does not depend on any of these.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from megatron_rl.workflows.tools import THINK, THOUGHT, ends_a_thought
 
 NO_REPLY, TOOLS, AGAIN, OTHER = "", "tools", "again", "other"
 ROLES = ("system", "user", "assistant", "tool")
-"""Reasons for a new trajectory: other tools, a state that was already continued, or the role of the first message that
-differs. NO_REPLY: the request begins a dialogue."""
+"""Roles that may be the reason for a new trajectory: the role of the first message that differs (OTHER: another role).
+
+The other reasons are TOOLS, for other tools, and AGAIN, for a state that was already continued. NO_REPLY: the request
+begins a dialogue.
+"""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Hashes of a dialogue's first messages, exact and canonical."""
+    """Two hashes of a dialogue's first messages: of the exact messages, and of their canonical form."""
 
     exact: str
     canonical: str
@@ -45,8 +48,10 @@ def name_of(before: str, value: Any) -> str:
 
 
 def canonical_form(message: Message, numbers: dict[str, int]) -> Any:
-    """Return the canonical form of a message. numbers: call id -> index in the dialogue; this message's calls are
-    added."""
+    """Return the canonical form of a message.
+
+    numbers: call id -> the call's index in the dialogue. This function adds the message's calls.
+    """
     content = message["content"]
     if message["role"] == "assistant" and THOUGHT in content:
         if content.lstrip().startswith(THINK) or ends_a_thought(content):
@@ -61,7 +66,7 @@ def canonical_form(message: Message, numbers: dict[str, int]) -> Any:
 
 
 def canonical_value(value: Any) -> Any:
-    """Normalize numbers in a JSON value as JavaScript writes them: 1.0 becomes 1."""
+    """Normalize the numbers in a JSON value to JavaScript's form: 1.0 becomes 1."""
     match value:
         case dict():
             return {key: canonical_value(one) for key, one in value.items()}
@@ -73,12 +78,12 @@ def canonical_value(value: Any) -> Any:
 
 
 class History:
-    """The dialogues that an agent has led so far, to find out why a request continues none of them."""
+    """An agent's dialogues so far. They show why a request continues none of them."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._first: set[str] = set()
-        """Canonical hashes of first messages alone, without tools."""
+        """Canonical hashes of the dialogues' first messages alone, without tools."""
 
     def add(self, names: list[Beginning], messages: list[Message]) -> None:
         self._known.update(name.canonical for name in names)

@@ -1,4 +1,4 @@
-"""HTTP server for unmodified agents. It speaks their APIs and records all requests and replies.
+"""HTTP server for unmodified agents. It implements the APIs that they call, and records all requests and replies.
 
 - OpenAI: POST /v1/chat/completions, POST /v1/responses
 - Anthropic: POST /v1/messages, POST /v1/messages/count_tokens
@@ -29,7 +29,7 @@ from megatron_rl.api import ContextOutgrown, RequestRefused
 from megatron_rl.config.strict_json import read_json
 
 LEAST_BYTES, BYTES_PER_TOKEN = 2**20, 64
-"""Maximum request size: LEAST_BYTES, plus BYTES_PER_TOKEN for each token of the context. Any dialogue's text fits."""
+"""Maximum request size: LEAST_BYTES plus BYTES_PER_TOKEN per token of the context. Any dialogue's text fits."""
 SIGN_OF_LIFE_S = 10.0
 """Interval of keep-alive comments in a stream while a reply is generated, so that clients do not time out."""
 COUNTS = "/count_tokens"
@@ -69,8 +69,10 @@ class ProxyAddress:
             raise ValueError(f"private_key = {self.private_key!r}: is for a certificate; set certificate, too.")
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the TLS context; None without a certificate. ssl.SSLError if the files are not a certificate and its
-        key."""
+        """Return the TLS context; None without a certificate.
+
+        ssl.SSLError if the files do not hold a certificate and its key.
+        """
         if not self.certificate:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -84,7 +86,7 @@ class ProxyAddress:
 
 
 class AgentProxy:
-    """HTTP server for a number of sessions, for the duration of `async with`."""
+    """HTTP server for any number of sessions. It runs for the duration of `async with`."""
 
     def __init__(self, max_tokens: int, address: ProxyAddress | None = None) -> None:
         """max_tokens: maximum dialogue length."""
@@ -112,7 +114,7 @@ class AgentProxy:
 
     @asynccontextmanager
     async def serving(self, session: AgentSession) -> AsyncIterator[None]:
-        """Answer a session's requests inside this context. Later requests are refused."""
+        """Answer a session's requests within the `async with` block. Later requests are refused."""
         apis = ChatApi(session.options.tokenizer), ResponsesApi(), MessagesApi()
         self._sessions[session.key] = session, {api.path: api for api in apis}
         try:
@@ -173,7 +175,10 @@ Told = tuple[int, str, str | None, str | None]
 
 
 def told(error: Exception, session: AgentSession) -> Told:
-    """Return status, message, field and code of an error for the agent. Re-raise errors that a request cannot cause."""
+    """Return the status, message, field and code with which an error is reported to the agent.
+
+    Errors that a request cannot cause are raised again.
+    """
     match error:
         case BadRequest():
             return 400, str(error), error.field, None

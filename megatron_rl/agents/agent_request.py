@@ -14,12 +14,12 @@ from megatron_rl.workflows.messages import Message
 
 
 class BadRequest(Exception):
-    """The agent's request is invalid or not supported. It is answered with status 400."""
+    """The agent's request is invalid or not supported. The proxy answers it with status 400."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
-        """Field at fault, such as messages[0].content."""
+        """The field at fault, such as messages[0].content."""
 
 
 def is_text(value: Any) -> bool:
@@ -76,7 +76,7 @@ def is_empty(value: Any) -> bool:
 NOT_SUPPORTED = "is not supported; leave it out"
 UNKNOWN = "is no option that is known here, and may change the reply; leave it out"
 Rules = dict[str, tuple[Callable[[Any], bool], str]]
-"""Field -> (check of its value, rule for the error message)."""
+"""Field -> (function that checks the field's value, rule for the error message)."""
 
 
 def taken(*fields: str) -> Rules:
@@ -111,7 +111,7 @@ OPTIONS: Rules = {
     "tool_choice": (is_choice, NOT_SUPPORTED),
     "response_format": (is_format, NOT_SUPPORTED),
 }
-"""Temperature and top_p are accepted but ignored: the run's values are used."""
+"""Rules for all known fields of a request. Temperature and top_p are ignored: the run's values are used."""
 
 
 def require(is_right: bool, field: str, value: Any, rule: str) -> None:
@@ -120,7 +120,7 @@ def require(is_right: bool, field: str, value: Any, rule: str) -> None:
 
 
 def check(body: dict[str, Any], options: Rules) -> None:
-    """Raise BadRequest for unknown options, and for unsupported ones that would change the reply."""
+    """Raise BadRequest for an unknown field that is not empty, and for a field whose value breaks its rule."""
     for field, value in body.items():
         is_right, rule = options.get(field, (is_empty, UNKNOWN))
         require(value is None or is_right(value), field, value, rule)
@@ -138,7 +138,7 @@ def messages_of(body: dict[str, Any]) -> list[Message]:
 
 
 def normal(message: Any, field: str) -> Message:
-    """Return a message reduced to its content: clients' additions are dropped, so equal content has one form."""
+    """Return a message without the fields that clients add, so that messages of equal content have the same form."""
     require(is_object(message), field, message, "must be an object with a role and content")
     role = message.get("role")
     require(is_text(role), f"{field}.role", role, "must be text")

@@ -1,9 +1,9 @@
-"""One run of an agent: the dialogues that it leads, as tokens.
+"""One run of an agent: its dialogues with the policy, as tokens.
 
-A request continues an earlier one if its messages begin with the earlier messages and their reply. It then reuses the
-tokens: generated text is never retokenized. Messages are compared in canonical form (`agent_history`). Any other
-request begins a new dialogue. Each generated token is trained in one trajectory only, even if an agent goes back and
-branches.
+A request continues an earlier request if its messages begin with the earlier messages and the reply to them. Messages
+are compared in canonical form (`agent_history`). The request then reuses the earlier tokens, so that generated text is
+never retokenized. Any other request begins a new dialogue. Each generated token is trained in one trajectory only, even
+if an agent goes back and continues a dialogue in another way.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EDGE_TOKENS = 16
-"""How many tokens at a prompt's end and a reply's beginning are searched for an opened thought."""
+"""How many tokens at a prompt's end, and at a reply's beginning, are searched for an opened thought."""
 THOUGHTS = (THINK, THOUGHT)
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Characters and length of call ids; some chat templates accept no others."""
 INLINE_CHARACTERS = 8192
-"""Longer messages are rendered and tokenized in a thread, because that takes more than a few milliseconds."""
+"""Messages with more characters are tokenized in a thread, because that takes more than a few milliseconds."""
 
 
 class SessionOver(Exception):
@@ -66,7 +66,7 @@ class ProxyOptions:
     constrained: str = "refuse"
     """One of constrained.CHOICES."""
     longest_token: int = field(init=False)
-    """Characters of the vocabulary's longest token."""
+    """Number of characters of the vocabulary's longest token."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "longest_token", max(map(len, self.tokenizer.get_vocab())))
@@ -74,11 +74,11 @@ class ProxyOptions:
 
 @dataclass
 class Line:
-    """A dialogue so far. Its states share one copy of the tokens: a copy per state would grow quadratically."""
+    """A dialogue so far. Its states share one copy of the tokens; a copy per state would need quadratic memory."""
 
     conversation: Conversation
     split: str
-    """Why the dialogue continues no earlier one, or shares only its beginning; empty for a first request."""
+    """Why the dialogue continues no earlier one, or shares only its beginning; empty if the request had no replies."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class State:
     replies: int
     last_reply: list[int]
     name: str
-    """Exact hash of its messages; other dialogues may have the same canonical hash."""
+    """Hash of the exact messages. States of other dialogues may have the same canonical hash."""
     is_continued: bool = False
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
@@ -111,22 +111,26 @@ class AgentSession:
     engine: Sampler
     options: ProxyOptions
     sample_key: str | None
-    """Key of the sample; the keys of its requests begin with it."""
+    """Key of the sample. The keys of the sample's requests begin with this key."""
     key: str = field(default_factory=lambda: secrets.token_hex(24))
-    """The agent's API key, which identifies the session and grants nothing else. It is hexadecimal because an agent may
-    pass it on a command line, where a leading dash would look like an option."""
+    """The agent's API key, which identifies the session and grants nothing else.
+
+    It is hexadecimal because an agent may pass it on a command line, where a leading dash would look like an option.
+    """
     last_reply: LLMResponse | None = None
     outgrown: str | None = None
-    """Error message if the last request was refused because its dialogue had no room for a reply."""
+    """Error message if the last request was refused because its dialogue had no room for a reply; otherwise None."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """Context of the task that created the session. Requests run in it, because the HTTP server's own tasks belong to
-    no attempt at an episode."""
+    """Context of the task that created the session. Requests run in this context.
+
+    The HTTP server's own tasks would not do, because they belong to no attempt at an episode.
+    """
     is_over: bool = False
 
     def __post_init__(self) -> None:
         self._rid = uuid.uuid4().hex
         self._states: dict[str, list[State]] = {}
-        """States by the canonical hash of their messages."""
+        """All states, by the canonical hash of their messages."""
         self._history = History()
         self._replied: list[State] = []
         """The state after each reply, in the order received."""
@@ -136,9 +140,9 @@ class AgentSession:
     def trajectories(self, reward: float | list[float], **sequence: float) -> list[Trajectory]:
         """Return one trajectory per dialogue and branch, in the order in which their first replies ended.
 
-        reward: one for all trajectories, or a list with one per reply in the order received. With a list, a
-        trajectory's reward is the sum over the replies trained in it. ValueError if the list's length is not the number
-        of replies.
+        reward: one reward for all trajectories, or a list with one reward per reply, in the order received. With a
+        list, a trajectory's reward is the sum over the replies that it trains. ValueError if the list's length is not
+        the number of replies.
         """
         tips = [state for states in self._states.values() for state in states if not state.is_continued]
         if not isinstance(reward, list):
@@ -162,7 +166,7 @@ class AgentSession:
     async def answer(
         self, body: dict[str, Any], *, shows_thoughts: bool = False, progress: Progress | None = None
     ) -> Answer:
-        """Run `complete`, but raise SessionOver once the session is closed."""
+        """Return the result of `complete`, or raise SessionOver once the session is closed."""
         completing = self.complete(body, shows_thoughts=shows_thoughts, progress=progress)
         call = asyncio.get_running_loop().create_task(completing, context=self.context)
         self._calls.add(call)
@@ -179,11 +183,10 @@ class AgentSession:
     async def complete(
         self, body: dict[str, Any], *, shows_thoughts: bool = False, progress: Progress | None = None
     ) -> Answer:
-        """Answer a request of the chat completions API.
+        """Answer a request of the chat completions API. BadRequest or RequestRefused if it cannot be answered.
 
-        shows_thoughts: thoughts are reported separately from the message, and the dialogue continues whether the agent
-        sends them back or not. progress: is updated as the reply is generated. BadRequest and RequestRefused if the
-        request cannot be answered.
+        shows_thoughts: report thoughts separately from the message. The dialogue then continues whether the agent sends
+        the thoughts back or not. progress: updated as the reply is generated.
         """
         try:
             answer = await self._complete(body, shows_thoughts, progress)
@@ -198,7 +201,7 @@ class AgentSession:
         return len((await self._prompt(body))[0])
 
     async def _prompt(self, body: dict[str, Any]) -> tuple[Conversation, State | None, list[Message]]:
-        """Return the dialogue up to the reply, the state that it continues (or None), and its messages."""
+        """Return the request's dialogue up to the reply, the state that it continues (or None), and its messages."""
         check(body, OPTIONS)
         messages, tools = messages_of(body), tools_of(body)
         names = beginnings(messages, tools)
@@ -262,7 +265,7 @@ class AgentSession:
     def _continued(self, names: list[Beginning]) -> tuple[State | None, int]:
         """Return the state that matches the longest prefix of the messages, and that prefix's number of messages.
 
-        Among several, prefer a state with exactly the same messages, then one that is not continued yet.
+        If several states match, prefer one with exactly the same messages, then one that is not continued yet.
         """
         # Never match the whole request: its last message is new.
         for kept in range(len(names) - 1, 0, -1):
@@ -273,7 +276,7 @@ class AgentSession:
 
     @contextmanager
     def _marking(self, parent: State | None) -> Iterator[None]:
-        """On ContextOutgrown, mark the dialogue up to `parent` as cut off: it has no room for what follows."""
+        """If the block raises ContextOutgrown, mark the dialogue up to `parent` as cut off for lack of room."""
         try:
             yield
         except ContextOutgrown:
@@ -282,7 +285,10 @@ class AgentSession:
             raise
 
     async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
-        """Render and tokenize messages, in a thread if they are long."""
+        """Render and tokenize messages, in a thread if they are long.
+
+        ContextOutgrown if the context cannot hold so many characters.
+        """
         characters = len(json.dumps(rendered, ensure_ascii=False))  # templates also write keys and numbers
         # Refuse by length alone: tokenizing megabytes takes seconds.
         if characters > self.options.max_tokens * self.options.longest_token:
@@ -346,7 +352,7 @@ class AgentSession:
         return Answer(message=message, thoughts=thoughts, reply=reply, stop=stop)
 
     def _without_special(self, text: str) -> str:
-        """Remove thought marks that are special tokens, as decoding removes other special tokens."""
+        """Remove thought marks that are special tokens, just as decoding removes other special tokens."""
         special = {str(added) for added in self.options.tokenizer.added_tokens_decoder.values() if added.special}
         for mark in special.intersection(THOUGHTS):
             text = text.replace(mark, "")
@@ -372,7 +378,7 @@ def until_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def told_calls(calls: Iterable[ToolCall]) -> Iterator[Message]:
-    """Yield calls in chat-completions form. The policy's own call ids are kept if they are unique."""
+    """Yield calls in chat-completions form. A call keeps the id that the policy wrote if that id is unique."""
     ids: set[str] = set()
     for call in calls:
         identity = call.id if call.id and call.id not in ids else new_call_id()

@@ -1,4 +1,4 @@
-"""Pool of worker processes for agents. Each process serves one run and is killed at its end or deadline."""
+"""Pool of worker processes for agents. Each process serves one run and is killed at the run's end or deadline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
 from megatron_rl.telemetry import stats_tracker
 
 AT_ONCE = 16
-"""Maximum processes started at a time. A fork is quick, and hundreds at once would only wait for each other."""
+"""Maximum number of processes started at a time. A fork is quick; hundreds at once would only wait for each other."""
 MOST_LOGS = 1024
 """Maximum number of log files; the oldest are deleted."""
 DRAIN_S = 0.1
-"""Seconds to wait after a process died or failed: its parent process may still hold its last output."""
+"""Seconds to wait for output after a process died or failed. The parent process may not have written it all yet."""
 SHOWN = 2000
-"""Characters of a failed agent's output in an error message."""
+"""Maximum length, in bytes, of a failed agent's output in an error message."""
 
 
 class AgentTimeout(InfrastructureFailure):
@@ -34,7 +34,7 @@ class AgentTimeout(InfrastructureFailure):
 
 
 class AgentFailed(RuntimeError):
-    """An agent raised an exception, whose traceback is the cause."""
+    """An agent raised an exception. Its traceback is this error's cause."""
 
 
 class AgentLost(AgentFailed, InfrastructureFailure):
@@ -57,7 +57,7 @@ class AgentWorkers:
     """
 
     def __init__(self, agent: Any, args: dict[str, Any], *, most: int, folder: str = "") -> None:
-        """agent: a module-level function, or its import path. folder: for the agents' output, one file per sample."""
+        """agent: a module-level function, or its import path. folder: where each sample's output gets a file."""
         self.path = path_of(agent, key="rollout.workflow_args.agent", what="agents run")
         self._args, self._most, self._given_folder = args, most, folder
         self._pool: WorkerPool | None = None
@@ -65,10 +65,10 @@ class AgentWorkers:
         self._logs: deque[Path] = deque()
 
     async def run(self, base_url: str, api_key: str, data: dict[str, Any], *, name: str, timeout_s: float) -> Any:
-        """Run the agent and return its value: a number, a list of numbers or None.
+        """Run the agent and return its value: a number, a list of numbers or None. ValueError for any other value.
 
-        AgentTimeout if it takes longer than `timeout_s` from the start of its process, AgentFailed if it raises,
-        AgentDied if its process dies, ValueError for any other value. Cancelling this call also kills the process.
+        AgentTimeout if the agent takes longer than `timeout_s` from the start of its process, AgentFailed if it raises,
+        AgentDied if its process dies. Cancelling this call also kills the process.
         """
         pool = self._started()
         log = self._log(name)
@@ -99,7 +99,7 @@ class AgentWorkers:
         return self._value(answer, log)
 
     def close(self) -> None:
-        """Stop all processes. Otherwise they stop with this object, or with the current process."""
+        """Stop all processes. Without this call they stop when this object is deleted or the current process exits."""
         if self._pool is not None:
             self._pool.close()
 
@@ -127,7 +127,7 @@ class AgentWorkers:
         return self._pool
 
     def _log(self, name: str) -> Path:
-        """Return the file for a sample's output. Retries of the sample append to it."""
+        """Return the file for a sample's output. Retries of the sample append to the same file."""
         path = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.log"
         if path not in self._logs:
             self._logs.append(path)

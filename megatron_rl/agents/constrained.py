@@ -1,6 +1,7 @@
 """Grammars for replies whose form the agent demands: a JSON schema, or the call of a tool.
 
-A grammar masks tokens that the trainer's log-probabilities include. Such a reply is therefore context and not trained.
+A grammar masks tokens when a reply is sampled, but the trainer's log-probabilities include these tokens. A reply
+constrained by a grammar is therefore not trained and serves only as context.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def grammar_of(
 ) -> dict[str, str] | None:
     """Return the grammar for the reply to a request; None for free sampling.
 
-    choice: `refuse` raises BadRequest for a schema or a tool by name, and samples `required` freely; `untrained`
-    returns a grammar. is_opened: the prompt has opened a thought, which must end before the grammar begins.
+    choice: `refuse` raises BadRequest for a schema or a tool by name, and returns None for `required`; `untrained`
+    returns a grammar for all three. is_opened: whether the prompt has opened a thought, which must end before the
+    grammar begins.
     """
     wanted, format = body.get("tool_choice"), body.get("response_format") or {"type": "text"}
     is_named, is_schema = is_object(wanted), format["type"] != "text"
@@ -45,7 +47,7 @@ def grammar_of(
 
 
 def schema_of(format: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a response_format. BadRequest if it has none."""
+    """Return the schema of a request's response_format. BadRequest if it has none."""
     if format["type"] == "json_object":
         return {"type": "object"}
     given = format.get("json_schema")
@@ -55,7 +57,10 @@ def schema_of(format: dict[str, Any]) -> dict[str, Any]:
 
 
 def called(wanted: Any, tools: list[Message], form: ToolFormat) -> dict[str, Any]:
-    """Return the rule for a reply that calls the named tool, or any tool. BadRequest if there is no such tool."""
+    """Return the grammar's rule for a reply that calls the tool named in `wanted`, or any tool if that is `required`.
+
+    BadRequest if there is no such tool, or if the model's call format has no grammar.
+    """
     given = wanted.get("function") if is_object(wanted) else None
     name = given.get("name") if is_object(given) else None
     functions = [tool["function"] for tool in tools]

@@ -154,7 +154,7 @@ class MessagesStream(ReplyStream):
 
 
 def chosen(choice: dict[str, Any]) -> Any:
-    """Convert a tool_choice to chat completions."""
+    """Convert a tool_choice to the form of chat completions."""
     if choice.get("type") == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return "required" if choice.get("type") == "any" else choice.get("type")
@@ -202,7 +202,7 @@ def blocks_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def chat_messages(message: Any, field: str) -> list[Message]:
-    """Convert one message to chat completions, where tool results are separate messages."""
+    """Convert one message to the form of chat completions, in which each tool result is a separate message."""
     role = message.get("role") if is_object(message) else None
     require(role in ("user", "assistant", "system"), f"{field}.role", role, "must be user, assistant or system")
     content = message.get("content")

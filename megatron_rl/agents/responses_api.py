@@ -94,8 +94,10 @@ class ResponsesApi(AgentApi):
     def whole(
         self, opening: dict[str, Any], body: dict[str, Any], answer: Answer, ids: dict[str, str]
     ) -> dict[str, Any]:
-        """Return the complete response. opening: the fields announced at its start. ids: of items already streamed, by
-        kind."""
+        """Return the complete response, and store its dialogue under its id.
+
+        opening: the response's fields announced at the stream's start. ids: item ids already streamed, by kind.
+        """
         items = output_items(answer, ids)
         response = opening | {
             "status": "incomplete" if answer.is_cut_off else "completed",
@@ -191,13 +193,13 @@ class ResponsesStream(ReplyStream):
 
 
 def chosen(choice: Any) -> Any:
-    """Convert a tool_choice to chat completions."""
+    """Convert a tool_choice to the form of chat completions."""
     is_named = is_object(choice) and choice.get("type") == "function"
     return {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
 
 
 def format_of(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Convert a format to chat completions, which nest the schema one level deeper."""
+    """Convert the format of a reply's text to the form of chat completions, which nest the schema one level deeper."""
     given = (text or {}).get("format")
     return None if not given else {"type": given["type"], "json_schema": {"schema": given.get("schema")}}
 
@@ -247,7 +249,7 @@ def output_items(answer: Answer, ids: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def messages_of_input(value: Any) -> list[Message]:
-    """Convert a request's input to messages. BadRequest for an unsupported item."""
+    """Convert a request's input to chat-completions messages. BadRequest for an unsupported item."""
     if is_text(value):
         return [{"role": "user", "content": value}]
     require(isinstance(value, list) and bool(value), "input", value, "must be text, or a list of one item or more")

@@ -14,8 +14,10 @@ HALF = "\ufffd"
 
 
 def split_thoughts(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
-    """Return a reply's thoughts (or None) and content. is_open: a thought was opened, even if the text does not show
-    it."""
+    """Return a reply's thoughts (or None) and its content.
+
+    is_open: whether a thought was opened, even if the text does not show it.
+    """
     begin = text.lstrip()
     if not (is_open or begin.startswith(THINK)):
         return None, text
@@ -25,9 +27,9 @@ def split_thoughts(text: str, *, is_open: bool = False) -> tuple[str | None, str
 
 
 def sure_parts(text: str, *, is_open: bool, shows_thoughts: bool, tools: ToolFormat | None) -> tuple[str | None, str]:
-    """Return those parts of an unfinished reply's thoughts and content that no continuation can change.
+    """Return the parts of an unfinished reply's thoughts and content that no continuation can change.
 
-    tools: the format of calls, if the reply may contain any.
+    tools: the format of calls; None if the reply cannot contain any.
     """
     text, thoughts = text.rstrip(HALF), None
     if shows_thoughts:
@@ -54,7 +56,7 @@ def sure_parts(text: str, *, is_open: bool, shows_thoughts: bool, tools: ToolFor
 
 
 def up_to(text: str, marks: Iterable[str]) -> str:
-    """Return the text up to the first of the marks, including a partial mark at its end."""
+    """Return the text before the first of the marks. The beginning of a mark at the text's end counts as a mark."""
     for mark in marks:
         place = text.find(mark)
         if place < 0:
@@ -66,10 +68,10 @@ def up_to(text: str, marks: Iterable[str]) -> str:
 
 @dataclass
 class Progress:
-    """The streamable part of a reply in progress. It only grows."""
+    """The part of a reply in progress that may be streamed. Text is only ever appended to it."""
 
     input_len: int = 0
-    """Prompt tokens; 0 until the request is sent."""
+    """Number of prompt tokens; 0 until the request is sent."""
     thoughts: str | None = None
     said: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -2,12 +2,12 @@
 
 `completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. Text in a reply's
 thoughts does not count as its answer (`answer_of`). No reward in this module runs the model's text as code, and each
-takes time linear in the length of the text. Rewards that do run it are in `code.py`, `mathematics.py` and
-`procedural.py`. They run it sandboxed (`sandbox/locked.py`, built on `sandbox/lock.py`).
+takes time linear in the length of the text. Rewards in `code.py`, `mathematics.py` and `procedural.py` do run the
+model's text as code, but sandboxed (`sandbox/locked.py`, built on `sandbox/lock.py`).
 
 The rewards in a config are computed in worker processes. `reward_service.py` sends the requests, `worker_pool.py`
-manages the processes, `worker.py` is their code, and `recipe.py` sums several rewards. Agents run in such processes too
-(`agent_worker.py`).
+manages the processes, `worker.py` is the code that they run, and `recipe.py` sums several rewards. Worker processes
+also run agents (`agent_worker.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 PART = re.compile(r"(?:[0-9)}\]]\s*/\s*|\^\s*[{(]?|[0-9.][eE]|\}\s*\{\s*|(?:\u2260|!=|\\neq?)\s*\$?)[-+\u2212]?\s*$")
-"""Text before a number that makes it a divisor, an exponent or a negated value."""
+"""Matches text directly before a number that makes the number a divisor, an exponent or a negated value."""
 BEGIN, END = "<answer>", "</answer>"
 BOXED = "\\boxed{"
 THINK, THOUGHT = "<think>", "</think>"
@@ -27,10 +27,10 @@ BRACKET = re.compile(r"\\boxed\{|[{}]")
 
 
 def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """1 if the reply's first non-blank line is the answer, ignoring white space around both; else 0.
+    """Return 1 if the reply's first non-blank line is the answer, ignoring white space around both; else 0.
 
     Only that line counts, because a model without a stop token continues after it (`12\\n3+4=7`). An answer of several
-    lines is compared with as many lines.
+    lines is compared with as many of the reply's first lines.
     """
     answer = gold(data).strip()
     lines = answer_of(prompt, completions).strip().splitlines()[: len(answer.splitlines())]
@@ -38,10 +38,10 @@ def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion
 
 
 def last_number(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """1 if the last number in the reply equals the last number in the answer (1,000 = 1000.0); else 0.
+    """Return 1 if the last number in the reply equals the last number in the answer (1,000 = 1000.0); else 0.
 
-    The reward is also 0 if the reply's last number is part of another value: the 4 of 3/4, 2^4, 1e4, \\frac{3}{4} or
-    \\neq 4.
+    The reward is also 0 if the reply's last number is part of another value, such as the 4 in 3/4, 2^4, 1e4,
+    \\frac{3}{4} or \\neq 4.
     """
     wanted = find_last_number(gold(data))
     if wanted is None:
@@ -54,7 +54,10 @@ def last_number(prompt: str, completions: str, prompt_ids: list[int], completion
 def tagged_answer(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
 ) -> float:
-    """1 if the last `<answer>..</answer>` of the reply is the answer, ignoring white space around both; else 0."""
+    """Return 1 if the content of the reply's last `<answer>..</answer>` is the answer; else 0.
+
+    White space around both is ignored.
+    """
     found = find_tagged(answer_of(prompt, completions))
     return float(found is not None and found.strip() == gold(data).strip())
 
@@ -62,7 +65,7 @@ def tagged_answer(
 def right_positions(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
 ) -> float:
-    """Share of positions where reply and answer have the same character, relative to the longer of the two."""
+    """Return the share of positions with the same character in reply and answer, out of the longer one's positions."""
     answer = gold(data)
     right = sum(ours == wanted for ours, wanted in zip(completions, answer, strict=False))
     return right / max(len(completions), len(answer))
@@ -71,9 +74,9 @@ def right_positions(
 def matches(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, pattern: str, **data: Any
 ) -> float:
-    """1 if the whole reply, without white space around it, matches the regular expression `pattern`; else 0.
+    """Return 1 if the whole reply, without white space around it, matches the regular expression `pattern`; else 0.
 
-    A dot also matches line ends. Choose a pattern without heavy backtracking, or a long reply exceeds the deadline.
+    A dot also matches line ends. Avoid patterns that backtrack heavily: on a long reply they exceed the deadline.
     """
     return float(re.fullmatch(pattern, completions.strip(), re.DOTALL) is not None)
 
@@ -81,7 +84,10 @@ def matches(
 def length(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, most: int, **data: Any
 ) -> float:
-    """Share of `most` tokens that the reply has, at most 1. With a negative weight it penalises long replies."""
+    """Return the reply's number of tokens divided by `most`, at most 1.
+
+    With a negative weight in a recipe, this penalises long replies.
+    """
     return min(len(completion_ids), most) / most
 
 
@@ -96,9 +102,9 @@ def gold(data: dict[str, Any]) -> str:
 
 
 def answer_of(prompt: str, reply: str) -> str:
-    """Return the text of a reply after its last thought; empty while a thought is open.
+    """Return the text of a reply after its last thought; empty if that thought is not closed.
 
-    The prompt may have opened the thought.
+    The thought may have been opened at the end of the prompt.
     """
     _, is_ended, said = reply.rpartition(THOUGHT)
     is_open = THINK in said or (not is_ended and prompt.rstrip().endswith(THINK))
@@ -106,14 +112,14 @@ def answer_of(prompt: str, reply: str) -> str:
 
 
 def find_tagged(text: str) -> str | None:
-    """Return the content of the last `<answer>..</answer>`; None without one."""
+    """Return the content of the last `<answer>..</answer>`; None if there is none."""
     before, end, _ = text.rpartition(END)
     _, begin, found = before.rpartition(BEGIN)
     return found if begin and end else None
 
 
 def last_boxed(text: str) -> str:
-    """Return the content of the \\boxed{...} that is closed last, including inner braces; empty without one."""
+    """Return the content of the \\boxed{...} that is closed last, including inner braces; empty if there is none."""
     begins: list[int] = []  # starts of open braces, -1 for a brace that opens no box
     last = (0, 0)
     for mark in BRACKET.finditer(text):
@@ -125,7 +131,7 @@ def last_boxed(text: str) -> str:
 
 
 def find_last_number(text: str, *, whole: bool = False) -> Decimal | None:
-    """Return the last number of a text. With `whole`, return None if it is part of another value."""
+    """Return the last number in a text. With `whole`, return None if it is part of another value, such as 3/4."""
     last = deque(NUMBER.finditer(text), maxlen=1)
     if not last:
         return None

@@ -1,6 +1,6 @@
 """Runs an agent once in a worker process.
 
-Does not import torch, because hundreds of these processes are forked, each for one run.
+This module does not import torch, because hundreds of these processes are forked, each for one run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from megatron_rl.rewards.faults import shortened, words_of
 from megatron_rl.rewards.worker import logged
 
 NICENESS = 10
-"""Lowers the agents' priority below the process that serves them. Hundreds of agents may become active at once."""
+"""Niceness added to agents, so that the process that serves them keeps priority over hundreds of active agents."""
 
 
 def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Load the agent of that import path with further arguments. Return a function that runs it.
+    """Load the agent at the import path, bind `args` to it, and return a function that runs it.
 
-    A class gets the arguments here, once, and its object is the agent. So forked processes share what it has loaded.
+    If the path names a class, it is instantiated here, once, with `args`, and the object is the agent. The processes
+    forked later share what the object has loaded.
     """
     os.nice(NICENESS)
     agent = resolve(path, key="rollout.workflow_args.agent", kind="agent", import_from=None)
@@ -36,10 +37,11 @@ def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[
 
 
 def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Run the agent and return its `value`, an `error`, or `wrong`: the text of a value of the wrong type.
+    """Run the agent and return its `value`, an `error`, or `wrong`: the value's text if its type is wrong.
 
-    The agent works in the run's folder `home`; its temporary files are removed afterwards. `is_alone`: it left no child
-    process. An error holds its message, its traceback, and its kind if it is an infrastructure failure.
+    The agent works in the run's folder `home`; its temporary files are removed afterwards. The result's `is_alone` is
+    true if the agent left no child process. `error` holds the message, the traceback, and the kind of infrastructure
+    failure (empty for any other error).
     """
     tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()
     os.chdir(home)
@@ -71,9 +73,9 @@ def value_of(found: Any) -> dict[str, Any]:
 
 
 def has_no_child() -> bool:
-    """Reap the children that have ended. Return True if none is left.
+    """Reap the children that have exited. Return True if no child is left.
 
-    Orphaned descendants of this process are reparented to it, so they count as children.
+    This includes orphaned descendants, because they are reparented to this process.
     """
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:

@@ -1,6 +1,6 @@
 """Evaluates arithmetic that a model wrote: + - * / and brackets over numbers, parsed as a tree and never run as code.
 
-Values are exact. The calculator tool, and the rewards and prompts of countdown, use it.
+Values are exact. The calculator tool uses this module, as do the rewards and prompts of countdown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 LONGEST_EXPRESSION = 200
-"""In characters."""
+"""Maximum length of an expression in characters."""
 WHOLE_NUMBERS_ONLY = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -24,14 +24,14 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 class NotArithmetic(ValueError):
-    """The text is no expression of the four operations. The message tells the author of the text why."""
+    """The text is not an expression of the four operations. The message tells the text's author why."""
 
 
 def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[Fraction, Counter[Fraction]]:
     """Return the value of an expression and the numbers written in it. NotArithmetic for any other text.
 
-    most_digits: limit for the numerator and denominator of every intermediate value. `(12 + 30) / 2` returns 21 and one
-    each of 12, 30 and 2.
+    For `(12 + 30) / 2`, these are 21 and a count of one for each of 12, 30 and 2.
+    most_digits: limit for the numerator and denominator of every intermediate value.
     """
     if len(text) > LONGEST_EXPRESSION:
         raise NotArithmetic(f"the expression has more than {LONGEST_EXPRESSION} characters")
@@ -69,7 +69,7 @@ def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[F
 def number_in(text: str) -> Fraction:
     """Return the number exactly as written, so that 0.1 is a tenth.
 
-    NotArithmetic for an exponent, which could ask for a number of any size.
+    NotArithmetic if the number has an exponent, because it could then have any size.
     """
     digits = text.replace("_", "")
     if not re.fullmatch(r"[0-9]*\.?[0-9]*", digits):
@@ -78,9 +78,9 @@ def number_in(text: str) -> Fraction:
 
 
 def value_and_numbers(text: str) -> tuple[Fraction | None, Counter[Fraction]]:
-    """Return an expression's value and the integers in it; None and no numbers if the text is no such expression.
+    """Return an expression's value and the integers in it; None and no numbers for any other text.
 
-    Only digits, operators, brackets and white space are allowed, because 1_2 could pass for a 1 and a 2.
+    Only digits, operators, brackets and white space are allowed. Otherwise `1_2` could pass for a 1 and a 2.
     """
     if not WHOLE_NUMBERS_ONLY.fullmatch(text):
         return None, Counter()

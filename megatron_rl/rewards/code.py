@@ -23,7 +23,7 @@ from megatron_rl.sandbox.trial import holds, parsed_names
 
 MEMORY_MIB = 512
 TOLERANCE = 1e-6
-"""Allowed difference from an expected number that has a decimal point; relative for numbers above 1."""
+"""Allowed difference from an expected number with a decimal point; relative if the number's magnitude exceeds 1."""
 INTEGER, NUMBER = re.compile(r"[-+]?[0-9]+"), re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
 
 
@@ -40,11 +40,12 @@ def program_output(
     packages: Sequence[str] = (),
     **data: Any,
 ) -> float:
-    """1 if the program prints each test's `output` for its `input`, as compared by `is_same_output`; else 0.
+    """Return 1 if the program prints each test's `output` for its `input`, as compared by `is_same_output`; else 0.
 
-    An input or output may be a number or a list of lines. time_s: limit for all tests together. partial: return the
-    share of passed tests instead. packages: installed ones that programs may import, such as numpy. The program never
-    sees an `output`.
+    An input or output may be text, a number or a list of lines. The program never sees an `output`.
+
+    time_s: limit for all tests together. partial: return the share of passed tests instead. packages: names of
+    installed packages that programs may import, such as numpy.
     """
     given = [(text_of(test, "input"), text_of(test, "output")) for test in checked(tests)]
     source = find_program(completions, prompt=prompt, reads_input=any(text.strip() for text, _ in given))
@@ -71,12 +72,13 @@ def assertions(
     packages: Sequence[str] = (),
     **data: Any,
 ) -> float:
-    """1 if each of `tests`, Python such as `assert f(2) == 4`, passes with the program's names; else 0.
+    """Return 1 if all `tests`, Python code such as `assert f(2) == 4`, pass with the program's functions; else 0.
 
-    The tests run in a different process from the program, which only sees the arguments of calls to its functions
-    (trial.py). Arguments and results are plain data. The program is imported: its `__name__` is not `__main__`. time_s:
-    limit for all tests together. partial: return the share of passed tests instead. packages: installed ones that
-    programs may import, such as numpy.
+    The tests and the program run in separate processes. The program only sees the arguments of calls to its functions
+    (trial.py). Arguments and results are plain data. The program runs as if imported: its `__name__` is not `__main__`.
+
+    time_s: limit for all tests together. partial: return the share of passed tests instead. packages: names of
+    installed packages that programs may import, such as numpy.
     """
     tests = checked(tests)
     names = sorted({name for test in tests for name in parsed_names(test)[0]})
@@ -106,7 +108,7 @@ def passes(
 def share_passed(
     tests: Sequence[Any], is_passed: Callable[[Any, float], bool], *, time_s: float, partial: bool
 ) -> float:
-    """Run the tests within `time_s` altogether and return the share passed.
+    """Run all tests within `time_s` in total and return the share passed.
 
     Without `partial`, return 0 at the first failure.
     """
@@ -146,7 +148,7 @@ def text_of(test: dict[str, Any], key: str) -> str:
 
 
 def is_same_output(printed: str, wanted: str) -> bool:
-    """True if each non-blank line has the same words. Numbers with a decimal point may differ by TOLERANCE."""
+    """Return True if each non-blank line has the same words. Numbers with a decimal point may differ by TOLERANCE."""
     ours, theirs = words_of(printed), words_of(wanted)
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
@@ -173,7 +175,7 @@ def is_same_word(word: str, right: str) -> bool:
 
 @functools.cache
 def folders_of(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the folders of installed packages. ValueError for one that is missing or outside site-packages."""
+    """Return the folders that contain the packages. ValueError for a package not installed in site-packages."""
     folders = []
     for name in packages:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None

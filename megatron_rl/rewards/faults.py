@@ -1,4 +1,4 @@
-"""Error messages for faults of a reward function, worded so that its author finds the line."""
+"""Error messages for faults in a reward function. They help its author find the line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTRACT = (
 
 
 def as_reward(given: Any) -> float:
-    """Return a reward as a float. ValueError for anything else, also for text that spells a number."""
+    """Return a reward as a float. ValueError for anything but a finite number, including text such as "0.5"."""
     try:
         # float("0.5") would succeed, but a reward that returns text most likely returned the wrong thing.
         value = math.nan if isinstance(given, str | bytes | bytearray) else float(given)
@@ -31,7 +31,7 @@ def as_reward(given: Any) -> float:
 
 
 def as_score(given: Any) -> float | dict[str, float]:
-    """Return a reward function's result: a number, or its parts by name. ValueError for anything else."""
+    """Return a reward function's result, validated: a number, or parts by name. ValueError for anything else."""
     if not isinstance(given, Mapping):
         return as_reward(given)
     if not given or not all(isinstance(name, str) and name for name in given):
@@ -53,10 +53,10 @@ def shortened(value: Any) -> str:
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Return `file:line` where `function` went wrong: the innermost traceback line within its own package.
+    """Return `file:line` where `function` failed: the innermost traceback line in the folder of the function's file.
 
-    Call it where the function's error was caught. If the error was raised about the function's result, the place is the
-    line that defines the function. Empty for a function without Python code.
+    Call this where the function's error is caught. If the function's result was at fault, this is the line that defines
+    the function. Empty for a function without Python code.
     """
     code = code_of(function)
     if code is None:

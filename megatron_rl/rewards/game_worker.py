@@ -1,4 +1,4 @@
-"""Plays one game of the package textarena in a worker process. Does not import torch.
+"""Plays one game of the package textarena in a worker process, without importing torch.
 
 A request is `{"seed": 3}`, which starts a game, or `{"move": text}`. An answer is `{"seat": 0, "text": observation}`,
 `{"rewards": {"0": 1.0}}` at the end, or `{"error": message}`.
@@ -14,7 +14,7 @@ from megatron_rl.rewards.faults import words_of
 
 
 def playing(game: str, args: dict[str, Any], seats: int) -> Any:
-    """Load textarena in the process from which each game's process is forked. Return the function that plays."""
+    """Load textarena and return the function that plays. Call this in the process that forks the games' processes."""
     try:
         import textarena
     except ImportError:

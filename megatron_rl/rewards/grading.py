@@ -1,7 +1,7 @@
-"""The question put to a judge about a reply, and the grade read from its verdict.
+"""The question put to a judge about a reply, and the grade read from the judge's verdict.
 
-The reply comes from a model that is optimised for the grade. So it must not be able to inject a grade of its own, or to
-fill the question's other placeholders.
+The reply comes from a model that is optimised for the grade. So the reply must not be able to inject a grade of its
+own, or placeholders that the question's template would fill.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAG = re.compile(
     r"<(?=\s*(?:/\s*)?(?:score|met\b)|[|\uff5c]|/?s>|/?(?:start|end)_of_turn>|[be]os>)|\[(?=/?(?:INST|SYS))",
     re.IGNORECASE,
 )
-"""Tags of a grade, and control tokens of chat templates that would end the message with the reply."""
+"""Matches the start of grade tags, and of chat templates' control tokens that would end the reply's message."""
 
 
 class NoVerdict(RuntimeError):
@@ -38,7 +38,7 @@ class NoVerdict(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """Grading of replies from 0 to `best`. The last grade in a verdict counts; one above `best` is not valid.
+    """Grading of replies from 0 to `best`. The last grade in a verdict counts; a grade above `best` is not valid.
 
     For example:
 
@@ -62,9 +62,9 @@ class Grading:
                 raise ValueError(f"{key} = {value!r}: {rule}.")
 
     def asked(self, prompt: str, reply: str, data: dict[str, Any]) -> list[dict[str, str]]:
-        """Return the messages for a judge. ValueError if the question has {answer} and the prompt has none.
+        """Return the messages for a judge. ValueError if the template has {answer} but `data` has no answer.
 
-        prompt: its text, which is shown unless the data have `messages`.
+        prompt: the question's text. It is not used if `data` has `messages`.
         """
         if "messages" in data:
             prompt = "\n".join(str(message["content"]) for message in data["messages"])
@@ -86,7 +86,7 @@ class Grading:
         return "{criteria}"
 
     def grade_of(self, verdict: str) -> float | None:
-        """Return a verdict's grade in [0, 1]; None without a valid one."""
+        """Return a verdict's grade in [0, 1]; None if it has no valid grade."""
         found = GRADE.findall(verdict)
         grade = float(found[-1]) if found else self.best + 1
         return grade / self.best if grade <= self.best else None
@@ -98,10 +98,10 @@ class Grading:
 
 @dataclass(frozen=True, kw_only=True)
 class RubricGrading(Grading):
-    """Grading by criteria: the summed weights of the criteria met, divided by the sum of positive weights; in [0, 1].
+    """Grading by criteria: the sum of the weights of criteria met, divided by the sum of positive weights.
 
-    A criterion with a negative weight is bad to meet. The last verdict on each criterion counts. Every criterion needs
-    a verdict.
+    The grade is clipped to [0, 1]. A criterion with a negative weight lowers the grade if the reply meets it. The last
+    verdict on each criterion counts. Every criterion needs a verdict.
 
         rubric = RubricGrading(criteria=(("names the river", 2.0), ("is rude", -1.0)))
         rubric.grade_of("<met>1: yes</met> <met>2: no</met>")  # 1.0

@@ -19,7 +19,7 @@ ENDPOINT = "/v1/chat/completions"
 
 
 class JudgeFailed(NoVerdict, InfrastructureFailure):
-    """The judge is a separate server that is not trained, and gave no grade in any of its attempts."""
+    """The judge, which is a separate server and not the trained policy, gave no grade in any of its attempts."""
 
     KIND = "judge"
 
@@ -27,8 +27,8 @@ class JudgeFailed(NoVerdict, InfrastructureFailure):
 class Judge(AwaitedReward):
     """A part of rollout.recipe with `args: {urls: [http://host:port]}`. The reward is grade / best, in [0, 1].
 
-    If a verdict has no grade, the judge is asked again with another seed. After `attempts` NoVerdict is raised, which
-    fails the episode.
+    If a verdict has no grade, the judge is asked again with another seed. After `attempts` verdicts without a grade,
+    NoVerdict is raised, which fails the episode.
 
         judge = Judge(["http://127.0.0.1:31000"], best=5)
         score = await judge("2+2=", "It is 4.", [], [])  # 0.8 for a verdict that ends with <score>4</score>
@@ -53,10 +53,10 @@ class Judge(AwaitedReward):
 
         question, best, attempts: as in Grading.
         max_tokens: limit of a verdict, including thoughts.
-        model: its name, if the servers have several.
+        model: name of the judge, if the servers have several models.
         concurrent: maximum number of simultaneous verdicts per server.
         timeout_s: limit of one verdict. It must be below the workflow's reward_timeout_s, which limits all attempts
-        together. Then a server that hangs counts as failed, and another is asked in time.
+        together. Otherwise a server that hangs would use up all the time, and no other server would be asked.
         token_file: file with the servers' bearer token.
         """
         self._grading = Grading(question=question, best=best, attempts=attempts)
@@ -91,7 +91,7 @@ class Judge(AwaitedReward):
         raise JudgeFailed(str(grading.no_verdict))
 
     def _grading_by(self, data: dict[str, Any]) -> Grading:
-        """Return the grading for a prompt with these columns."""
+        """Return the grading for a prompt whose columns are `data`."""
         return self._grading
 
     async def reach(self, patience_s: float) -> bool:
@@ -103,11 +103,11 @@ class Judge(AwaitedReward):
 
 
 class Rubric(Judge):
-    """A judge that decides for each criterion whether the reply meets it, graded as in RubricGrading.
+    """A judge that decides for each criterion whether the reply meets it. RubricGrading computes the grade.
 
     A part of rollout.recipe with `args: {urls: [...], criteria: [{criterion: "names the river", weight: 2.0}]}`.
-    Criteria in the prompt's column `rubric`, in the same form, are appended. Options and a missing verdict are handled
-    as in Judge. The question has {criteria} in addition to the placeholders of Grading.
+    Criteria in the prompt's column `rubric`, in the same form, are appended. A verdict without a grade is handled as in
+    Judge. The template has {criteria} in addition to the placeholders of Grading.
 
         criteria = [{"criterion": "Is polite."}, {"criterion": "Rambles.", "weight": -0.5}]
         rubric = Rubric(["http://127.0.0.1:31000"], criteria)
@@ -122,7 +122,7 @@ class Rubric(Judge):
         attempts: int = 3,
         **options: Any,
     ) -> None:
-        """criteria: applied to every prompt. options: further options of Judge."""
+        """Configure the judge. criteria: those applied to every prompt. options: further options of Judge."""
         super().__init__(urls, attempts=attempts, **options)
         if "{criteria}" not in question:
             raise ValueError(f"question = {question!r}: must have {{criteria}}, where the judge reads them.")
@@ -139,7 +139,7 @@ class Rubric(Judge):
 
 
 def verdict_in(answer: Any) -> str:
-    """Return the first choice's text; empty if the server classified all of it as reasoning."""
+    """Return the text of the answer's first choice; empty if the server classified all of its text as reasoning."""
     content = answer["choices"][0]["message"]["content"]
     if not isinstance(content, str | None):
         raise TypeError(f"the content is {type(content).__name__}")

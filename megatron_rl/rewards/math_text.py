@@ -1,6 +1,6 @@
 """Parses mathematical answers as text: their value, their unit, and the parts of sets, intervals and lists.
 
-Nothing here computes. `mathematics.py` compares the parts, and has math-verify compare values.
+This module does not compute. `mathematics.py` compares the parts, and uses math-verify to compare values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAME = {
     **{"leqslant": "le", "varnothing": "emptyset", "dbinom": "binom", "tbinom": "binom", "lbrace": "{", "rbrace": "}"},
     **{"gt": ">", "lt": "<", "degree": "^circ", "land": "text{ and }", "lor": "text{ or }", "varphi": "phi"},
 }
-"""LaTeX commands that mean the same as another one."""
+"""LaTeX commands, each with the command of the same meaning that replaces it."""
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|!)(?![A-Za-z])(?:\s*\.)?")
 SPACES = re.compile(r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|(?<=.)~|\s)+")
 TEXT = re.compile(
@@ -103,7 +103,7 @@ NO_UNITS = frozenset(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value and its unit. unit: its canonical name, or empty. is_percent: the value counts hundredths."""
+    """A value and its unit. unit: the unit's canonical name, or empty. is_percent: the value is a percentage."""
 
     value: str
     unit: str = ""
@@ -151,9 +151,9 @@ QUOTES = (("`", "`"), ('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("``", "''")
 
 
 def unwrapped(text: str) -> str:
-    """Remove one pair of marks around the whole text, or a final full stop.
+    """Remove one pair of marks around the whole text, or else a final full stop.
 
-    The marks are a box, math delimiters, emphasis or quotes.
+    Such marks are a box, math delimiters, emphasis and quotes.
     """
     for begin, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), *QUOTES):
         inner = text[len(begin) : len(text) - len(end)]
@@ -165,7 +165,7 @@ def unwrapped(text: str) -> str:
 
 
 def key(text: str) -> str:
-    """Return a plain answer's text for comparison: without unnecessary spaces, and with words in lower case."""
+    """Return a normalised answer's text for comparison: without unnecessary spaces, and with words in lower case."""
     text = re.sub(r"(?<![A-Za-z])(?<!\d)\s+|\s+(?![A-Za-z\d])|(?<=\d)\s+(?=[A-Za-z])|(?<=[A-Za-z])\s+(?=\d)", "", text)
     text = re.sub(r"\{(\\?[A-Za-z0-9]+)\}", r"{\1}", text.strip(" ."))
     text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
@@ -173,7 +173,7 @@ def key(text: str) -> str:
 
 
 def words_in(text: str) -> list[str]:
-    """Return the words of a plain answer, in lower case. Products of letters, as in 2ab and xy, are no words."""
+    """Return the words of a normalised answer, in lower case. Products of letters, as in 2ab and xy, are not words."""
     is_formula = re.search(r"[\d+*/^=_]|(?<!\s)-|-(?!\s)", text) is not None
     found = []
     for run in RUN.findall(re.sub(r"\\[A-Za-z]+", " ", text)):
@@ -184,7 +184,7 @@ def words_in(text: str) -> list[str]:
 
 
 def quantity(text: str) -> Quantity:
-    """Split a plain answer into its value and its unit."""
+    """Split a normalised answer into its value and its unit."""
     money = MONEY.sub("", text)
     sign = "".join(MONEY.search(text).groups("")) if money != text else ""
     unit = MONEY_UNITS.get(sign, "dollar") if sign else ""
@@ -200,7 +200,7 @@ def quantity(text: str) -> Quantity:
 
 
 def unit_name(match: re.Match[str]) -> str:
-    """Return the canonical name of a unit; empty if the words are no unit."""
+    """Return the canonical name of a unit; empty if the matched words are not a unit."""
     words, power = match["unit"].split(), match["power"] or ""
     if words[0] in ("square", "sq", "cubic", "cu"):
         power = "2" if words[0].startswith("sq") else "3"
@@ -219,7 +219,7 @@ def unit_name(match: re.Match[str]) -> str:
 
 
 def split_at(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Split a text at separators outside of brackets."""
+    """Split a text at the separators that are outside brackets."""
     parts, depth, begin, place = [], 0, 0, 0
     while place < len(text):
         if text[place] in "([{":
@@ -255,9 +255,9 @@ def first_end(text: str) -> int:
 
 
 def as_bracketed(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the entries of a tuple or an interval: for `[0, 1)`, `[)` with `0` and `1`.
+    """Return the brackets and the entries of a tuple or an interval; None for any other text.
 
-    None for any other text.
+    `[0, 1)` gives `[)` and `0`, `1`.
     """
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or first_end(text) != len(text) - 1:
         return None
@@ -307,7 +307,7 @@ def as_choice(text: str) -> tuple[str, str] | None:
 
 
 def computable(text: str) -> str:
-    """Convert a plain value to the notation that math-verify reads."""
+    """Convert a normalised value to the notation that math-verify reads."""
     text = SCIENTIFIC.sub(lambda it: rf"{it[1]} \times 10^{{{it[2].strip('+')}{it[3]}}}", text)
     text = re.sub(r"(?<=\d)\s*\*\s*(?=10\^)", r" \\times ", text)
     text = RECURRING.sub(recurring, text)

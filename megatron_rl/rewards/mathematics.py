@@ -1,10 +1,11 @@
-"""Equality of mathematical answers, by the package math-verify (the extra `math`).
+"""Equality of mathematical answers, decided with the package math-verify (the extra `math`).
 
-Answers are first compared as text, so that a literal copy of the right answer is always right. Then their parts are
-parsed and compared (math_text.py): sets, intervals, units, the letter of a choice. Words are only compared as text.
+Answers are first compared as text, so that a literal copy of the right answer is always right. Then they are parsed
+into parts, which are compared (math_text.py): sets, intervals, units, the letter of a choice. Words are only compared
+as text.
 
-The package compares the remaining single values. It extracts an answer from any text: from `\\neq 4` and `5 = 4` it
-takes the 4. So it only gets values whose letters and signs occur in the right answer or in numbers.
+math-verify compares the remaining single values. It extracts an answer from any text, such as 4 from `\\neq 4` and
+`5 = 4`. So it only gets values whose letters and signs occur in the right answer or in numbers.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from megatron_rl.sandbox.locked import TextFailed, evaluate
 
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 50_000
-"""Characters read from the end of a reply, where its answer is."""
+"""Only this many characters at the end of a reply are searched for its answer."""
 
 
 def math_answer(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, time_s: float = 5.0, **data: Any
 ) -> float:
-    """1 if the reply's answer, in its last `\\boxed{..}`, other LaTeX or plain, equals data["answer"]; else 0.
+    """Return 1 if the reply's answer equals data["answer"]; else 0.
 
-    1/2 equals 0.5, and (x+1)^2 equals x^2+2x+1. The package evaluates the model's text with sympy, so it runs locked. A
-    text that it cannot evaluate within `time_s` is wrong.
+    The answer is the content of the last `\\boxed{..}`, or else LaTeX or plain text at the reply's end. 1/2 equals 0.5,
+    and (x+1)^2 equals x^2+2x+1. math-verify evaluates the model's text with sympy, so it runs in a locked process. A
+    text that cannot be evaluated within `time_s` is wrong.
     """
     warm_up()
     wanted = gold(data)
@@ -56,7 +58,7 @@ def math_answer(
 
 @functools.cache
 def warm_up() -> None:
-    """Import the package and parse one answer, so that locked forks start with everything loaded."""
+    """Import math-verify and parse one answer, so that locked forks start with everything loaded."""
     try:
         import math_verify
     except ImportError as error:
@@ -66,7 +68,7 @@ def warm_up() -> None:
 
 
 def is_right(wanted: str, reply: str) -> bool:
-    """Return True if the answer in a reply's last box, or else the one at the end of its text, equals the right one."""
+    """Return True if the answer in a reply's last box, or else at the end of its text, is the right answer."""
     if reply.strip() == wanted.strip():
         return True
     # If the right answer's own brackets do not match, the end of a box cannot be found.
@@ -103,7 +105,10 @@ def is_equal(wanted: str, given: str) -> bool:
 
 
 def are_equal(wanted: str, given: str) -> bool:
-    """Compare two plain answers by their parts. The order of these checks matters: words before letters."""
+    """Compare two normalised answers by their parts.
+
+    The order of the checks matters. For example, whole texts are compared before the letters of choices.
+    """
     if not key(given) or not key(wanted):
         return False
     if key(wanted) == key(given):
@@ -126,7 +131,7 @@ def are_equal(wanted: str, given: str) -> bool:
 
 
 def without_name(wanted: str, given: str) -> tuple[str, str]:
-    """Remove from two answers the names that they give to their values, as in f(2) = 5 and x \\in [0, 1]."""
+    """Remove from two answers the names of their values: `f(2) =` from f(2) = 5, and `x \\in` from x \\in [0, 1]."""
     wanted, given = (re.sub(r"^\\?[A-Za-z]+\s*\\in(?![A-Za-z])\s*", "", text) for text in (wanted, given))
     left, right = named(wanted), named(given)
     if left is not None and right is not None and key(left[0]) != key(right[0]):
@@ -139,7 +144,7 @@ def without_name(wanted: str, given: str) -> tuple[str, str]:
 
 
 def named(text: str) -> tuple[str, str] | None:
-    """Return the name and the value of `x = 5`; None for other text."""
+    """Return the name and the value of a text such as `x = 5`; None for other text."""
     name, equals, value = text.partition("=")
     # In a list each entry may have a name.
     is_one = equals and NAME.fullmatch(name.strip()) and not (NAME_IN_LIST.search(value) or RELATION.search(value))
@@ -193,9 +198,9 @@ def equal_brackets(wanted: str, given: str) -> bool | None:
 
 
 def equal_sets(wanted: str, given: str) -> bool | None:
-    """Compare sets and lists without brackets, in any order; None if neither answer is one.
+    """Compare sets, or lists without brackets, in any order; None if neither answer is a set or a list.
 
-    The two values of `3 \\pm 1` are such a list.
+    `3 \\pm 1` counts as a list of two values.
     """
     ours, theirs = members(given), members(wanted)
     if ours is None and theirs is None:
@@ -255,7 +260,7 @@ def equal_quantities(wanted: Quantity, given: Quantity) -> bool:
 
 
 def equal_values(wanted: str, given: str) -> bool:
-    """Compare single values by math-verify. Words, and numbers in other bases, are only compared as text."""
+    """Compare single values with math-verify. Words, and numbers in other bases, are only compared as text."""
     if not key(given) or not key(wanted):
         return False
     if key(wanted) in (key(given), key(JOINED.sub("", given))):
@@ -287,23 +292,23 @@ NAME = re.compile(
     r"(?:\\[A-Za-z]+\s*)?[|(]?(?:[A-Za-z]|\\[A-Za-z]+)[A-Za-z' ]*(?:_\s*(?:\w|\{[^{}=]{1,8}\}))?(?:,\s*[A-Za-z])*[|)]?"
     r"(?:\s*\((?:[^()=]|\([^()=]*\))*\))?"
 )
-"""Names that may precede = and a value: x, a_{10}, f(2), |x|, (x, y), Area."""
+"""Matches names that may precede = and a value: x, a_{10}, f(2), |x|, (x, y), Area."""
 NAME_IN_LIST = re.compile(r"[,;]\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 MOST_MEMBERS = 30
 """Largest set or list that is compared."""
 SAID = re.compile(r"(?s:.*)(?:\banswer\b(?:\s+is\b)?|####|\bis\b|\bequals\b)[\s:*]*([^\n]+?)[*.\s]*$", re.IGNORECASE)
-"""The end of a plain-text reply that states its answer."""
+"""Finds the answer at the end of a plain-text reply, after words such as "answer", "is" and "equals"."""
 OR = re.compile(r"\s*\bor\b\s*")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 JOINED = re.compile(r"(?<=\b[a-z])\s*(?:\\cdot\s*|\*\s*|\s)(?=[a-z]\b)")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?(?:_\s*\{?\d+\}?)?\s*){2,}")
-"""A chemical formula, in which order matters."""
+"""Matches chemical formulas. Unlike products, they depend on the order of their letters."""
 SPACED_DIGITS = re.compile(r"\d\s+\d")
 PLUS_MINUS = re.compile(r"\s*\\pm(?![A-Za-z])\s*")
 BASE = re.compile(r"(?<![A-Za-z}])\d+\s*_\s*\{?\d")
 RATIO = re.compile(r"^(\d+)\s*:\s*(\d+)$")
 LONGEST_ANSWER = 200
-"""In characters, in addition to four times the right answer's length."""
+"""Longest answer that is compared: this many characters, plus four times the right answer's length."""
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 OF_VALUES = frozenset(
     "frac dfrac tfrac cfrac sqrt pi cdot times div left right infty sin cos tan cot sec csc arcsin arccos arctan sinh "
@@ -311,21 +316,24 @@ OF_VALUES = frozenset(
     "boldsymbol circ degree emptyset alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi "
     "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega mathcal hat vec".split()
 )
-"""LaTeX commands allowed in an answer even if the right one has none. None relates, hides or stays unevaluated."""
+"""LaTeX commands allowed in an answer even if the right answer lacks them.
+
+None of these commands expresses a relation, hides text or stays unevaluated.
+"""
 NAMED_FUNCTIONS = re.compile(rf"\b(?:{'|'.join(sorted(FUNCTIONS))})\b")
 SIGNS = frozenset("+-*/^_(){}.!|&\\$'=,;: ~\t\n0123456789%[]")
-"""Characters of plain values. The last three have rules of their own."""
+"""Characters that a value may contain even if the right answer lacks them. Other rules restrict some of these."""
 KNOWN_SIGNS = frozenset("\u03c0\u221a\u00d7\u00b7\u00f7\u221e\u00b0\u2212ie")
 TAKEN_BACK = re.compile(
     r"(?:\u2260|!=|[<>\u2264\u2265\u2248~\u00b1]|\\(?:neq?|not|[lg]e(?:q|qslant)?|approx|sim|pm)|n't|\b(?:not|never|or|nor|"
     r"than|about|approximately|around|minus)|[0-9]\s*[,;|]|(?<![-+*/^0-9.\s])\s*[0-9.]+\s*=)"
     r"\s*(?:equal(?:s|\sto)?|is|be)?[\s$*({{\\]*$"
 )
-"""Text before a plain-text answer that turns it into something else."""
+"""Matches text directly before a plain-text answer that changes its meaning, such as "not" or "about"."""
 
 
 def is_taken_back(reply: str, found: str) -> bool:
-    """True if the text around an answer outside a box negates it, or makes it one of several or a percentage."""
+    """Return True if the text around an unboxed answer negates it, or makes it one of several or a percentage."""
     place = reply.rfind(found)
     before, after = reply[max(0, place - 40) : place], reply[place + len(found) :][:10]
     return place >= 0 and bool(TAKEN_BACK.search(f" {before}") or re.match(r"[\s$*\\]*%|\s*(?:or|=|!=)(?!\w)", after))
@@ -336,7 +344,7 @@ def commands_of(text: str) -> set[str]:
 
 
 def is_value(text: str, right: str) -> bool:
-    """True if the text is a single value whose letters and signs occur in the right answer or in numbers."""
+    """Return True if the text is a single value whose letters and signs occur in the right answer or in numbers."""
     letters = NAMED_FUNCTIONS.sub("", COMMAND.sub(" ", re.sub(r"\\sqrt\[\d\]", "", text)))
     foreign = set(letters) - set(right) - SIGNS - KNOWN_SIGNS
     has_others = any(mark in text and mark not in right for mark in (",", ";", "[", "]", "\\{", "\\}", "="))

@@ -1,4 +1,4 @@
-"""Rewards of procedural tasks: reasoning-gym's own scorers, and countdown, which needs no package."""
+"""Rewards for procedural tasks: reasoning-gym's own scorers, and countdown, which needs no package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reasoning_gym(
     time_s: float = 5.0,
     **data: Any,
 ) -> float:
-    """Score the reply's `<answer>..</answer>`, or the whole reply without one, by the task's own scorer.
+    """Score the content of the reply's `<answer>..</answer>`, or else the whole reply, by the task's own scorer.
 
     The result is 1 or 0, or with `partial` any score in between. Some scorers evaluate the text as code, so they run
     sandboxed. Text that makes a scorer raise or hang scores 0.
@@ -63,10 +63,10 @@ def countdown(
     metadata: dict[str, Any],
     **data: Any,
 ) -> float:
-    """1 if the reply's expression makes metadata["target"] of metadata["numbers"]; else 0.
+    """Return 1 if the reply's expression computes metadata["target"] from metadata["numbers"]; else 0.
 
-    The expression is the content of `<answer>..</answer>`, or the whole reply without that. It may use + - * / and
-    parentheses, and each number at most as often as it is given. Nothing else is evaluated.
+    The expression is the content of `<answer>..</answer>`, or else the whole reply. It may use + - * / and parentheses,
+    and each number at most as often as it is given. Nothing else is evaluated.
     """
     said = answer_of(prompt, completions)
     found = find_tagged(said)

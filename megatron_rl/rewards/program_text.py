@@ -1,6 +1,6 @@
 """Finds the program in a reply: the code block that the prompt's tests can run.
 
-markdown-it-py finds blocks as CommonMark defines them. Nothing here runs the model's text.
+markdown-it-py finds code blocks as CommonMark defines them. This module never runs the model's text.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ READS = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\(\s*0|\bfileinput\b")
 FAR_FENCE = re.compile(r"^[ \t]{4,}(?=`{3}|~{3})", re.MULTILINE)
 ITEM = re.compile(r"^[ \t]*(?:[-*+]|[0-9]{1,3}[.)])[ \t]+(?=`{3}|~{3})", re.MULTILINE)
 LONGEST_PROGRAM = 100_000
-"""In characters. A longer text is not compiled here."""
+"""Length in characters above which a text is not compiled, and so not recognized as a program."""
 MOST_CHARACTERS = 200_000
-"""Characters at the end of a reply in which blocks are searched."""
+"""Only this many characters at the end of a reply are searched for code blocks."""
 MOST_BLOCKS = 50
-"""Only this many last blocks of a reply are considered."""
+"""Only this many blocks at the end of a reply are considered."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a reply. language: None if it names none. is_closed: whether a fence closes it."""
+    """A code block of a reply. language: None if the block names none. is_closed: whether a fence ends the block."""
 
     source: str
     language: str | None = None
@@ -50,10 +50,10 @@ class Block:
 def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", reads_input: bool = False) -> str:
     """Return the program of a reply.
 
-    It is the whole reply if that compiles, else the code block with the highest `fitness`, else all text after
-    thoughts. Text in a thought is not part of the program.
+    The program is the whole reply if that compiles, else the code block with the highest `fitness`, else all text after
+    the thoughts. Text in a thought is not part of the program.
 
-    names: what the program must define. prompt: its text, which may have opened the reply's thought.
+    names: names that the program should define. prompt: the prompt's text, which may have opened the reply's thought.
     """
     is_thought = prompt.rstrip().endswith(THINK) and THOUGHT not in reply
     if not is_thought and len(reply) <= LONGEST_PROGRAM and compiles(reply):
@@ -68,7 +68,7 @@ def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", r
 
 
 def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple[int, ...]:
-    """Return a block's merits as a program, most important first."""
+    """Return the criteria that rank a block as the program, most important first; higher values are better."""
     is_python = block.language is None or block.language in PYTHON
     facts = facts_of(block.source)
     if facts is None:
@@ -87,7 +87,7 @@ def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a program's text. missing: global names that it uses but does not define."""
+    """Properties of a program's text. missing: global names that the program uses but does not define."""
 
     defined: frozenset[str]
     missing: frozenset[str]
@@ -118,7 +118,7 @@ def facts_of(source: str) -> Facts | None:
 
 
 def global_names(table: symtable.SymbolTable) -> set[str]:
-    """Return the names that a program reads from its module's globals."""
+    """Return the global names that a program reads."""
     names, tables = set(), [table]
     while tables:
         each = tables.pop()
@@ -170,10 +170,10 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def split_blocks(text: str) -> list[Block]:
-    """Return the text between fences at any position, as some models write them.
+    """Return the blocks between fences at any position, because some models write fences that CommonMark ignores.
 
-    CommonMark recognises no fence after other text on its line, directly after another fence, or with its end on one
-    line.
+    CommonMark recognises no fence that follows other text on its line or directly follows another fence. Nor does it
+    recognise a block whose two fences are on one line.
     """
     parts = text.split(FENCE)
     found = []
@@ -199,9 +199,9 @@ def block_of(token: Token) -> Block:
 
 
 def rejoined(blocks: list[Block], lines: list[str]) -> list[Block]:
-    """Return the programs that were cut by a fence in one of their strings.
+    """Return whole programs for the blocks that were cut off by a fence inside one of their strings.
 
-    Each goes from the start of its block to the last fence of the text.
+    Each program goes from the start of its block to the last fence of the text.
     """
     ends = [number for number, line in enumerate(lines) if re.fullmatch(r"\s*(?:`{3,}|~{3,})\s*", line)]
     cut = [it for it in blocks if it.language in PYTHON][-4:]

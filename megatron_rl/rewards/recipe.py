@@ -1,7 +1,8 @@
 """The reward that a config asks for: one function, or a weighted sum of several.
 
-The reward service computes plain functions, all of a reply in one call. Coroutine functions, which wait for something
-external, are awaited concurrently in the rollout process. So are objects with a coroutine `__call__` (AwaitedReward).
+The reward service computes plain functions; one call computes all of them for a reply. Coroutine functions, which wait
+for something external, are awaited concurrently in the rollout process. So are objects with a coroutine `__call__`
+(AwaitedReward).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from megatron_rl.rewards.worker import with_args
 from megatron_rl.types import Reward
 
 Part = dict[str, Any]
-"""`{reward: import path, weight: 1.0, args: {}, name: the function's}` of a config.
+"""One entry of a config's recipe: `{reward: import path, weight: 1.0, args: {}, name: the function's by default}`.
 
 For a function that returns several named numbers, weight may be a dict of weights by those names.
 """
 
 
 class AwaitedReward(abc.ABC):
-    """Reward that waits for something external and holds resources such as connections. Used in one event loop.
+    """Reward that waits for something external and holds resources such as connections. Use it in one event loop only.
 
     For example:
 
@@ -50,15 +51,15 @@ class AwaitedReward(abc.ABC):
         """Raise ValueError if a workflow's `reward_timeout_s` is too short for this reward."""
 
     async def reach(self, patience_s: float) -> bool:
-        """Wait until the external service answers and return True. Return False if there is no way to ask it.
+        """Wait until the external service answers, and return True. Return False if this reward cannot check that.
 
-        InfrastructureFailure names the service if it does not answer within `patience_s`.
+        If the service does not answer within `patience_s`, InfrastructureFailure names it.
         """
         return False
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Release the resources. Called in the same event loop; may be called twice."""
+        """Release the resources. Called in the event loop that uses the reward; may be called twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,10 @@ class Ingredient:
     name: str
     path: str
     function: Callable[..., Any]
-    """Already bound to `args`."""
+    """The reward function, already bound to `args`."""
     weight: float | dict[str, float] = 1.0
     args: dict[str, Any] = field(default_factory=dict)
-    """Sent to the worker, which resolves the path itself."""
+    """Arguments sent to the worker, which resolves `path` itself."""
 
     def weight_of(self, part: str) -> float:
         return self.weight.get(part, 1.0) if isinstance(self.weight, dict) else self.weight
@@ -82,12 +83,12 @@ class Ingredient:
 
     @property
     def task(self) -> tuple[str, str, dict[str, Any]]:
-        """Name, import path and arguments, as the reward service takes them."""
+        """Return name, import path and arguments, as the reward service takes them."""
         return self.name, self.path, self.args
 
 
 def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) -> list[Ingredient]:
-    """Resolve the parts of a recipe. ValueError names the wrong entry below `key`."""
+    """Resolve the parts of a recipe. ValueError names the wrong entry of the config option `key`."""
     found = []
     for number, part in enumerate(parts):
         path = part["reward"]
@@ -111,15 +112,15 @@ class Scored:
     """A reward with its parts."""
 
     value: Reward
-    """Also holds the parts if there are several."""
+    """The weighted sum. It also holds the parts if there are several."""
     parts: dict[str, float]
-    """By ingredient name, or NAME/PART if the ingredient returns parts."""
+    """Unweighted values by ingredient name, or by NAME/PART if the ingredient returns parts."""
     seconds: dict[str, float]
     """Computing time by ingredient name."""
 
 
 class Recipe:
-    """A weighted sum of rewards. Called like one reward function, from any thread; a RewardCall awaits `score`.
+    """A weighted sum of rewards. It can be called like a reward function, from any thread; RewardCall awaits `score`.
 
     For example:
 
@@ -129,14 +130,14 @@ class Recipe:
     """
 
     def __init__(self, found: list[Ingredient], service: RewardService) -> None:
-        """service: computes the ingredients that are not awaited, in their order."""
+        """service: computes the ingredients that are not awaited, in the order of `found`."""
         self.ingredients, self.service = found, service
         self.name = ", ".join(ingredient.path for ingredient in found)
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
-        """Compute the reward, blocking until it is computed. RuntimeError if a part must be awaited."""
+        """Compute the reward, blocking until it is done. RuntimeError if a part must be awaited."""
         awaited = [ingredient.path for ingredient in self.ingredients if ingredient.is_awaited]
         if awaited:
             raise RuntimeError(f"reward {awaited[0]}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
@@ -164,7 +165,7 @@ class Recipe:
     async def reach(self, patience_s: float) -> None:
         """Wait until the services of the awaited parts answer.
 
-        InfrastructureFailure names the first that does not within `patience_s`.
+        InfrastructureFailure names the first service that does not answer within `patience_s`.
         """
         await reach(self.ingredients, patience_s)
 
@@ -184,7 +185,7 @@ class Recipe:
         return [function for function in functions if isinstance(function, AwaitedReward)]
 
     def added(self, scores: list[Score]) -> Scored:
-        """Return the weighted sum of the parts' scores, which are in the order of the ingredients."""
+        """Return the weighted sum of the ingredients' scores. scores: in the order of the ingredients."""
         value, parts, seconds = 0.0, {}, {}
         for ingredient, score in zip(self.ingredients, scores, strict=True):
             seconds[ingredient.name] = score.seconds

@@ -26,7 +26,7 @@ class Asked:
 
 
 class RemoteReward(AwaitedReward):
-    """A part of rollout.recipe with `args: {urls: [..]}`.
+    """Reward computed by servers. A part of rollout.recipe with `args: {urls: [..]}`.
 
     For example:
 

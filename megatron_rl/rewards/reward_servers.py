@@ -1,4 +1,4 @@
-"""HTTP client of the servers that rewards ask, with retries on other servers and a circuit breaker per server."""
+"""HTTP client for the servers that rewards query, with retries on other servers and a circuit breaker per server."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class RemoteFailure(InfrastructureFailure):
 
 
 class RemoteRefusal(RemoteFailure):
-    """A server rejected this request, so every other would too."""
+    """A server rejected this request, so every other server would reject it too."""
 
 
 @dataclass
 class Circuit:
-    """Circuit breaker of one server. After several failures in a row it is open: the server is not asked for a while.
+    """Circuit breaker of one server. After several failures in a row it opens: the server gets no requests for a while.
 
-    Then it gets one trial request at a time until one succeeds.
+    After that pause, the server gets one trial request at a time until one succeeds.
     """
 
     url: str
@@ -68,7 +68,7 @@ class Circuit:
 
 
 class Servers:
-    """Interchangeable servers. Used in one event loop; `close` it there.
+    """Client for interchangeable servers. Use and `close` it in one event loop.
 
     For example:
 
@@ -94,11 +94,11 @@ class Servers:
     async def ask(
         self, body: dict[str, Any], read: Callable[[Any], T], is_wanted: Callable[[], bool] = lambda: True
     ) -> T:
-        """Return `read` of a server's JSON answer, after at most ATTEMPTS attempts.
+        """Post `body` to a server and return `read(its JSON answer)`, after at most ATTEMPTS attempts.
 
         RemoteFailure says why the last attempt failed. `read` must raise ValueError, TypeError, KeyError or IndexError
-        for an invalid answer. A request is dropped once `is_wanted` returns False. Otherwise such requests would
-        accumulate while all servers pause, and delay those that are still wanted.
+        for an invalid answer. A waiting request is dropped once `is_wanted` returns False. Otherwise unwanted requests
+        would accumulate while all circuits are open, and would delay the requests that are still wanted.
         """
         for attempt in range(1, ATTEMPTS + 1):
             circuit = await self._choose(is_wanted)
@@ -124,8 +124,8 @@ class Servers:
     async def reach(self, patience_s: float) -> None:
         """Wait until a server accepts a connection.
 
-        RemoteFailure names the first server if none does within `patience_s`. The check only connects: a request might
-        cost money, and an answer to a made-up one would prove nothing.
+        RemoteFailure names the first server if none does within `patience_s`. The check only connects. A request might
+        cost money, and the answer to a made-up request would prove nothing.
         """
         deadline = time.monotonic() + patience_s
         while faults := [fault for circuit in self._circuits if (fault := await unreachable(circuit.url))]:

@@ -1,7 +1,7 @@
-"""Computes rewards in a bounded number of worker processes. A worker is killed at its deadline.
+"""Computes rewards in a bounded number of worker processes.
 
-A worker is killed, with all processes it started, if its call timed out, was cancelled or returned an invalid answer.
-Another takes its place (worker_pool.py).
+If a call times out, is cancelled or returns an invalid answer, its worker is killed, with all processes it started.
+Another worker takes its place (worker_pool.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
 from megatron_rl.telemetry import stats_tracker
 
 SYNCHRONOUS_S = 60.0
-"""Deadline of a reward that a workflow calls without awaiting it."""
+"""Time limit of a reward that a workflow calls without awaiting it."""
 WORKER_MEMORY_BYTES = 4 << 30
 
 
@@ -32,7 +32,7 @@ class RewardTimeout(InfrastructureFailure):
 
 
 class RewardFailed(RuntimeError):
-    """A reward function raised. This is a failed episode, never a reward of 0."""
+    """A reward function raised. The episode then fails; it never gets a reward of 0 for this."""
 
     def __init__(self, message: str, reward: str = "", place: str = "") -> None:
         """reward: the reward's name. place: file:line in its code."""
@@ -41,7 +41,7 @@ class RewardFailed(RuntimeError):
 
     @classmethod
     def by(cls, error: str, reward: str, place: str, kind: str = "") -> RewardFailed:
-        """Build the error for what a reward raised. kind: of the infrastructure failure; empty if it was none."""
+        """Return the exception for an error that a reward raised. kind: kind of infrastructure failure, or empty."""
         found = (RewardLost if kind else cls)(
             f"{error} (reward {reward}{f', {place}' if place else ''})", reward, place
         )
@@ -66,12 +66,14 @@ class WorkersTraceback(Exception):
 @dataclass(frozen=True)
 class Score:
     value: float | dict[str, float]
-    """A number, or the numbers of the reward's parts by name."""
+    """The reward, or the values of its parts by name."""
     seconds: float
 
 
 class RewardService:
-    """Worker processes that compute rewards. One call computes all of them, in order. From any thread and loop.
+    """Worker processes that compute rewards. One call computes all rewards of a reply, in order.
+
+    It can be used from any thread and event loop.
 
     For example:
 
@@ -89,7 +91,7 @@ class RewardService:
         import_from: list[str] | None = None,
         stacks: int | None = None,
     ) -> None:
-        """rewards: (name, import path, further arguments) of each. stacks: an open file for `show_stacks`."""
+        """rewards: name, import path and further arguments of each. stacks: an open file for `show_stacks`."""
         refuse_while_importing("a reward service")
         self.names = [name for name, _, _ in rewards]
         self.pool = WorkerPool(
@@ -116,9 +118,9 @@ class RewardService:
         return self._scores(content)
 
     def call_now(self, arguments: dict[str, Any], timeout_s: float = SYNCHRONOUS_S) -> list[Score]:
-        """Compute like `call`, but blocking. Works without an event loop, or inside a running one.
+        """Compute like `call`, but blocking. This works with or without a running event loop.
 
-        Does not wait for a free worker: if all are busy, it starts one above the limit.
+        It does not wait for a free worker: if all are busy, it starts one above the limit.
         """
         frame = self.pool.frame(arguments)
         with self._deaths():
@@ -153,7 +155,7 @@ class RewardService:
             self.pool.release(worker) if is_whole else self.pool.discard(worker)
 
     def _scores(self, content: bytes) -> list[Score]:
-        """Parse and validate a worker's answer. Its form is not trusted."""
+        """Parse and validate a worker's answer, whose form is not trusted."""
         try:
             answer = orjson.loads(content)
             if "error" in answer:

@@ -4,11 +4,12 @@ A parent process imports what the workers run, and forks a worker whenever the p
 replaced within milliseconds. The parent exits with all its workers as soon as the pool's end of the control socket
 closes.
 
-A frame is a length in 4 bytes and its content. Requests are pickled, since they come from the run itself. Answers are
-JSON, since an answer may contain text that a model wrote. An answer with rewards is `{"values": [[value, seconds],
-..]}`, one entry per reward, where a value is a number or an object of its parts' numbers. An answer with an error is
-`{"error": [reward, message, traceback, file:line, kind]}`, where kind is that of an infrastructure failure or empty.
-`"logged"` holds what was passed to log_metric.
+Requests and answers are sent as frames: a length in 4 bytes, then the content. Requests are pickled, since they come
+from the run itself. Answers are JSON, since an answer may contain text that a model wrote.
+
+An answer with rewards is `{"values": [[value, seconds], ..]}`, one entry per reward. A value is a number, or an object
+with the numbers of the reward's parts. An answer with an error is `{"error": [reward, message, traceback, file:line,
+kind]}`, where kind is the kind of infrastructure failure or empty. `"logged"` holds what was passed to log_metric.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from megatron_rl.telemetry import stats_tracker
 LENGTH = struct.Struct("<I")
 PR_SET_CHILD_SUBREAPER = 36
 MOST_MESSAGE_BYTES = 8192
-"""Limit of a control message; it may contain a file path."""
+"""Maximum size of a control message, which may contain a file path."""
 MOST_PRINTED_BYTES = 256 << 10
-"""Limit per worker; later output is dropped."""
+"""Maximum output copied to a worker's log file; later output is dropped."""
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Answering = Callable[[Any], dict[str, Any]]
-"""Takes a request, returns its answer."""
+"""Function that takes a request and returns the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +61,13 @@ class Setup:
     """Settings that a pool passes to its processes at start."""
 
     prepare: str
-    """Import path of a function that takes `given` and returns the answering function. Called before the forks."""
+    """Import path of a function that takes `given` and returns the answering function. It is called before any fork."""
     given: dict[str, Any]
     sys_path: list[str]
     folder: str
     """Folder in which each worker gets its own subfolder."""
     memory_bytes: int
-    """Memory limit of a worker on top of what its imports use; 0 for no limit."""
+    """Memory limit of a worker in addition to what it uses at its start; 0 for no limit."""
 
 
 def main() -> None:
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def computing(rewards: list[tuple[str, str, dict[str, Any]]], import_from: list[str] | None) -> Answering:
-    """Load the rewards, each with name, import path and further arguments. Return the answering function."""
+    """Load the rewards and return the answering function. rewards: name, import path and further arguments of each."""
     functions = {
         name: with_args(resolve(path, key="reward", kind="reward", import_from=import_from), arguments)
         for name, path, arguments in rewards
@@ -103,7 +104,7 @@ def computing(rewards: list[tuple[str, str, dict[str, Any]]], import_from: list[
 
 
 def with_args(reward: Callable[..., Any], args: dict[str, Any]) -> Callable[..., Any]:
-    """Bind a reward to its further arguments. A class is instantiated with them."""
+    """Bind a reward to its further arguments. A class is instantiated with these arguments."""
     return reward(**args) if inspect.isclass(reward) else functools.partial(reward, **args)
 
 
@@ -128,7 +129,7 @@ class Parent:
         os._exit(0)
 
     def _hear(self, key: selectors.SelectorKey) -> bool:
-        """Handle a command of the pool, or a worker's output. Return False once the pool is gone."""
+        """Handle a command from the pool, or a worker's output. Return False once the pool is gone."""
         if key.data is not None:
             if key.data in self._printed and not self._printed[key.data].read():
                 self._forget_printed(key.data)
@@ -193,7 +194,7 @@ class Parent:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _kill_strays(self) -> None:
-        """Kill processes that dead workers started and that had left their process group."""
+        """Kill processes that dead workers started and that had left their worker's process group."""
         known = {pid for pid, _ in self._workers.values()}
         # Living workers adopt their own orphans, so any other child here stems from a dead worker. Killing it may
         # reparent more.
@@ -212,7 +213,7 @@ class Printed:
         os.set_blocking(reader, False)
 
     def read(self) -> bool:
-        """Copy the available output. Return False if there is none, or at its end."""
+        """Copy the available output. Return False if there is none, or if the output has ended."""
         try:
             part = os.read(self.reader, 1 << 16)
         except BlockingIOError:
@@ -235,7 +236,7 @@ def children_here() -> set[int]:
 
 
 def work(end: socket.socket, folder: str, answering: Answering, memory_bytes: int, parent: int) -> None:
-    """Answer requests until the pool closes the socket. The first frame announces that this worker is ready."""
+    """Answer requests until the pool closes the socket. The first frame sent says that this worker is ready."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before prctl took effect.
@@ -268,7 +269,7 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
 
 
 def logged() -> dict[str, Any]:
-    """Return the part of an answer with the sums and counts of log_metric, as strings, since JSON has no NaN."""
+    """Return the part of an answer that holds log_metric's sums and counts, as strings because JSON has no NaN."""
     return {"logged": {name: list(map(repr, sums)) for name, sums in stats_tracker.take().items()}}
 
 

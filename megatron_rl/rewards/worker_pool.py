@@ -1,7 +1,8 @@
 """A bounded pool of worker processes. A discarded worker is killed, with all processes it started.
 
-The event loop writes to a worker's socket and awaits its answer, without threads. A discarded worker makes room for
-another. The process that forks the workers (worker.py) is also replaced if it dies, unless it keeps dying at once.
+The event loop writes to a worker's socket and awaits the answer, without threads. A discarded worker makes room for
+another. The process that forks the workers (worker.py) is also replaced if it dies, unless it repeatedly dies soon
+after its start.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from megatron_rl.rewards.worker import LENGTH, Setup
 logger = logging.getLogger(__name__)
 
 START_S = 120.0
-"""Timeout for the start of a worker. The first one waits for the imports."""
+"""Time limit for the start of a worker. It includes the imports, for which the first worker waits."""
 STOP_S = 5.0
 MOST_QUICK_DEATHS, QUICK_S = 3, 60.0
-"""A forking process that lives less than QUICK_S is replaced at most so many times in a row."""
+"""A forking process that dies within QUICK_S is replaced at most MOST_QUICK_DEATHS times in a row."""
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 256 << 20, 1 << 20
 
 
@@ -42,7 +43,7 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerPool:
-    """Forked workers that answer requests, for any thread and loop.
+    """Forked workers that answer requests, usable from any thread and event loop.
 
     For example:
 
@@ -63,7 +64,7 @@ class WorkerPool:
     ) -> None:
         """Start the pool's processes.
 
-        kind: the kind of work, for messages.
+        kind: the kind of work, named in messages.
         prepare, given, memory_bytes: as in Setup.
         stacks: an open file for `show_stacks`.
         """
@@ -107,7 +108,7 @@ class WorkerPool:
             tell(self._control, "stacks")
 
     def _start(self) -> None:
-        """Start the process that forks workers. It removes their folder when it exits."""
+        """Start the process that forks workers. It removes the workers' folder when it exits."""
         shutil.rmtree(self._setup.folder, ignore_errors=True)  # left by a killed predecessor
         os.mkdir(self._setup.folder, 0o700)
         # Message boundaries are kept, so that a descriptor arrives with the command that it belongs to.
@@ -131,7 +132,7 @@ class WorkerPool:
             pipe.write(pickle.dumps(self._setup))
 
     def _revive(self) -> None:
-        """Restart the process that forks workers if it has died, which also ended its workers."""
+        """Restart the process that forks workers if it has died. Its workers have died with it."""
         with self._lock:
             if self._is_closed or self.process.poll() is None:
                 return
@@ -195,7 +196,7 @@ class WorkerPool:
         return worker or self._new_worker()
 
     async def _wait(self, waiter: Future[Worker | None]) -> Worker | None:
-        """Return the worker that another call releases, or None if only its slot is free."""
+        """Return the worker that another call releases, or None if that call only frees a slot."""
         try:
             return await asyncio.wrap_future(waiter)
         except asyncio.CancelledError:
@@ -207,7 +208,7 @@ class WorkerPool:
             raise
 
     def _new_worker(self, log: str = "") -> Worker:
-        """Start a worker in a slot that is already counted."""
+        """Start a worker in a slot that the caller has already counted."""
         self._revive()  # it may have died while this call waited for the slot
         ours, theirs = socket.socketpair()
         worker = Worker(next(self._numbers), ours, self._control)
@@ -222,7 +223,7 @@ class WorkerPool:
         return worker
 
     def release(self, worker: Worker | None) -> None:
-        """Give a worker, or the free slot of a dead one, to the first waiter."""
+        """Give a worker, or only its slot if `worker` is None, to the first waiter."""
         with self._lock:
             if worker is not None and worker.control is not self._control:  # died with the process that forked it
                 worker.socket.close()
@@ -261,7 +262,7 @@ class WorkerPool:
         return LENGTH.pack(len(content)) + content
 
     def died(self) -> str:
-        """Return a message that a worker exited unexpectedly."""
+        """Return the error message for a worker that exited unexpectedly."""
         code = self.process.poll()
         who = "a worker" if code is None else f"the service's process (exit code {code})"
         return (
@@ -279,7 +280,7 @@ class Worker:
     """The pool's end of one worker."""
 
     def __init__(self, number: int, end: socket.socket, control: socket.socket) -> None:
-        """control: socket of the process that forked the worker, and that also kills it."""
+        """control: socket of the process that forks and kills the worker."""
         self.number, self.socket, self.control, self.is_ready = number, end, control, False
         end.setblocking(False)
 
@@ -340,8 +341,8 @@ async def received(receiving: Awaitable[bytes]) -> bytes:
 def missing_bytes(frame: bytearray) -> int:
     """Return how many bytes to ask for next; 0 if the frame is complete.
 
-    A worker sends one frame per request, so what is read never belongs to the next frame. WorkerDied if an answer
-    exceeds MOST_ANSWER_BYTES, since the worker cannot be trusted any more.
+    Asking for too many bytes is safe: a worker sends one frame per request, so no bytes of a next frame can arrive.
+    WorkerDied if an answer exceeds MOST_ANSWER_BYTES, because the worker can no longer be trusted.
     """
     if len(frame) < LENGTH.size:
         # A small answer arrives together with its length: one system call instead of two.

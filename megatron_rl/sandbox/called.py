@@ -1,9 +1,11 @@
-"""Serves calls to a program's functions from another process, and defines how values pass between the two.
+"""Lets another process call a program's functions, and defines how the two processes exchange values.
 
-This file is the script that the program's interpreter runs. It only imports the standard library, since nothing else is
-available there. The judge (trial.py) imports its `encode` and `decode`. Values pass as tagged plain data of built-in
-types. Any other object stays where it is and is referred to by a handle. The program runs in the same interpreter as
-`serve` and can forge any answer. A forged answer is only what its functions might have returned.
+The program's interpreter runs this file as its script. The file only imports the standard library, since nothing else
+is available in that interpreter. The judge (trial.py) imports `encode` and `decode` from here.
+
+Values are sent as tagged plain data of built-in types. Any other object stays in its process and is referred to by a
+handle. The program runs in the same interpreter as `serve`, so it can forge any answer. That gains it nothing: its
+functions could have returned the same values.
 """
 
 import builtins
@@ -20,13 +22,13 @@ from typing import Any, BinaryIO
 
 MOST_LINE_BYTES = 16 << 20
 MOST_ITEMS = 100_000
-"""Limit of items taken from an iterator, which may be endless."""
+"""Maximum number of items taken from an iterator, which may be endless."""
 READY = "ready"
 NAME = "program"
-"""The program's `__name__`. Tests import a program as a module, so its code guarded by `__main__` does not run."""
+"""The program's `__name__`. It is not `__main__`, so code that a program guards by `__main__` does not run."""
 TYPING = ("Any", "Callable", "Deque", "DefaultDict", "Dict", "FrozenSet", "Iterable", "Iterator", "List", "Optional")
 TYPING += ("Sequence", "Set", "Tuple", "Union")
-"""Names for annotations that a program may use without an import, because a task's function signature often does."""
+"""Names from `typing` that a program may use without importing them, as tasks' function signatures often do."""
 
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, str, lambda text: text == "True"),  # before int, of which bool is a subclass
@@ -38,9 +40,9 @@ TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "Decimal": (Decimal, str, Decimal),
     "Fraction": (Fraction, str, Fraction),
 }
-"""For each tag: the type, a function that writes a value, and one that reads it.
+"""For each tag: the type, a function that writes a value as text, and a function that reads the text.
 
-An object of a subclass is sent as the type itself, because its own comparisons could make it equal to anything.
+An instance of a subclass is sent as a value of the base type, because a subclass could define itself equal to anything.
 """
 GROUPS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -51,7 +53,10 @@ def complex_of(text: str) -> complex:
 
 
 def encode(value: Any, handle_of: Callable[[Any], int]) -> list[Any]:
-    """Convert a value to JSON data. handle_of: returns the handle of an object that is not plain data, or raises."""
+    """Convert a value to JSON data.
+
+    handle_of(object): returns the handle of an object that is not plain data, or raises.
+    """
     if value is None:
         return ["None"]
     for tag, (kind, write, _) in TEXTS.items():
@@ -78,9 +83,9 @@ def encode(value: Any, handle_of: Callable[[Any], int]) -> list[Any]:
 
 
 def decode(sent: Any, thing_of: Callable[[int], Any]) -> Any:
-    """Convert JSON data to a value of exactly the built-in types. thing_of: returns what a handle refers to.
+    """Convert JSON data to a value of exactly the built-in types. ValueError for an unknown tag.
 
-    ValueError for an unknown tag.
+    thing_of(handle): returns the object that a handle refers to.
     """
     tag = sent[0]
     if tag == "None":
@@ -108,7 +113,7 @@ def builtin_name(error: Exception) -> str:
 
 
 class Host:
-    """Answers questions about a program that has run, one per line: `[verb, handle or name, arguments ..]`."""
+    """Answers questions about a program that has run. A question is a line: `[verb, handle or name, arguments ..]`."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self._scope = scope
@@ -168,7 +173,10 @@ def serve(source: str, questions: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serve a program. Arguments: descriptors of its text, the questions and the answers; then folders of packages."""
+    """Serve a program.
+
+    Arguments: file descriptors of the program's text, the questions and the answers; then folders of packages.
+    """
     text, questions, answers = map(int, sys.argv[1:4])
     sys.path[len(sys.path) :], sys.argv[1:] = sys.argv[4:], []
     with open(text, encoding="utf-8", errors="replace") as file:

@@ -1,15 +1,16 @@
-"""A container without Docker for commands that a model runs: the host's programs, read-only, and a disk in memory.
+"""A container without Docker for commands that a model runs.
 
-A keeper process creates the container and stays outside. It takes requests on stdin and answers on stdout, each a line
-of JSON. Processes inside have their own namespaces (users, processes, files, and a network without a way out) and no
-capabilities. A filter refuses system calls that would regain rights. Their user owns nothing outside.
+It shows the host's programs, read-only, and has a disk in memory. A keeper process creates the container and stays
+outside. The keeper takes requests on stdin and answers on stdout, each a line of JSON. Processes inside have no
+capabilities and have their own namespaces: users, processes, files, and a network without a way out. A seccomp filter
+refuses system calls that would regain rights. The user that runs these processes owns nothing outside.
 
-They live in a phase. Within a phase they see each other, and at its end the kernel kills them all, however they were
-started. A later phase finds their files and nothing else of theirs.
+The container's processes run in phases, one phase after another. Processes of one phase see each other, and the kernel
+kills them all at its end, however they were started. A later phase finds their files, but nothing else of them.
 
-This works on Linux on x86_64, as root or if users may create namespaces. Memory is limited per process, not in total;
-calls for memory that no process limit counts are refused. Only the standard library is imported, because the keeper is
-started without packages.
+This works on Linux on x86_64, as root or if users may create namespaces. Memory is limited per process, not in total.
+System calls for memory that no process limit counts are refused. This file only imports the standard library, because
+the keeper is started without packages.
 """
 
 from __future__ import annotations
@@ -70,19 +71,19 @@ from megatron_rl.sandbox.lock import (
 NOBODY = 65534
 MOST_PROCESSES, MOST_OPEN_FILES = 256, 1024
 MOST_FILE_BYTES = 1 << 16
-"""Largest part of a file that the keeper returns."""
+"""Maximum number of bytes of a file that the keeper returns."""
 DRAIN_S, LATE_S = 0.2, 10.0
-"""DRAIN_S: how long output is read after a command's end, since a process that it left may hold the pipe open.
+"""DRAIN_S: how long output is read after a command's end, since a process left running may hold the pipe open.
 
-LATE_S: how much longer than a command's time limit the keeper waits for the phase's answer.
+LATE_S: how long the keeper waits for the phase's answer in addition to a command's time limit.
 """
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl")
 DEVICES = {name: name for name in ("null", "full", "random", "urandom")} | {"zero": "full"}
-"""Host device for each device name inside.
+"""Name of a device in the container -> the host's device.
 
-Inside, /dev/zero is the host's /dev/full. It also reads as zeros but cannot be mapped, which would bypass the memory
-limit.
+The container's /dev/zero is the host's /dev/full, which also reads as zeros. Unlike /dev/zero, /dev/full cannot be
+mapped, and such a mapping would bypass the memory limit.
 """
 RESERVED = ("tests", "logs", "solution")
 """Folders that are empty and read-only until a phase mounts a fresh disk on them."""
@@ -107,10 +108,10 @@ REFUSED = (
 )
 """Refused system calls of x86_64: mounts, namespaces, keys, modules, clocks, kernel tracing, io_uring."""
 UNLIMITED = (29, 64, 68, 240, 278, 319, 444, 447)
-"""System calls for memory that no process limit counts. They fail as on a kernel that lacks them.
+"""System calls for memory that no process limit counts. They fail with ENOSYS, as on a kernel that lacks them.
 
-They are shared memory, semaphores and queues of System V, POSIX queues, memory files, pages given to pipes, and
-Landlock rules.
+These calls create System V shared memory, semaphores and queues, POSIX queues, memory files and Landlock rules, and
+give pages to pipes.
 """
 MMAP, IS_SHARED, IS_ANONYMOUS, IS_HUGE = 9, 0x1, 0x20, 0x40000
 PR_SET_THP_DISABLE = 41
@@ -120,7 +121,7 @@ NET_LIMITS = {
     "ipv4/tcp_rmem": "4096 65536 212992",
     "ipv4/tcp_wmem": "4096 65536 212992",
 }
-"""Settings below /proc/sys/net for the container's network namespace."""
+"""Settings under /proc/sys/net for the container's network namespace."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -145,14 +146,17 @@ def bind(source: str, target: str, *, read_only: bool) -> None:
 
 
 class Keeper:
-    """The process outside the container. `place` is an empty folder that it mounts on, in its own mount namespace."""
+    """The process outside the container that creates and controls it.
+
+    `place` is an empty folder, on which the keeper mounts the container's files in its own mount namespace.
+    """
 
     def __init__(
         self, place: str, *, writable: list[str], visible: list[str], disk_bytes: int, memory_bytes: int
     ) -> None:
         """Create the container's file system.
 
-        writable: folders under / to put on the disk. visible: further paths shown read-only.
+        writable: names of folders under / that are on the disk. visible: further host paths shown read-only.
         """
         self.memory_bytes, self.root, disk = memory_bytes, f"{place}/root", f"{place}/disk"
         self.pid, self.phase = 0, socket.socket()
@@ -204,9 +208,9 @@ class Keeper:
             bind(path, target, read_only=read_only)
 
     def begin(self, fresh: list[str]) -> None:
-        """Begin a phase, with an empty disk on each of the reserved folders in `fresh`. Ends the one before.
+        """End the previous phase and begin a new one. RuntimeError if it does not start.
 
-        RuntimeError if the phase does not start.
+        fresh: reserved folders on each of which an empty disk is mounted.
         """
         self.end()
         for name in fresh:
@@ -236,7 +240,7 @@ class Keeper:
             return {"code": None, "output": "", "error": f"the container's first process is gone: {error}"}
 
     def end(self) -> None:
-        """Kill all processes of the phase and wait for their death. Its fresh disks stay until the next phase."""
+        """Kill all processes of the phase and wait until they are gone. The fresh disks stay until the next phase."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)  # the kernel reports the first process only once all others are gone
@@ -246,7 +250,7 @@ class Keeper:
     def read(self, path: list[str]) -> str | None:
         """Return a regular file's text, up to MOST_FILE_BYTES; None if there is no such file.
 
-        `path` lists the names on its way. Links are not followed.
+        path: the parts of the file's path. Links are not followed.
         """
         place = os.open(self.root, os.O_PATH | os.O_DIRECTORY)
         try:
@@ -286,9 +290,9 @@ def map_to_root(uid: int, gid: int) -> None:
 
 
 def start_phase(channel: socket.socket, root: str, user: int, memory_bytes: int) -> NoReturn:
-    """In a child of the keeper: switch to the container's user and fork the phase's first process.
+    """Switch to the container's user and fork the phase's first process. This runs in a child of the keeper.
 
-    The keeper adopts that process when this one exits.
+    The keeper adopts the first process when this child exits.
     """
     try:
         if os.getuid() != user:
@@ -351,13 +355,14 @@ def rename_process(name: str) -> None:
 
 
 class SharedMemory:
-    """Grants a phase's shared mappings up to a total number of bytes.
+    """Grants a phase's shared memory mappings up to a total number of bytes.
 
-    A process that has unmapped nearly all of a shared mapping still holds its memory, and no process limit counts that.
+    Process limits would not suffice. A process that has unmapped nearly all of a shared mapping still holds all of the
+    mapping's memory, which no process limit counts.
     """
 
     def __init__(self, listener: int, left_bytes: int) -> None:
-        """listener: of the filter, which asks about each shared mapping; below 0, the filter refuses them all."""
+        """listener: file descriptor on which the filter asks about each shared mapping; -1 if it refuses them all."""
         self.listener, self.left_bytes = listener, left_bytes
 
     def register(self, poll: select.poll) -> None:
@@ -365,7 +370,7 @@ class SharedMemory:
             poll.register(self.listener, select.POLLIN)
 
     def grant(self) -> None:
-        """Answer one process that waits for its mapping, if any."""
+        """Answer one process that waits for a mapping, if there is one."""
         with suppress(OSError, EOFError):
             question = hear_question(self.listener)
             if question is None:
@@ -387,7 +392,7 @@ class SharedMemory:
 
 
 def give_up_rights(memory_bytes: int) -> int:
-    """Drop all capabilities, set the limits and install the filter, for this process and its children.
+    """Drop all capabilities, set limits and install the seccomp filter, for this process and its children.
 
     Return the filter's listener, or -1 if the filter refuses shared mappings without asking.
     """
@@ -414,7 +419,7 @@ def give_up_rights(memory_bytes: int) -> int:
 
 
 def socket_bytes() -> int:
-    """Return the most bytes that a socket holds, unless it changes the sizes of its buffers."""
+    """Return the maximum number of bytes that a socket's buffers hold at their default sizes."""
     sizes = []
     for name in ("rmem_default", "wmem_default"):
         with open(f"/proc/sys/net/core/{name}") as file:
@@ -429,8 +434,8 @@ def as_program(steps: list[Step]) -> Program:
 def filter_steps(of_shared: int) -> list[Step]:
     """Return the filter that keeps processes inside the container.
 
-    It refuses calls that create namespaces or mounts, regain rights, or take memory past all limits. All other calls
-    are allowed. of_shared: the verdict on anonymous shared mappings.
+    The filter refuses system calls that create namespaces or mounts, regain rights, or take memory past all limits. All
+    other calls are allowed. of_shared: the filter's verdict on anonymous shared mappings.
     """
     steps: list[Step] = [(LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL_PROCESS)]
     steps += [(LOAD, 0, 0, NUMBER_AT), (AT_LEAST, 0, 1, X32), *refuse(errno.EPERM)]
@@ -462,7 +467,8 @@ def run(
 ) -> dict[str, Any]:
     """Run a bash command and return its `output` and `code`: the exit status, or minus the number of a signal.
 
-    `code` is None if the time limit was exceeded. `is_full`: nothing was run, because there are too many processes.
+    `code` is None if the time limit was exceeded. If the result has `is_full`, the command was not run, because there
+    are too many processes.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -543,7 +549,7 @@ def put(*, archive: str, folder: str, time_s: float) -> dict[str, Any]:
 
 
 def reap() -> None:
-    """Reap orphans that have exited. The phase's first process inherits them."""
+    """Reap exited orphans, which become children of the phase's first process."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

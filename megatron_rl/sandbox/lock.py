@@ -1,16 +1,17 @@
-"""Locks a process that runs model-written text: it can compute, read installed files and print, and nothing else.
+"""Locks a process that runs model-written code: it can compute, read installed files and print, and nothing else.
 
 A kernel filter (seccomp) allows a fixed list of system calls. The process cannot start another process, open a socket,
-open a file for writing, remove or rename one, or send signals to others. Since it has no second process, killing it
-ends everything. Its `Threads` grant a limited number of threads, and none on a kernel that cannot ask them (Linux
-before 5.5). Landlock (Linux 5.13) lets it open only the interpreter, installed packages and the system's libraries.
+open a file for writing, remove or rename a file, or signal other processes. Since it has no children, killing it ends
+everything that it does. `Threads` grants the process a limited number of threads. On Linux before 5.5 it gets none,
+because the kernel cannot ask for permission. Landlock (Linux 5.13) restricts opening files to the interpreter,
+installed packages and the system's libraries.
 
-This works on Linux on x86_64 only; elsewhere such text is not run at all. Locked text can still find out which files
-exist, and read them on a kernel without Landlock. Text that is evaluated in the same process as its scorer can forge
-that scorer's verdict.
+This works on Linux on x86_64 only; elsewhere model-written code is not run at all. Sandboxed code can still find out
+which files exist, and on a kernel without Landlock it can read them. Code that is evaluated in the same process as its
+scorer can forge the scorer's verdict.
 
-`locked.py` runs programs this way. This file is also the script of a tool's launcher, so it only imports the standard
-library.
+`locked.py` runs programs in locked processes. This file is also the script of a tool's launcher, so it only imports the
+standard library.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from typing import Any
 
 MOST_OPEN_FILES = 64
 MOST_THREADS = 63
-"""Threads that a program may start in its life, in addition to its first.
+"""Maximum number of threads that a program may start in total, in addition to its main thread.
 
-RLIMIT_NPROC would not do: it counts all processes of a user, and does not bind root.
+RLIMIT_NPROC does not serve this purpose: it counts all processes of a user, and does not bind root.
 """
 READY, LOCKED = b"+", b"!"
-"""READY is sent along with a listener, and to a tool's caller. LOCKED is sent by a process once it is locked."""
+"""READY accompanies a listener that is sent, and tells a tool's caller that the process is locked.
+
+A process sends LOCKED once it is locked.
+"""
 
 FREE = (
     *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 32, 33, 34),
@@ -50,7 +54,7 @@ FREE = (
 )
 """System calls of x86_64 allowed with any arguments: reading, memory, time, waiting, thread support, exec, exit.
 
-Writing is also allowed. It only reaches the given pipe, since no other file can be opened for it.
+Writing is also allowed. It only reaches the pipes that the process was given, since no file can be opened for writing.
 """
 OPEN, IOCTL, CLONE, KILL, FCNTL, TGKILL, OPENAT, PRLIMIT, CLONE3 = 2, 16, 56, 62, 72, 234, 257, 302, 435
 FOR_WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
@@ -62,7 +66,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 BENEATH, ASK_VERSION = 1, 1
 EXECUTE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 ALL_RIGHTS = (1 << 13) - 1
-"""The rights of Landlock's first version, which later versions know too."""
+"""Bit mask of all access rights in Landlock's first version. Later versions know these rights too."""
 
 # From <linux/prctl.h>, <linux/bpf_common.h> and <linux/seccomp.h>. Python has no names for them.
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -71,7 +75,10 @@ ALLOW, KILL_PROCESS, FAIL, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 SECCOMP, SET_FILTER, NEW_LISTENER = 317, 1, 1 << 3
 HEAR_QUESTION, ANSWER_QUESTION, GO_ON = 0xC0502100, 0xC0182101, 1
 QUESTION_BYTES, ASKED_ARGUMENTS_AT = 80, 32
-"""Size of `struct seccomp_notif`, which begins with the question's id; and offset of the call's arguments in it."""
+"""Size of `struct seccomp_notif`, and the offset in it of the system call's arguments.
+
+The struct holds the kernel's question about a call and begins with the question's id.
+"""
 X86_64 = 0xC000003E
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 
@@ -83,13 +90,13 @@ class Instruction(ctypes.Structure):
 
 
 class Program(ctypes.Structure):
-    """`struct sock_fprog`."""
+    """`struct sock_fprog`: a program of classic BPF."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(Instruction))]
 
 
 Step = tuple[int, int, int, int]
-"""Operation, steps to skip if its test holds, steps to skip if not, and the value."""
+"""One instruction: the operation, how many steps to skip if its test holds, how many if not, and the operand."""
 
 
 def allow_if(test: int, value: int) -> list[Step]:
@@ -102,12 +109,12 @@ def refuse(error: int) -> list[Step]:
 
 
 def argument(index: int, *, high: bool = False) -> list[Step]:
-    """Load one half of an argument. The low half holds all of a flag, a command or a process id."""
+    """Load one half of a system call's argument. Flags, commands and process ids fit into the low half."""
     return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index + 4 * high)]
 
 
 def asking_steps() -> list[Step]:
-    """Return the filter that asks a listener about each new thread, and leaves all else to the other filter."""
+    """Return the filter that asks a listener about each new thread, and leaves all else to the complete filter."""
     # Of two filters the stricter verdict wins, so a call that the complete filter refuses is never asked about.
     steps: list[Step] = [(LOAD, 0, 0, NUMBER_AT), (EQUAL, 0, 3, CLONE), *argument(0)]
     return [*steps, (ANY_BIT, 0, 1, IS_THREAD), (RETURN, 0, 0, ASK), (RETURN, 0, 0, ALLOW)]
@@ -146,9 +153,9 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
 
 
 class Threads:
-    """Grants a locked program its threads. The kernel asks the process with the program's listener about each thread.
+    """Grants a locked program its threads. The kernel asks the process that holds the listener about each new thread.
 
-    After MOST_THREADS the listener is closed, and the kernel refuses further threads.
+    After MOST_THREADS threads the listener is closed, and the kernel refuses further threads.
 
         with closing(Threads()) as threads:
             process = subprocess.Popen(command, preexec_fn=lambda: lock(..., threads=threads.theirs))
@@ -157,16 +164,16 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        """theirs: socket for `lock`, which sends the listener through it."""
+        """Create the sockets. `theirs` is the socket through which `lock` sends the listener."""
         self._ours, self.theirs = socket.socketpair()
         self._left, self.listener = MOST_THREADS, -1
         self.is_locked = False
         """Whether the process has reported that it is locked."""
 
     def take_listener(self) -> None:
-        """Receive the listener. Call it once the process is locked, or has exited.
+        """Receive the listener. Call this once the process is locked or has exited.
 
-        Without a listener the program gets no threads.
+        If the process sent no listener, the program gets no threads.
         """
         self.theirs.close()
         # Does not wait: the listener was sent before the process was locked, or never, if the kernel cannot ask.
@@ -209,9 +216,9 @@ class Threads:
 
 
 def hear_question(listener: int) -> bytearray | None:
-    """Return a question of the kernel to a filter's listener; None if there is none.
+    """Return a question that the kernel sent to a filter's listener; None if there is none.
 
-    EOFError once all processes that could ask have exited.
+    EOFError once all processes under the filter have exited.
     """
     poll = select.poll()
     poll.register(listener, select.POLLIN)
@@ -230,16 +237,16 @@ def hear_question(listener: int) -> bytearray | None:
 
 
 def answer_question(listener: int, question: bytearray, error: int = 0) -> None:
-    """Let the call in question continue, or make it fail with an error."""
+    """Let the system call in question continue, or make it fail. error: the errno; 0 lets the call continue."""
     answer = struct.pack("<QqiI", *struct.unpack_from("<Q", question), 0, -error, 0 if error else GO_ON)
     with contextlib.suppress(FileNotFoundError):  # the asker was killed meanwhile
         fcntl.ioctl(listener, ANSWER_QUESTION, answer)
 
 
 def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
-    """Install the filter that asks about each new thread, and send its listener through `asked`.
+    """Install the filter that asks about each new thread, and send the filter's listener through `asked`.
 
-    Return False if the kernel cannot ask.
+    Return False if the kernel does not support such filters.
     """
     steps = asking_steps()
     program = Program(len(steps), (Instruction * len(steps))(*steps))
@@ -252,8 +259,9 @@ def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
 
 
 def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socket | None = None) -> None:
-    """Irrevocably remove from this process all rights that model-written text must not have. It dies with its parent.
+    """Irrevocably remove from this process all rights that model-written code must not have.
 
+    The process is also killed when its parent dies.
     threads: the socket `Threads.theirs`; None allows no threads.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -286,12 +294,12 @@ def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socke
 
 
 def cpu_limit_s(time_s: float) -> int:
-    """Return the processor time in seconds after which a locked process is killed."""
+    """Return the CPU time in seconds after which a locked process is killed."""
     return math.ceil(time_s) + 1
 
 
 def landlock(call: int, *arguments: Any) -> int:
-    """Make one of Landlock's system calls and return its result: -1 if it fails, as on a kernel without Landlock."""
+    """Make one of Landlock's system calls and return its result; -1 if the call fails or the kernel has no Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     # An int would be passed as 32 bits, but the call reads 64.
@@ -304,7 +312,7 @@ def hides_files() -> bool:
 
 
 def readable() -> list[str]:
-    """Return the paths that locked text may open: the interpreter, installed packages and the system's libraries."""
+    """Return the paths that sandboxed code may open: the interpreter, installed packages and the system's libraries."""
     programs = os.path.dirname(sys.executable)
     python = [sys.base_prefix, sys.base_exec_prefix, programs, os.path.join(os.path.dirname(programs), "pyvenv.cfg")]
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
@@ -314,7 +322,7 @@ def readable() -> list[str]:
 
 
 def hide_files() -> None:
-    """Irrevocably restrict this process to opening the readable paths. It must have set no_new_privs."""
+    """Irrevocably restrict this process to opening the paths of `readable`. The process must have set no_new_privs."""
     rules = landlock(CREATE_RULESET, ctypes.byref(ctypes.c_uint64(ALL_RIGHTS)), 8, 0)
     for path in readable():
         try:
@@ -330,7 +338,7 @@ def hide_files() -> None:
 
 
 def limit(what: int, value: int) -> None:
-    """Lower a limit. A limit that is already lower stays."""
+    """Lower a resource limit. A limit that is already lower stays."""
     _, hard = resource.getrlimit(what)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (value, value))
@@ -344,7 +352,7 @@ def address_space() -> int:
 
 @functools.cache
 def check_lockable() -> None:
-    """Raise RuntimeError if this host cannot lock a process. Warn if it has no Landlock."""
+    """Raise RuntimeError if this host cannot lock a process. Warn if the host's kernel has no Landlock."""
     host = f"{sys.platform} on {platform.machine()}"
     if host != "linux on x86_64":
         raise RuntimeError(
@@ -375,9 +383,9 @@ def check_lockable() -> None:
 
 
 def become_program() -> None:
-    """Lock this process, report READY, and become the Python program on stdin. Used by the launcher of a tool's calls.
+    """Lock this process, report READY, and become the Python program on stdin. A tool's launcher uses this.
 
-    Arguments: the parent's process id, processor time in seconds, address space in bytes, and the descriptor of the
+    Arguments: the parent's process id, CPU time in seconds, address space in bytes, and the file descriptor of the
     socket `Threads.theirs`.
     """
     parent, time_s, memory_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])

@@ -32,7 +32,7 @@ from megatron_rl.sandbox.lock import (
 MOST_RESULT_BYTES = 1 << 16
 MOST_PRINTED_BYTES = 1 << 22
 CLOCK_S = 0.1
-"""Tolerance between the kernel's two counters of processor time."""
+"""Tolerance in seconds between the kernel's two counters of CPU time."""
 RESULT = 3
 """File descriptor of the result in a locked fork."""
 
@@ -46,17 +46,20 @@ def read_program():
         return compile(file.read(), "program", "exec", dont_inherit=True)
 exec(read_program())
 """
-"""Script that runs a program as `__main__`. Arguments: the file descriptor of its text, and folders of packages."""
+"""Script that runs a program as `__main__`.
+
+Arguments: the file descriptor of the program's text, then folders of packages.
+"""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment that keeps numpy's BLAS from starting a thread per core. Locked text may have few threads or none."""
+"""Environment that keeps numpy's BLAS from starting a thread per core. Sandboxed code may have few threads or none."""
 START_S = 30.0
-"""Longest time until a process is locked. Exceeding it is the host's fault, not the text's."""
+"""Time limit for locking a process. If it is exceeded, the host is at fault, not the sandboxed code."""
 ENDING_S = 0.5
-"""Longest time between the end of a process's output and its exit."""
+"""How long to wait for a process to exit after its output has ended."""
 
 
 class TextFailed(RuntimeError):
-    """The model's text raised, crashed, or exceeded its limit of time, memory or output."""
+    """The model's text raised an exception, crashed, or exceeded its limit of time, memory or output."""
 
 
 class NoResult(TextFailed):
@@ -64,7 +67,10 @@ class NoResult(TextFailed):
 
 
 class SandboxFailed(InfrastructureFailure):
-    """Text could not be locked, or the host killed its process. Not the text's fault, and never a reward."""
+    """The process for model-written text could not be locked, or the host killed it.
+
+    The text is not at fault, so this never becomes a reward.
+    """
 
     KIND = "sandbox"
 
@@ -79,10 +85,11 @@ def evaluate(
 ) -> Any:
     """Return `function(*args)`, computed in a locked fork of this process and sent back as JSON.
 
-    TextFailed if the function fails, SandboxFailed if the host does.
+    TextFailed if the function fails, SandboxFailed if the host is at fault.
 
-    memory_bytes: memory limit on top of this process's usage. keep: open files that the fork keeps; `function` gets
-    their descriptors as its last arguments. threads: thread requests of another program, granted meanwhile.
+    memory_bytes: memory limit in addition to this process's usage. keep: file descriptors that the fork keeps open;
+    `function` gets their new numbers as its last arguments. threads: the `Threads` of another program, whose requests
+    are granted during the evaluation.
     """
     check_host()
     # The fork inherits the caller's imports. A single pipe leads back, so that it can do nothing but answer.
@@ -126,7 +133,10 @@ def answer_and_exit(
     time_s: float,
     memory_bytes: int,
 ) -> None:
-    """Run in the fork: lock it, write the result, exit. The only open files kept are the result pipe and `keep`."""
+    """Lock this fork, run the function, write the result and exit.
+
+    Only the result pipe and the files in `keep` stay open.
+    """
     try:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # other locked processes cannot read its memory
         # out of the way of the descriptors set below
@@ -156,8 +166,8 @@ def run_program(
 ) -> str | None:
     """Run Python source in its own locked interpreter and return what it printed.
 
-    None if it exited with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It can import
-    the standard library and the packages in `folders`. SandboxFailed if the failure is the host's.
+    None if the program exited with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It can
+    import the standard library and the packages in `folders`. SandboxFailed if the host is at fault.
     """
     deadline = time.monotonic() + time_s
     with host_errors():
@@ -193,7 +203,10 @@ def started_program(
     stdout: int = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
 ) -> Iterator[tuple[subprocess.Popen[bytes], Threads]]:
-    """Start Python source in its own locked interpreter, and kill it on exit. The caller must grant its `threads`."""
+    """Start Python source in its own locked interpreter, and kill it at the end of the `with` block.
+
+    The caller must grant the yielded `Threads`.
+    """
     check_host()
     parent = os.getpid()
     with host_errors():
@@ -237,7 +250,7 @@ def check_host() -> None:
 
 @contextmanager
 def host_errors() -> Iterator[None]:
-    """Turn operating system errors, such as a lack of memory, processes or files, into SandboxFailed."""
+    """Convert operating system errors, such as a lack of memory, processes or files, to SandboxFailed."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
@@ -245,7 +258,7 @@ def host_errors() -> Iterator[None]:
 
 
 def wait_until_locked(reader: int) -> None:
-    """Raise SandboxFailed if a fork does not report within START_S that it is locked."""
+    """Wait until a fork reports that it is locked. SandboxFailed if it does not within START_S."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     if not poll.poll(START_S * 1000):
@@ -257,7 +270,8 @@ def wait_until_locked(reader: int) -> None:
 def refuse_killed(pid: int, time_s: float) -> None:
     """Raise SandboxFailed if a child whose output has ended was killed from outside, such as for lack of memory.
 
-    Locked text cannot send itself SIGKILL, and only its limit of processor time kills it that way.
+    A child killed by SIGKILL before its CPU time limit was killed from outside. Sandboxed code cannot send itself
+    SIGKILL, and no other limit causes SIGKILL.
     """
     until = time.monotonic() + ENDING_S
     while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
@@ -273,7 +287,7 @@ def refuse_killed(pid: int, time_s: float) -> None:
 
 
 def processor_s(pid: int) -> float:
-    """Return the processor time in seconds of a child that has exited but not been waited for."""
+    """Return the CPU time in seconds of a child that has exited but has not been waited for."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         user, system = file.read().rpartition(b")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -298,7 +312,7 @@ def memory_file(text: str) -> int:
 def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | None = None) -> bytes | None:
     """Read a pipe to its end. Return None if it does not end before the deadline or exceeds `most` bytes.
 
-    Meanwhile the program's `threads` are granted.
+    threads: the program's `Threads`, whose requests are granted while this function reads.
     """
     content, poll = bytearray(), select.poll()
     poll.register(end, select.POLLIN)

@@ -1,9 +1,9 @@
 """Runs Python tests of a model-written program, out of the program's reach.
 
-A test runs in a locked fork of this process, the judge. The program runs in another locked process. In the judge, each
-name from the program is a stand-in. Calling one sends a question through a pipe, and the answer is plain data of
-built-in types (called.py). The program sees the arguments of calls, but neither the test's text nor the values it
-compares with. A stand-in for one of the program's own objects equals nothing.
+A test runs in the judge, a locked fork of this process. The program runs in another locked process. In the judge, each
+name from the program is a stand-in (`Thing`). Calling a stand-in sends a question through a pipe, and the answer is
+plain data of built-in types (called.py). The program sees the arguments of calls. It sees neither the test's text nor
+the values that the test compares with. A stand-in is equal to nothing but itself.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron_rl.sandbox.locked import (
 
 
 def holds(source: str, test: str, *, time_s: float, memory_bytes: int, folders: Sequence[str] = ()) -> bool:
-    """Return True if `test` passes with the names of the program `source`. ValueError if the test is not valid Python.
+    """Return True if `test` passes with the functions and other names that the program `source` defines.
 
-    folders: of packages that the program may import.
+    ValueError if the test is not valid Python. folders: folders of packages that the program may import.
     """
     names, modules = parsed_names(test)
     with host_errors():
@@ -70,7 +70,7 @@ def script() -> str:
 
 
 def parsed_names(test: str) -> tuple[list[str], list[str]]:
-    """Call `names_of_program`. For a test that is not valid Python, ValueError says what to do."""
+    """Return `names_of_program(test)`. For a test that is not valid Python, ValueError says what to do."""
     try:
         return names_of_program(test)
     except (SyntaxError, ValueError) as error:
@@ -80,9 +80,9 @@ def parsed_names(test: str) -> tuple[list[str], list[str]]:
 def names_of_program(test: str) -> tuple[list[str], list[str]]:
     """Return the names that a test takes from the program, and the standard modules that it uses without an import.
 
-    The names are those that the test does not define itself. A built-in name means Python's built-in, even if the
-    program redefines it. But if a test takes no other name, the first built-in that it calls, with no call among its
-    arguments, is the program's.
+    The test takes all names that it does not define itself. A built-in name means Python's built-in, even if the
+    program redefines it. The exception is a test that uses only built-ins, such as `assert sum([1, 2]) == 3`. From it,
+    the first built-in that is called without a call among the arguments is taken from the program.
     """
     tree = ast.parse(test)
     loaded, bound, called_names, holders = set(), set(), [], set()
@@ -113,7 +113,7 @@ def names_of_program(test: str) -> tuple[list[str], list[str]]:
 
 
 def run_test(test: str, names: list[str], modules: list[str], questions: int, answers: int) -> bool:
-    """Run a test to its end, in the judge. An exception, including AssertionError, fails the evaluation."""
+    """Run a test to its end and return True. This runs in the judge; any exception means that the test has failed."""
     program = Program(questions, answers)
     scope: dict[str, Any] = {"__name__": "test", "__builtins__": builtins}
     scope |= {name: importlib.import_module(name) for name in modules}
@@ -129,7 +129,7 @@ def run_test(test: str, names: list[str], modules: list[str], questions: int, an
 
 
 def run_defined(test: str, scope: dict[str, Any]) -> None:
-    """Run what a test only defines: functions that pytest would collect, and unittest cases."""
+    """Run what a test defines but does not use: functions that pytest would collect, and unittest cases."""
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     for name, found in list(scope.items()):
         if name in used:
@@ -151,7 +151,7 @@ class Program:
             give_up()
 
     def ask(self, verb: str, *given: Any) -> Any:
-        """Return the program's answer, as plain data and Things, or raise the exception that it reports."""
+        """Return the program's answer, as plain data and Things, or raise the exception that the program reports."""
         line = json.dumps([verb, *(encode(entry, handle_of) for entry in given)]).encode() + b"\n"
         while line:
             line = line[self._write(line) :]
@@ -188,12 +188,18 @@ class Program:
 
 
 def give_up() -> NoReturn:
-    """Exit without a result: the program is gone or sends nonsense. The test cannot catch this, and has failed."""
+    """Exit without a result, because the program is gone or sent an invalid answer. The test counts as failed.
+
+    This is not an exception, so that the test cannot catch it.
+    """
     os._exit(0)
 
 
 def raised(name: str, words: str) -> Exception:
-    """Return the built-in error of that name. Only an Exception, since SystemExit would not fail the test."""
+    """Return the built-in exception of that name; RuntimeError if the name is not that of a built-in Exception.
+
+    So the result is never one of the other exceptions, such as SystemExit.
+    """
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
@@ -204,7 +210,7 @@ def raised(name: str, words: str) -> Exception:
 
 
 def take_over(ours: Any, theirs: Any) -> None:
-    """Apply to an argument the changes that the program's function made to its copy."""
+    """Apply to the judge's argument `ours` the changes that the program's function made to its copy `theirs`."""
     if type(ours) is list and type(theirs) is list:
         ours[:] = theirs
     elif (type(ours) is dict and type(theirs) is dict) or (type(ours) is set and type(theirs) is set):
@@ -219,9 +225,9 @@ def handle_of(value: Any) -> int:
 
 
 class Thing:
-    """Stand-in for an object of the program's process, such as a function.
+    """Stand-in for an object in the program's process, such as a function.
 
-    The object's own comparisons are never used.
+    Comparisons with a stand-in never use comparison methods that the program defines.
     """
 
     def __init__(self, program: Program, handle: int) -> None:

@@ -1,4 +1,4 @@
-"""Built-in workflows: what one episode generates."""
+"""Built-in workflows. A workflow defines what one episode generates."""
 
 from megatron_rl.workflows.best_of_n import BestOfNWorkflow
 from megatron_rl.workflows.judged import JudgedWorkflow

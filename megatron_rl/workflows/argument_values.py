@@ -19,25 +19,28 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 PYTHON_KINDS = {"str": "string", "text": "string", "bool": "boolean", "int": "integer", "float": "number"}
 PYTHON_KINDS |= {"double": "number", "list": "array", "tuple": "array", "dict": "object", "none": "null"}
-"""Python type names that tool datasets use in place of JSON's, with the JSON type for each."""
+"""Python's type names, which some tool datasets use in place of JSON's, with the JSON type for each."""
 HINTS = {
     "object": ("properties", "additionalProperties", "patternProperties", "required"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
     "string": ("pattern", "format", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-"""Kind -> keywords that imply it in a schema without a type."""
+"""JSON type -> keywords that imply this type in a schema without `type`."""
 WORDS = {"true": True, "false": False, "none": None}
 """Python's spellings of JSON's literals, in lower case."""
 MOST_STEPS, MOST_DEPTH = 1000, 32
-"""Maximum schemas visited per value, and their maximum depth. References may form cycles or double at each level."""
+"""Maximum number of schemas visited per value, and their maximum depth.
+
+Without these limits, references that form cycles or double at each level could be followed without end.
+"""
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Convert an argument's text to a value, using the schema of all parameters of its tool.
+    """Convert an argument's text to a value. parameters: schema of all parameters of the tool.
 
-    The text itself is returned if the schema accepts strings, has no entry for this argument, or accepts no other value
-    that the text could stand for.
+    The text itself is returned if the argument's schema accepts strings, if there is no such schema, or if it accepts
+    no other value that the text could stand for.
     """
     schemas = Schemas(parameters)
     schema = schemas.of_argument(name, parameters)
@@ -51,7 +54,7 @@ def argument_value(text: str, name: str, parameters: Any) -> Any:
 
 
 def readings(text: str) -> Iterator[Any]:
-    """Yield the values other than the exact text that the text may stand for."""
+    """Yield the values that a text may stand for, other than the exact text itself."""
     bare = text.strip()
     yield bare
     try:
@@ -66,7 +69,7 @@ def readings(text: str) -> Iterator[Any]:
 
 
 class Schemas:
-    """The schemas of one tool's parameters. `root` is the document that their references resolve in."""
+    """The schemas of one tool's parameters. `root` is the document in which references are resolved."""
 
     def __init__(self, root: Any) -> None:
         self.root, self.steps = root, 0
@@ -86,7 +89,7 @@ class Schemas:
         return found
 
     def of_argument(self, name: str, schema: Any, depth: int = 0) -> Any:
-        """Return the schema of argument `name` within a schema of all parameters; None if there is none."""
+        """Return the schema of argument `name`; None if there is none. schema: that of all parameters."""
         if not isinstance(schema, dict) or self.is_enough(depth):
             return None
         found = []
@@ -105,7 +108,7 @@ class Schemas:
         return {"allOf": found} if found else None
 
     def takes(self, schema: Any, value: Any, depth: int = 0) -> bool | None:
-        """Return whether a schema accepts a value, by type, const and enum; None if the schema does not decide it."""
+        """Return whether a schema accepts a value, by type, const and enum; None if the schema leaves that open."""
         if schema is False:
             return False
         if not isinstance(schema, dict) or self.is_enough(depth):

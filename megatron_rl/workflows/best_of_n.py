@@ -1,4 +1,4 @@
-"""Sampling more replies than are trained: only the best are kept, or the best and the worst."""
+"""Sampling more replies than are trained. Only the best replies are kept, or the best and the worst."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BestOfNWorkflow(RLVRWorkflow):
 
     keep: `best`, as in RAFT (arXiv 2304.06767), or `extremes`: half best, half worst. The extremes have the largest
     variance of rewards (PODS, arXiv 2504.13818, for 0/1 rewards). The group's mean is taken over the kept replies only.
-    Held-out prompts are evaluated without selection, because it would use the very rewards to be measured.
+    Held-out prompts are evaluated without selection, because selection would use the very rewards to be measured.
 
         workflow = BestOfNWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, candidates=16, keep="extremes")
     """

@@ -1,7 +1,7 @@
-"""Dialogues as tokens: exactly the ids that the server was sent and generated, never retokenized.
+"""Dialogues as tokens: exactly the ids that the server received and generated, never retokenized.
 
 Messages of other roles are rendered and tokenized once (rendering.py), when they are added. A reply's ids are kept as
-generated. A trajectory is therefore exactly the last prompt that a server saw plus its reply.
+generated. A trajectory is therefore exactly the last prompt that a server received, followed by the server's reply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.types import TURN_REWARDS, LLMResponse, Reward, Trajectory, rou
 
 
 class Conversation:
-    """The tokens of one dialogue so far. Entry t of the list of ids, and of each tensor, belongs to token t.
+    """The tokens of one dialogue so far. Entry t of `ids` and of each tensor belongs to token t.
 
     For example:
 
@@ -33,9 +33,9 @@ class Conversation:
         self.logprobs = torch.empty(0)
         self.versions = torch.empty(0, dtype=torch.int32)
         self.routes: Tensor | None = None
-        """MoE routes (experts chosen per layer) of the rows that a server has computed, from the first row on."""
+        """MoE routes (experts chosen per layer) of the first tokens, as far as a server has reported them."""
         self.earned: list[tuple[int, float]] | None = None
-        """Entries (position of a reply's last token, its reward). None if only the dialogue as a whole has a reward."""
+        """Pairs (position of a reply's last token, its reward). None if only the whole dialogue has a reward."""
         self.last_reply: list[int] = []
         self.is_cut_off = False
         """Whether there was no room for the rest of the last reply, or for another reply."""
@@ -46,7 +46,7 @@ class Conversation:
         return len(self.ids)
 
     def add(self, ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not write (environment, tool, template). They are not trained."""
+        """Append tokens that the policy did not write (environment, tool, template). These tokens are not trained."""
         self.is_cut_off = False
         self._append(ids, torch.zeros(len(ids)), torch.full((len(ids),), -1, dtype=torch.int32), is_trained=False)
 
@@ -57,8 +57,9 @@ class Conversation:
         self.versions = torch.cat([self.versions, versions])
 
     def take(self, reply: LLMResponse, *, is_trained: bool = True) -> None:
-        """Append a reply to exactly these tokens. InfrastructureFailure for an aborted reply, so that it is retried.
+        """Append a reply, whose prompt must be exactly `ids`.
 
+        An aborted reply raises InfrastructureFailure, so that it is retried.
         is_trained: False for a reply that a grammar constrained.
         """
         # Otherwise the trainer would compute log-probabilities under another context than the server saw.
@@ -80,7 +81,7 @@ class Conversation:
     def earn(self, reward: float, *, end: int | None = None) -> None:
         """Add a reward on the last token of the last reply, or of the last reply within the first `end` tokens.
 
-        Does nothing if none of these tokens is trained.
+        This does nothing if no token among them is trained.
         """
         self.earned = self.earned or []
         trained = self.loss_mask[:end].nonzero()
@@ -106,13 +107,18 @@ class Conversation:
         self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
 
     def leave_out_before(self, length: int) -> None:
-        """Exclude the first `length` tokens from training: another trajectory trains them and has their rewards."""
+        """Exclude the first `length` tokens from training, and drop their rewards.
+
+        Another trajectory trains these tokens and has their rewards.
+        """
         self.loss_mask[:length] = False
         self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] >= length]
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
-        """Return the dialogue so far. reward: that of the whole dialogue. If replies have rewards, these add up to
-        it."""
+        """Return the dialogue so far as a trajectory.
+
+        reward: that of the whole dialogue. If replies have rewards of their own, it must be their sum.
+        """
         return Trajectory(
             input_ids=torch.tensor(self.ids, dtype=torch.int32),
             loss_mask=self.loss_mask.clone(),

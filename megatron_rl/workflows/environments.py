@@ -1,4 +1,4 @@
-"""Environments that answer a policy's replies, for MultiTurnWorkflow. Their messages are context and never trained."""
+"""Environments that answer a policy's replies, for MultiTurnWorkflow. Environments' messages are never trained."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_rl.api import together
 from megatron_rl.workflows.tools import Rewarded, Tool, ToolCall, run_call, split_tool_calls
 
 MOST_CALLS = 16
-"""Maximum tool calls per reply. A reply could hold hundreds, and each may start a process or a request."""
+"""Maximum number of tool calls per reply. A reply could hold hundreds, and each may start a process or a request."""
 
 Score = Callable[[], Awaitable[float]]
-"""Returns the reward function's value for the current reply."""
+"""Coroutine function that returns the reward function's value for the current reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,20 @@ class Environment(abc.ABC):
     """
 
     SAVES: ClassVar[bool] = False
-    """Whether `save` and `restore` are implemented. With rollout.journal_replies, a killed run then resumes its
-    dialogues."""
+    """Whether `save` and `restore` are implemented.
+
+    If they are, and rollout.journal_replies is set, a killed run can resume its dialogues.
+    """
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
 
     async def save(self) -> Any:
-        """Return the state after the opening or a step. It must be JSON of at most 1 MiB, such as a snapshot's name."""
+        """Return the state after the opening or a step, such as a snapshot's name: JSON data of at most 1 MiB."""
         raise NotImplementedError
 
     async def restore(self, state: Any) -> None:
-        """Resume from a state that another process saved. Called instead of `opening`."""
+        """Resume from a state that another process saved. This is called instead of `opening`."""
         raise NotImplementedError
 
     def opening(self) -> dict[str, Any] | Awaitable[dict[str, Any]]:
@@ -65,19 +67,20 @@ class Environment(abc.ABC):
         """Answer a reply. The workflow may end the episode after any turn if it runs out of turns or tokens."""
 
     async def ended(self) -> float:
-        """Return a final reward, added to the turns' rewards. Called whether the environment or the workflow ended the
-        episode.
+        """Return a final reward, which is added to the turns' rewards and credited to the last reply.
 
-        The last reply receives it.
+        This is called whether the environment or the workflow ended the episode.
         """
         return 0.0
 
     async def close(self) -> None:  # noqa: B027  (most worlds have nothing to close)
-        """Release resources. Called when the episode has ended or failed."""
+        """Release resources. This is called when the episode has ended or failed."""
 
 
 class SelfCorrection(Environment):
-    """Tells the policy that it is wrong until it is right. The reward is the last try's, reduced for each earlier try.
+    """Tells the policy that its answer is wrong, until it is right.
+
+    The reward is that of the last try, multiplied by `decay` for each earlier try.
 
     For example:
 
@@ -92,7 +95,7 @@ class SelfCorrection(Environment):
         enough: float = 1.0,
         decay: float = 1.0,
     ) -> None:
-        """enough: reward from which a reply counts as right. decay: factor on the reward for each further try."""
+        """enough: lowest reward of a reply that counts as right. decay: factor on the reward for each further try."""
         super().__init__(data)
         self.feedback, self.enough, self.decay = feedback, enough, decay
         self.tries, self.earned = 0, 0.0

@@ -1,4 +1,4 @@
-"""The engine that a workflow receives: replies, samples and retries of one episode.
+"""The engine that a workflow receives. It handles the replies, samples and retries of one episode.
 
 An executor makes one EpisodeEngine for each attempt at an episode. This table shows who retries, and what is kept:
 
@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 T = TypeVar("T")
 
 ENDING_S = 10.0
-"""Maximum time that the end of an attempt waits for its cancelled calls."""
+"""Maximum time to wait for an attempt's cancelled calls when the attempt ends."""
 
 
 class RunBroken(RuntimeError):
@@ -47,20 +47,20 @@ class AttemptOver(RuntimeError):
 
 
 class KeptReplies:
-    """Complete and partial replies of one episode, kept until the episode has its group."""
+    """Complete and partial replies of one episode, kept until the episode has returned its group."""
 
     def __init__(self) -> None:
         self._replies: dict[str, LLMResponse] = {}
         self.since = 0
-        """Policy version when the first reply was requested."""
+        """Policy version at the time of the first request."""
 
     def __len__(self) -> int:
         return len(self._replies)
 
     def begin(self, name: str, req: LLMRequest, *, version: int, oldest_allowed: int) -> LLMResponse:
-        """Return the kept reply of that name; an unfinished one has the stop reason `abort`.
+        """Return the reply kept under `name`; an unfinished reply has the stop reason `abort`.
 
-        If none is kept, `req.begun` is used. A reply with a token older than `oldest_allowed` starts over.
+        If none is kept, `req.begun` is used. A reply with a token of a version below `oldest_allowed` starts over.
         """
         if not self._replies:
             self.since = version
@@ -86,17 +86,20 @@ class KeptReplies:
 
 
 class EpisodeRecord(KeptSteps, Protocol):
-    """One episode's part of the journal: entries of earlier processes, and those that this process adds."""
+    """One episode's part of the journal. It has entries of earlier processes, and this process adds more."""
 
     def take_reply(self, name: str, version: int) -> LLMResponse | None:
-        """Return the journaled reply of that name, once, if a trainer at `version` may still train on it."""
+        """Return the reply journaled under `name`, if a trainer at `version` may still train on it.
+
+        Each reply is returned once only.
+        """
 
     def keep_reply(self, name: str, reply: LLMResponse) -> None: ...
 
 
 @dataclasses.dataclass(kw_only=True)
 class Retries:
-    """Maximum tries of a sample, and callbacks that observe them."""
+    """Maximum number of tries of a sample, and callbacks that observe the tries."""
 
     most: int = 1
     before: Callable[[int, BaseException], Awaitable[None]]
@@ -114,8 +117,8 @@ class EpisodeEngine(Sampler):
     finally:
         await engine.end()
 
-    Equal requests are distinguished by counting them. Each sample counts separately, so that its retry gets the replies
-    of its previous try.
+    Identical requests are told apart by a running count. Each sample counts separately, so that its retry gets the
+    replies of its previous try.
     """
 
     def __init__(
@@ -129,8 +132,8 @@ class EpisodeEngine(Sampler):
     ) -> None:
         """kept: replies of the episode's earlier attempts.
 
-        record: the episode's entries in the journal, if it keeps any. oldest_allowed(): oldest token version with which
-        a kept reply may be reused.
+        record: the episode's part of the journal; None without a journal. oldest_allowed(): the oldest policy version
+        whose tokens a reused reply may contain.
         """
         self._engine, self._kept, self._record, self.steps = engine, kept, record, record
         self._retries, self._oldest_allowed = retries, oldest_allowed
@@ -138,20 +141,20 @@ class EpisodeEngine(Sampler):
         self._asked: Counter[str] = Counter()
 
     def start(self, episode: Callable[[], Awaitable[T]]) -> asyncio.Future[T]:
-        """Start the episode in a separate task, because a workflow may leave its task marked as cancelled."""
+        """Start the episode in a task of its own, because a workflow may leave its task marked as cancelled."""
         context = contextvars.copy_context()
         context.run(_attempt.set, self._attempt)
         return context.run(lambda: asyncio.ensure_future(episode()))
 
     async def end(self) -> None:
-        """Cancel the calls that the attempt has left in flight, and wait until they have ended."""
+        """Cancel the attempt's calls that are still in flight, and wait at most ENDING_S for them."""
         await self._attempt.end()
 
     def get_version(self) -> int:
         return self._engine.get_version()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Return a reply that the episode already has, or generate the missing part of it."""
+        """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""
         name, version = self._number(request_name(req)), self._engine.get_version()
         with self._attempt.call():
             restored = self._record.take_reply(name, version) if self._record is not None else None
@@ -168,9 +171,9 @@ class EpisodeEngine(Sampler):
     def samples(
         self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]
     ) -> Coroutine[Any, Any, list[T]]:
-        """Make one sample of each item, all concurrently. A sample that fails is retried alone.
+        """Make one sample for each item, all concurrently. A sample that fails is retried alone.
 
-        If one has used up its tries, the others are cancelled and its error is raised.
+        If a sample fails in its last try, its error is raised and the other samples are cancelled.
         """
         return together([self._sample(make, item) for item in items])
 
@@ -198,13 +201,13 @@ class EpisodeEngine(Sampler):
 
     @property
     def is_lost(self) -> bool:
-        """True if a sample has failed in all its tries, so that another attempt would only repeat them."""
+        """Whether a sample has failed in all its tries. Another attempt at the episode would then only repeat them."""
         return self._attempt.is_lost
 
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
-        """Report how a try of a sample ended, or how the whole attempt ended if that adds anything.
+        """Report to `after_try` how a try of a sample, or the whole attempt, ended.
 
-        Nothing is reported twice.
+        The attempt's end is not reported if it only repeats what a sample's end has already reported.
         """
         attempt = self._attempt
         is_known = attempt.has_noted and (error is None or error is attempt.noted)
@@ -218,7 +221,7 @@ class EpisodeEngine(Sampler):
 
 
 class Attempt:
-    """The calls that an attempt at an episode has in flight, and how its tries ended."""
+    """The calls that an attempt at an episode has in flight, and how its samples' tries ended."""
 
     def __init__(self) -> None:
         self.is_lost = self.has_noted = False
@@ -260,13 +263,16 @@ _attempt: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar("attem
 
 
 def call_here() -> AbstractContextManager[None]:
-    """Cancel the block when the surrounding attempt ends. Does nothing outside an attempt."""
+    """Return a context manager whose block is cancelled when the current attempt ends.
+
+    Outside an attempt it does nothing.
+    """
     attempt = _attempt.get()
     return nullcontext() if attempt is None else attempt.call()
 
 
 def request_name(req: LLMRequest) -> str:
-    """Hash everything that a reply is sampled from, including which sample of the episode it is for."""
+    """Return a hash of everything that determines how a reply is sampled, including the episode's sample it is for."""
     options = [dataclasses.asdict(req.gconfig), req.metadata.get("sample_key")]
     options += [] if req.grammar is None else [req.grammar]
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class JudgedWorkflow(RLVRWorkflow):
-    """Single replies whose reward is the reward function's value plus `weight` * grade / `best`. The policy is the
-    judge.
+    """Single replies that the policy itself judges.
 
-    The judge sees the question and the reply's text; its own replies are not trained. To use another model as the
-    judge, take the reward rewards.judge:Judge instead.
+    A reply's reward is the reward function's value plus `weight` * grade / `best`. The judge sees the question and the
+    reply's text. The judge's own replies are not trained. To use another model as the judge, use the reward
+    rewards.judge:Judge instead of this workflow.
 
         workflow = JudgedWorkflow(reward, GenerationConfig(n_samples=8), tokenizer, weight=0.5)
     """
@@ -58,8 +58,10 @@ class JudgedWorkflow(RLVRWorkflow):
         return await engine.samples(one, requests)
 
     async def _grade(self, engine: Sampler, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
-        """Return the judge's grade in [0, 1]. Raises NoVerdict, which fails the episode, if no attempt yields a
-        grade."""
+        """Return the judge's grade in [0, 1].
+
+        If no attempt yields a grade, NoVerdict is raised, which fails the episode.
+        """
         # Skip special tokens: in the judge's prompt, the dialogue's turn markers would act as its own.
         asked = self.tokenizer.decode(reply.input_tokens, skip_special_tokens=True)
         shown = self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)

@@ -1,7 +1,7 @@
 """Normalization of chat messages and tool schemas from data rows to the form that chat templates take.
 
-Data frames fill absent fields with None, servers write a call's arguments as text, and some trainers write content as a
-list of parts. All of these are normalized; anything else is rejected with the field's name.
+Three deviations are normalized. Data frames fill absent fields with None, servers write a call's arguments as text, and
+some trainers write content as a list of parts. Anything else is rejected, and the error names the field.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def normal_call(call: Any, field: str) -> Message:
 
 
 def normal_tools(tools: Any, field: str = "tools") -> list[Message] | None:
-    """Return the tools' schemas, also from JSON text; None if there are none. ValueError for anything else.
+    """Return the tools' schemas from a list or its JSON text; None if there are none. ValueError for anything else.
 
     A bare function schema, as some trainers write it, is wrapped in {"type": "function", ...}.
     """
@@ -102,7 +102,7 @@ def normal_tools(tools: Any, field: str = "tools") -> list[Message] | None:
 
 
 def without_none(value: Any) -> Any:
-    """Return a copy without object fields that are None, at any depth. Entries of lists are kept."""
+    """Return a copy without the objects' fields that are None, at any depth. None entries of lists are kept."""
     if isinstance(value, dict):
         return {name: without_none(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

@@ -1,5 +1,7 @@
-"""Several agents of one policy that answer the same question and read each other's replies: one trajectory per
-agent."""
+"""Debates: several agents of one policy answer the same question and read each other's replies.
+
+Each agent gives one trajectory.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class DebateWorkflow(RolloutWorkflow):
-    """`gconfig.n_samples` debates per prompt. In each of `rounds` rounds all agents reply at once, then read the
-    others.
+    """Runs `gconfig.n_samples` debates per prompt, each with `rounds` rounds.
 
-    An agent's reward is that of its own last reply; with `shared_reward`, the mean over its debate's agents.
-    `sequence["agent"]` is the agent's number and `sequence["sample"]` its debate's number. An agent's reward is
-    compared with the mean of the debates. A text `prompt` is given to agents as a user message.
+    In a round, all agents reply at the same time. Before the next round, each agent reads the others' replies. An
+    agent's reward is that of its own last reply; with `shared_reward`, it is the mean over the debate's agents.
+    `sequence["agent"]` is the agent's number and `sequence["sample"]` the debate's number. An agent's reward is
+    compared with the mean over the prompt's debates. A text `prompt` is given to agents as a user message.
 
         agents = {"careful": "Work step by step.", "brief": "Answer in one sentence."}
         workflow = DebateWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, agents, max_tokens=2048)

@@ -1,4 +1,4 @@
-"""Dialogues with an environment: one trajectory per dialogue. The environment's messages are not trained."""
+"""Dialogues with an environment. Each gives one trajectory, in which the environment's messages are not trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EnvironmentTimeout(InfrastructureFailure):
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """`gconfig.n_samples` dialogues per prompt, each with its own environment.
+    """Runs `gconfig.n_samples` dialogues per prompt, each with its own environment.
 
     `sequence["turns"]` is the dialogue's number of replies. `tokens["turn_rewards"]` holds each turn's reward on the
     last token of its reply. Each reply has at most gconfig.max_new_tokens tokens.
@@ -75,10 +75,12 @@ class MultiTurnWorkflow(RolloutWorkflow):
     ) -> None:
         """environment(data, **environment_args) creates the environment of one dialogue.
 
-        max_tokens: maximum dialogue length including the prompt, at most the model's context. A dialogue ends with the
-        reward earned so far when it has no room for another reply or has had max_turns replies. step_timeout_s: time
-        limit of one opening, step (including the reward function) or close; EnvironmentTimeout is raised after it. The
-        limit cancels an await only: an environment that blocks the event loop stalls all episodes.
+        max_tokens: maximum dialogue length including the prompt, at most the model's context. A dialogue that has no
+        room for another reply, or has had max_turns replies, ends with the reward earned so far.
+
+        step_timeout_s: time limit of one opening, step (including the reward function), ending or close. If it is
+        exceeded, EnvironmentTimeout is raised. The limit can only cancel an await: an environment that blocks the event
+        loop stalls all episodes.
         """
         check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
         if max_turns < 1:
@@ -172,8 +174,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 class World:
     """An environment whose steps are journaled, if it can save its state and the episode has a journal.
 
-    Steps that the killed process completed are not repeated. Their results come from the journal, and the state saved
-    after the last of them is restored before the first new step.
+    Steps that an earlier, killed process completed are not repeated: their results come from the journal. Before the
+    first new step, the environment is restored to the state saved after the last journaled step.
     """
 
     def __init__(self, environment: Environment, key: str | None, steps: KeptSteps | None) -> None:
@@ -211,14 +213,14 @@ class World:
         await self._do("close")
 
     async def _do(self, name: str, *given: Any) -> Any:
-        """Call and await one of the environment's methods. TypeError if it returned nothing awaitable."""
+        """Call and await one of the environment's methods. TypeError if the method's result cannot be awaited."""
         found = getattr(self._environment, name)(*given)
         if not inspect.isawaitable(found):
             raise self._wrong(name, found, f"what can be awaited: make it a coroutine function, async def {name}")
         return await found
 
     def _turn(self, found: Any) -> Turn:
-        """Return a step's result after checking that it is a valid Turn; TypeError otherwise."""
+        """Return a step's result. TypeError if it is not a valid Turn."""
         if not isinstance(found, Turn):
             raise self._wrong("step", found, "a Turn(messages=[...], reward=...), without messages at the end")
         if not is_number(found.reward):
@@ -258,10 +260,10 @@ def is_number(value: Any) -> bool:
 
 
 class ToolUseWorkflow(MultiTurnWorkflow):
-    """Dialogues in which the policy calls tools. `tools` maps each tool's class (in a config: its import path) to
-    arguments.
+    """Dialogues in which the policy calls tools.
 
-    The tokenizer's chat template must show the tools and ask for calls in the form <tool_call>{"name": ...,
+    `tools` maps each tool's class, or in a config its import path, to the arguments with which it is created. The
+    tokenizer's chat template must show the tools and ask for calls in the form <tool_call>{"name": ...,
     "arguments": ...}</tool_call>.
 
         workflow = ToolUseWorkflow(reward, GenerationConfig(), tokenizer, {Calculator: {}}, max_tokens=4096)
@@ -282,8 +284,7 @@ class ToolUseWorkflow(MultiTurnWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """step_timeout_s: time limit for all calls of one reply together, or for the reward function if it calls no
-        tool."""
+        """step_timeout_s: time limit for all calls of a reply together, or for the reward function without calls."""
         for make, args in tools.items():
             check_call(make, 0, args, key=f"rollout.workflow_args.tools: the arguments of {make.__name__}")
 
@@ -311,7 +312,7 @@ class ToolUseWorkflow(MultiTurnWorkflow):
 
 
 def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
-    """Return the generation options for a reply with `room` tokens left. room must be at least 1."""
+    """Return the generation options for one reply of at most `room` tokens. room must be at least 1."""
     longest = min(gconfig.max_new_tokens, room)
     # GenerationConfig rejects min_new_tokens above max_new_tokens.
     return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

@@ -24,8 +24,10 @@ START_S = 30.0
 """Time limit for starting the interpreter, separate from the program's limit because the host may be busy."""
 
 AT_ONCE: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""Slots for running programs: one per core in each event loop. A program's time limit starts only once it has a
-slot."""
+"""Slots for running programs: one per core in each event loop.
+
+A program waits for a slot before its time limit starts.
+"""
 
 
 class Python(Tool):
@@ -45,12 +47,14 @@ class Python(Tool):
     }
 
     def __init__(self, time_s: float = 5.0, memory_mib: int = 512, characters: int = 4000) -> None:
-        """characters: maximum output shown to the policy; the middle of a longer output is cut out."""
+        """characters: maximum number of characters shown to the policy. The middle of a longer output is left out."""
         self.time_s, self.memory_bytes, self.characters = time_s, memory_mib << 20, characters
 
     async def __call__(self, code: Any) -> str:
-        """Run the program. ToolError if it exceeds its time or output limit; a program that fails just prints its
-        traceback."""
+        """Run the program and return its output. ToolError if it exceeds its time or output limit.
+
+        A program that raises an exception prints its traceback, which is part of the output.
+        """
         async with AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)):
             printed = await self._run(str(code))
         return middle_left_out(printed.strip(), self.characters) or "(the program printed nothing)"
@@ -114,7 +118,7 @@ class Python(Tool):
                 await process.wait()
 
     async def _wait_until_ready(self, stream: asyncio.StreamReader) -> None:
-        """Wait for the interpreter to start. InfrastructureFailure if it does not: the program is not to blame."""
+        """Wait for the interpreter to start. If it does not, the host is to blame: InfrastructureFailure."""
         try:
             async with asyncio.timeout(START_S):
                 said = await stream.read(1)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class ReMaxWorkflow(RLVRWorkflow):
-    """`gconfig.n_samples` sampled replies, plus a greedy reply that is not trained.
+    """Samples `gconfig.n_samples` replies, and generates a greedy reply that is not trained.
 
-    The greedy reply's reward is in `sequence["greedy_reward"]`, its length (for length-dependent shaping) in
-    `greedy_tokens`. keep_greedy: return the greedy reply as a trajectory with `is_greedy` = 1, so that a reward model,
-    which scores trajectories, can score it.
+    `sequence["greedy_reward"]` is the greedy reply's reward, and `sequence["greedy_tokens"]` its length, for
+    length-dependent shaping. keep_greedy: also return the greedy reply as a trajectory, with `is_greedy` = 1. A reward
+    model, which scores trajectories, can then score it.
 
         workflow = ReMaxWorkflow(reward, GenerationConfig(n_samples=1), tokenizer)
         actor = PolicyActor(engine, AlgorithmConfig(advantage="remax"), temperature=1.0)

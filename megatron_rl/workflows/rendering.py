@@ -1,7 +1,7 @@
 """Rendering and tokenization: prompts, whole dialogues with their replies, and messages that follow a reply.
 
-All token ids for training, sampling and serving are produced here. A prompt and its reply are rendered and tokenized as
-one text. The prompt's ids must be a prefix of the result, because a server is sent the prompt alone.
+This module produces all token ids for training, sampling and serving. A prompt and its reply are rendered and tokenized
+as one text. The prompt's ids must be a prefix of the result, because a server receives the prompt alone.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ TEMPLATE_ARGS = "template_args"
 ROW_ARGS = "chat_template_kwargs"
 """Data column with the template arguments of one row."""
 REPLY = "THEREPLYSTANDSHERE"
-"""Placeholder for the reply when rendering what follows one. No template alters this word."""
+"""Placeholder for a reply, used to render what follows the reply. No template alters this word."""
 MARK = "THEMESSAGESTANDSHERE"
 """Placeholder for a message's content, to check that the template shows it."""
 BEFORE = ("\n", ".", "a")
-"""Candidates for the preceding text, used to tokenize a text that is not at the beginning of a prompt."""
+"""Texts that may stand for the preceding text, to tokenize a text that is not at the beginning of a prompt."""
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
-"""Errors that a template may raise for messages that it was not written for."""
+"""Exceptions that a template may raise if it does not support the messages."""
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*(<think>\s*)?\Z")
 THOUGHT_END = "</think>"
@@ -50,8 +50,8 @@ def prompt_ids(
 ) -> list[int]:
     """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
 
-    A text gets the special tokens that its tokenizer adds in front (such as Llama's BOS), once. Messages and optional
-    `tools` go through the chat template. ValueError if the prompt cannot be rendered.
+    A text gets the special tokens that its tokenizer adds in front, such as Llama's BOS, unless it already begins with
+    them. Messages and optional `tools` go through the chat template. ValueError if the prompt cannot be rendered.
     """
     if "input_ids" in data:
         return [int(token) for token in data["input_ids"]]
@@ -67,9 +67,9 @@ def with_replies(
 ) -> tuple[list[int], ...]:
     """Return the ids of a prompt and of each reply to it. A reply is text, or an assistant message.
 
-    A reply's ids are those that the whole dialogue has after the prompt, up to the template's end-of-turn token. If the
-    template writes no such token, the tokenizer's EOS is added. ValueError if the prompt's ids are not a prefix of the
-    whole's, or if the template drops a part of the reply.
+    A reply's ids are those of prompt and reply as one text, without the prompt's ids, up to the template's end-of-turn
+    token. If the template writes no such token, the tokenizer's EOS is added. ValueError if the prompt's ids are not a
+    prefix of the whole text's, or if the template drops a part of the reply.
     """
     if "messages" in data:
         return ChatTemplate(tokenizer).with_replies(data, replies)
@@ -88,15 +88,15 @@ class Form(abc.ABC):
 
     @abc.abstractmethod
     def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
-        """Return the ids that follow `reply`: end-of-turn tokens that it lacks, the messages, and the opening of the
-        next reply.
+        """Return the ids that follow `reply`.
 
+        They are the end-of-turn tokens that the reply lacks, the messages, and the opening of the next reply.
         calls: the reply's tool calls, whose results are among the messages.
         """
 
 
 class PlainText(Form):
-    """For prompts of text or ids: a message is its content, tokenized without a template."""
+    """Form for prompts of text or ids: only the messages' content is tokenized, without a template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -126,7 +126,7 @@ class PlainText(Form):
         return ids_behind(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
 
     def _from_the_beginning(self, text: Any) -> list[int]:
-        """Tokenize a text, with the special tokens that the tokenizer puts in front; none of them is doubled."""
+        """Tokenize a text. Add the tokenizer's special tokens in front, unless the text already begins with them."""
         if not isinstance(text, str):
             raise ValueError(f"prompt = {shown(text)}: must be text.")
         ids = encoded(self.tokenizer, text)
@@ -140,9 +140,9 @@ class PlainText(Form):
 
 
 class ChatTemplate(Form):
-    """For prompts of `messages`, with optional `tools`.
+    """Form for prompts of `messages`, with optional `tools`.
 
-    ValueError, naming the role or field, if the template does not show a message unchanged.
+    If the template does not show a message unchanged, ValueError names the role or field.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ChatTemplate(Form):
         enable_thinking: bool = False,
         row_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """row_args: template arguments of the dialogue's data row; they override the run's."""
+        """row_args: template arguments of the dialogue's data row. They override the run's template arguments."""
         self.tokenizer = tokenizer
         self.arguments = {"enable_thinking": enable_thinking} | tokenizer.init_kwargs.get(TEMPLATE_ARGS, {})
         if not tokenizer.chat_template:
@@ -182,7 +182,7 @@ class ChatTemplate(Form):
         return encoded(self.tokenizer, self._render(messages, tools, arguments, opens_reply=True))
 
     def with_replies(self, data: dict[str, Any], replies: Sequence[str | Message]) -> tuple[list[int], ...]:
-        """Return the ids of the prompt and of each reply. All replies must have the same prompt ids."""
+        """Return the ids of the prompt, which all replies share, and of each reply."""
         messages, tools, arguments = self._read(data)
         said = [{"role": "assistant", "content": it} if isinstance(it, str) else normal_message(it) for it in replies]
         for reply in said:
@@ -219,8 +219,10 @@ class ChatTemplate(Form):
         return messages, normal_tools(data.get("tools")), self.arguments | self._args_of(data.get(ROW_ARGS))
 
     def _args_of(self, given: Any) -> dict[str, Any]:
-        """Return a row's template arguments, validated. None entries are dropped: a data frame fills absent fields with
-        None."""
+        """Return a row's template arguments, validated.
+
+        Entries that are None are dropped, because a data frame fills absent fields with None.
+        """
         if given is not None and (not isinstance(given, Mapping) or TAKEN & set(given)):
             raise ValueError(f"{ROW_ARGS} = {shown(given)}: must be an object of the chat template's own arguments.")
         own = {name: value for name, value in (given or {}).items() if value is not None}
@@ -248,7 +250,7 @@ class ChatTemplate(Form):
     def _check_shown(
         self, messages: list[Message], tools: list[Message] | None, arguments: dict[str, Any], *, of_reply: bool = False
     ) -> None:
-        """Raise ValueError, naming role and field, if the template drops a message's content."""
+        """Raise ValueError, naming role and field, if the template drops a message's content, a call or a tool."""
         marked = [with_marks(message, number) for number, message in enumerate(messages)]
         named = [tool | {"function": tool["function"] | {"name": f"{MARK}T{n}W"}} for n, tool in enumerate(tools or ())]
         try:
@@ -307,17 +309,20 @@ class ChatTemplate(Form):
 
     @cached_property
     def _closing(self) -> str:
-        """Text that the template writes after the content of a dialogue's last reply."""
+        """The text that the template writes after the content of a dialogue's last reply."""
         return self._text_behind([], REPLY)
 
     @cached_property
     def _turn_end(self) -> int | None:
-        """First token from `added_tokens_decoder` that the template writes after a reply; None if there is none."""
+        """The first added token that the template writes after a reply; None if it writes none."""
         own = self.tokenizer.added_tokens_decoder
         return next((token for token in encoded(self.tokenizer, self._closing) if token in own), None)
 
     def _up_to_the_end(self, ids: list[int]) -> list[int]:
-        """Cut a reply after its end-of-turn token: what templates write after that is never generated by a model."""
+        """Cut a reply off after its end-of-turn token; append EOS if it has none.
+
+        A model never generates what templates write after that token.
+        """
         end, eos = self._turn_end, self.tokenizer.eos_token_id
         ends = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special} | {end, eos}
         start = len(ids)
@@ -331,10 +336,10 @@ class ChatTemplate(Form):
         return [*ids, eos]
 
     def _behind_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """Return the ids after a reply: those that close it if nothing follows, and all ids up to the next reply.
+        """Return the ids that close a reply if nothing follows, and the ids from a reply's end up to the next reply.
 
-        They are rendered after a short stand-in dialogue. In the real one the template may change earlier replies
-        (Qwen3's drops their thoughts), but generated tokens must stay as they are.
+        Both are rendered after a short stand-in dialogue. In the real dialogue the template may change earlier replies
+        (Qwen3's template drops their thoughts), but generated tokens must stay as they are.
         """
         try:
             return self._behind_calls(added, calls) if calls else self._behind_words(added)
@@ -348,7 +353,10 @@ class ChatTemplate(Form):
         return ids_behind(self.tokenizer, [REPLY], self._closing), ids_behind(self.tokenizer, [REPLY], whole)
 
     def _behind_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """Return the same for a reply with tool calls. The end of a call is part of what was generated."""
+        """Return the ids of `_behind_reply` for a reply with tool calls.
+
+        The end of a call belongs to the generated reply, so it is not among these ids.
+        """
         ended = ids_behind(self.tokenizer, [REPLY], self._text_behind([], REPLY, calls))
         ids = ids_behind(self.tokenizer, [REPLY], self._text_behind(added, REPLY, calls))
         own = len(self._up_to_the_end(ended))
@@ -359,7 +367,7 @@ class ChatTemplate(Form):
         return ended[own:] if is_closed else [], ids[own:]
 
     def _text_behind(self, added: list[Message], reply: str, calls: list[Message] | None = None) -> str:
-        """Return the text that the template writes after the reply, or after the last argument of its last call."""
+        """Return the text that the template writes after a reply, or after the last argument of its last call."""
         said: Message = {"role": "assistant", "content": "" if calls else reply}
         if calls:
             *others, last = calls
@@ -407,7 +415,7 @@ def thinks(reply: Message) -> bool:
 
 
 def spoken(reply: Message) -> list[tuple[str, str]]:
-    """Return a reply's thoughts and words, each with its field. A thought inside the content is listed separately."""
+    """Return (field, text) of a reply's thoughts and words. A thought inside the content is listed separately."""
     thought, _, words = reply["content"].rpartition(THOUGHT_END)
     parts = [(name, reply.get(name, "")) for name in THOUGHTS]
     parts += [("content", thought.rpartition("<think>")[2]), ("content", words)]
@@ -433,7 +441,10 @@ def with_marks(message: Message, number: int) -> Message:
 
 
 def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return messages whose tool results all name a call, and the calls: `calls` plus one for each unmatched result."""
+    """Return the messages and the calls such that each tool result names a call.
+
+    Results without a call id get one, and a call is added for each result that matches none of `calls`.
+    """
     known, made, named = {call.get("id") for call in calls}, list(calls), []
     for number, message in enumerate(messages):
         if message["role"] == "tool":
@@ -447,7 +458,10 @@ def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Me
 
 
 def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
-    """Return a text's ids as they are after another text: the first of `before` whose own ids stay unchanged."""
+    """Return the ids that a text has after another text.
+
+    The other text is the first of `before` whose own ids do not change when `text` follows it.
+    """
     for other in before:
         try:
             first, ids = encoded(tokenizer, other), encoded(tokenizer, other + text)
@@ -459,9 +473,9 @@ def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: 
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Tokenize a text; special: add the tokenizer's special tokens around it.
+    """Tokenize a text. ValueError if the tokenizer rejects the text.
 
-    They are off by default because a chat template writes them itself. ValueError if the tokenizer rejects the text.
+    special: add the tokenizer's special tokens around the text. A chat template writes them itself.
     """
     try:
         return list(tokenizer(tokenizable(text), add_special_tokens=special)["input_ids"])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """One prompt, `gconfig.n_samples` replies, one trajectory per reply.
+    """Samples `gconfig.n_samples` replies to each prompt. Each reply gives one trajectory.
 
     For example:
 
@@ -52,8 +52,10 @@ class RLVRWorkflow(RolloutWorkflow):
         return reply, await self.reward(reply, data)
 
     def sample_requests(self, data: dict[str, Any]) -> list[LLMRequest]:
-        """Return one request per sample. All share one rid, so that one server gets them and reuses the prompt's KV
-        cache."""
+        """Return one request per sample.
+
+        All requests share one rid, so that one server gets them all and reuses the prompt's KV cache.
+        """
         rid = uuid.uuid4().hex
         ids = prompt_ids(self.tokenizer, data, enable_thinking=self.enable_thinking)
         return [
@@ -63,6 +65,8 @@ class RLVRWorkflow(RolloutWorkflow):
 
 
 def sample_key(data: dict[str, Any], sample: int) -> str | None:
-    """Name sample number `sample` of this episode. The engine derives the sampling seed from this name and the run's
-    seed."""
+    """Return a name for sample number `sample` of this episode; None if the prompt has no `sample_key`.
+
+    The engine derives the sampling seed from this name and the run's seed.
+    """
     return f"{data['sample_key']}/{sample}" if "sample_key" in data else None

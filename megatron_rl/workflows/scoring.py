@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DECODED_HERE = 2048
-"""Maximum reply length in tokens that is decoded on the event loop; longer replies are decoded in a thread."""
+"""Longest reply, in tokens, that is decoded on the event loop. Longer replies are decoded in a thread."""
 RewardFn = Callable[..., float | dict[str, float]]
 # Arguments that a reward function gets in addition to the prompt's data, and the run's `sample_key`, which it never
 # gets.
@@ -33,10 +33,10 @@ OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sampl
 
 
 def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:
-    """Return a prompt with the hint in front of its text or last message. `{field}` in the hint is replaced by the
-    field.
+    """Return a prompt with the hint in front of its text or last message.
 
-    ValueError for a field that the prompt lacks, and for a prompt of token ids.
+    `{field}` in the hint is replaced by the prompt's field of that name. ValueError for a field that the prompt lacks,
+    and for a prompt of token ids.
     """
     if not hint:
         return data
@@ -62,7 +62,7 @@ class RewardCall:
         reward = RewardCall(my_reward, tokenizer, timeout_s=60.0)
         value = await reward(reply, {"prompt": "3+4=", "answer": "7"})
 
-    Rewards from a config are a Recipe, whose worker processes are killed at the deadline. Any other function runs in a
+    A config's rewards form a Recipe, whose worker processes are killed at the deadline. Any other function runs in a
     thread, which cannot be stopped.
     """
 
@@ -88,9 +88,9 @@ class RewardCall:
             self.function.check_deadline(timeout_s)
 
     async def __call__(self, reply: LLMResponse, data: dict[str, Any]) -> float:
-        """Score a reply. The result is a Reward if it has several parts.
+        """Return a reply's reward, which is a `Reward` if it has several parts.
 
-        InfrastructureFailure for an aborted reply, which has no reward: the episode is retried.
+        An aborted reply has no reward: InfrastructureFailure is raised, so that the episode is retried.
         """
         if reply.stop_reason == "abort":
             words = f"the reply was aborted after {reply.output_len} tokens and not continued; it has no reward."
@@ -136,7 +136,7 @@ class RewardCall:
         return scored.value
 
     def _warn_once(self, failure: RewardFailed) -> None:
-        """Log a failure once per place. Otherwise it would stay unseen if the episode succeeds at a later attempt."""
+        """Log a failure once per place in the code. Nobody would see it if a later attempt at the episode succeeded."""
         if failure.reward and (failure.reward, failure.place) not in self._warned:
             self._warned.add((failure.reward, failure.place))
             logger.warning(
@@ -159,7 +159,7 @@ class RewardCall:
             ) from error
 
     def _timed(self, **arguments: Any) -> Any:
-        """Run the function. Its span lasts until the function returns, even after the caller has timed out."""
+        """Run the function in a span that lasts until the function returns, even after the caller has timed out."""
         call = object()
         self._under_way.add(call)
         try:

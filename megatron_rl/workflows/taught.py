@@ -1,4 +1,4 @@
-"""Teachers on servers: they score trajectories' tokens in the rollout process while other trajectories are sampled."""
+"""Teachers on servers. The rollout process asks them to score trajectories while it samples other trajectories."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONCURRENT = 32
-"""Maximum concurrent requests per server."""
+"""Maximum number of concurrent requests per server."""
 
 
 class TaughtWorkflow(RolloutWorkflow):
     """Wraps a workflow and adds `teacher_logprobs` from the servers of the prompt's teacher to its trajectories.
 
-    If a teacher has no servers, the column is zero; the trainer's engines compute its log-probabilities later. A server
-    that fails or returns an invalid answer fails this attempt at the episode. The next attempt reuses its replies.
+    If a teacher has no servers, the column is zero, and the trainer's engines compute the log-probabilities later. If a
+    server fails or returns an invalid answer, this attempt at the episode fails. The next attempt reuses the replies of
+    this one.
 
         workflow = TaughtWorkflow(RLVRWorkflow(...), config.teacher.teachers, tokenizer)
         await workflow.close()
@@ -45,11 +46,11 @@ class TaughtWorkflow(RolloutWorkflow):
         timeout_s: float = 60.0,
         token_file: str = "",
     ) -> None:
-        """teachers: by the prompts' `source` (see TeacherConfig). timeout_s: time limit of one request."""
+        """teachers: teachers by the prompts' `source` (see TeacherConfig). timeout_s: time limit of one request."""
         self.workflow, self.teachers, self.tokenizer = workflow, teachers, tokenizer
         self.enable_thinking = enable_thinking
         self._known: set[str] = set()
-        """Sources whose teacher was verified to use the policy's tokens."""
+        """Sources whose teacher is known to have the policy's vocabulary."""
         self._servers = {
             source: Servers(
                 [f"{url.rstrip('/')}/generate" for url in teacher.servers],
@@ -84,7 +85,10 @@ class TaughtWorkflow(RolloutWorkflow):
         return found
 
     async def _score(self, source: str, trajectory: Trajectory, data: dict[str, Any]) -> Tensor:
-        """Return the teacher's log-probabilities, `[N]` float32. Zero before the first token that the policy wrote."""
+        """Return the teacher's log-probabilities of the trajectory's tokens: `[N]`, float32.
+
+        They are zero before the first token that the policy wrote.
+        """
         ids, hint = trajectory.input_ids.tolist(), self.teachers[source].hint
         written = (trajectory.loss_mask | (trajectory.versions >= 0)).nonzero()
         first = int(written[0]) if len(written) else len(ids)

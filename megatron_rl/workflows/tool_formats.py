@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextArguments = dict[str, Any]
-"""Tool name -> schema of its parameters, needed to parse unquoted arguments."""
+"""Tool name -> schema of the tool's parameters, needed to parse unquoted arguments."""
 Split = Callable[[str, TextArguments], tuple[str, list[ToolCall]]]
 
 PYTHON_TAG, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME = re.compile(r"[^\s<>{}\[\]\"'=,;]++")
-"""A tool's name in a format that does not quote it."""
+"""Matches a tool's name in a format that does not quote names."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ToolFormat:
     """One model family's format for tool calls."""
 
     split: Split
-    """Takes a reply's text; returns the text without its calls, and the calls."""
+    """Function that takes a reply's text and returns the text without its calls, and the calls."""
     sign: str
     """A string that only this family's chat template contains."""
     begins: tuple[str, ...] = (BEGIN,)
@@ -51,13 +51,15 @@ class ToolFormat:
     is_whole: bool = False
     """Whether a reply that is only a JSON object may also be a call."""
     forced: tuple[str, str, str] | None = None
-    """Parts of a call for a grammar: the text before the name, between name and arguments, and after the arguments.
-    Name and arguments are JSON. None for a format that is not JSON."""
+    """Parts of a call for a grammar; None for a format that is not JSON.
+
+    They are the text before the name, between name and arguments, and after the arguments. Name and arguments are JSON.
+    """
     marks: tuple[str, ...] = ()
     """Special tokens of the format, which decoding would otherwise drop."""
 
     def text(self, tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Sequence[str] = ()) -> str:
-        """Decode a reply without special tokens, except those of the format and those in `keeps`."""
+        """Decode a reply without special tokens, except the format's own and those in `keeps`."""
         special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         marks = {*self.marks, *keeps}
         if not any(special.get(token) in marks for token in tokens):
@@ -85,17 +87,17 @@ class Tag:
     begin: int
     end: int
     is_close: bool
-    """Whether only whitespace stands between this tag and the next."""
+    """Whether only whitespace separates this tag from the next tag or the end of the text."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One tag that may come next in a call, and the parser's state after it."""
+    """A kind of tag that may come next in a call, and the parser's state after that tag."""
 
     kind: str
     then: str
     is_close: bool = False
-    """Whether the next tag must follow immediately."""
+    """Whether only whitespace may stand between this tag and the one after it."""
 
     def fits(self, tag: Tag) -> bool:
         return tag.kind == self.kind and (tag.is_close or not self.is_close)
@@ -103,10 +105,10 @@ class Step:
 
 @dataclass(frozen=True)
 class TagForm:
-    """A call format in tags. Values are not quoted, so a value may contain the format's own tags.
+    """A call format made of tags. Values are not quoted, so a value may contain the format's own tags.
 
-    A closing tag ends a value only if the rest of the reply can then be parsed. Feasibility is therefore computed from
-    the end backwards. Of several possible parses, the one with the shortest values is taken.
+    A closing tag ends a value only if the rest of the reply can then be parsed. Whether it can is therefore computed
+    from the reply's end backwards (`readable`). Of several possible parses, the one with the shortest values is taken.
     """
 
     pattern: re.Pattern[str]
@@ -129,7 +131,7 @@ class TagForm:
         return tags
 
     def readable(self, tags: list[Tag]) -> dict[str, list[bool]]:
-        """Return for each state and tag position whether the rest of the text can be parsed from there."""
+        """Return for each state whether the text can be parsed from each tag on, if that tag is met in that state."""
         count = len(tags)
         can = {name: [False] * (count + 1) for name in (*self.steps, "text", "thought")}
         can["text"][count] = can["thought"][count] = True  # an unclosed thought extends to the end
@@ -151,8 +153,10 @@ class TagForm:
         return can
 
     def paths(self, text: str, begin: int) -> list[list[Tag]] | None:
-        """Return the tags of each call from `begin` on, without tags inside values. None if the text cannot be
-        parsed."""
+        """Return the tags of each call from `begin` on; None if the text cannot be parsed.
+
+        Tags inside values are left out.
+        """
         tags = self.tags(text, begin)
         can = self.readable(tags)
         if not can["text"][0]:
@@ -175,7 +179,7 @@ class TagForm:
         return found
 
     def calls(self, text: str, path: list[Tag], texts: TextArguments) -> list[ToolCall]:
-        """Return the calls of one block with the tags `path`."""
+        """Return the calls of one block. path: the block's tags."""
         found: list[ToolCall] = []
         key, faults = "", dict[int, str]()
         for tag, following in zip(path, path[1:], strict=False):
@@ -206,7 +210,7 @@ class TagForm:
         ]
 
     def swallows(self, value: str, parameters: Any) -> bool:
-        """Return whether a value seems to lack its end: it opens another argument of the tool without closing it."""
+        """Return whether a value seems to lack its closing tag: it opens another argument without closing it."""
         names: list[str] = []
         for tag in self.tags(value, 0):
             if tag.kind == self.opens_value:
@@ -284,7 +288,7 @@ def split_llama(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
 
 
 def calls_a_tool(value: dict[str, Any], texts: TextArguments) -> bool:
-    """Return whether an object can only be a call: it has arguments and the name of a known tool."""
+    """Return whether a JSON object must be a call, because it has arguments and the name of a known tool."""
     given = [value[name] for name in ("arguments", "parameters") if name in value]
     return len(given) == 1 and isinstance(given[0], dict) and value.get("name") in list(texts)
 
@@ -336,7 +340,7 @@ FORMATS = {
 
 
 def tool_format(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
-    """Return the format called `name`. `auto` picks the format whose sign is in the chat template, else Hermes.
+    """Return the format called `name`. `auto` picks the first format whose `sign` is in the chat template, else Hermes.
 
     ValueError for an unknown name.
     """

@@ -1,6 +1,6 @@
 """Tools that a policy may call, and the parser for its calls.
 
-A tool describes itself in a schema, takes the call's arguments and returns text. Arguments are written by the model; no
+A tool describes itself in a schema, takes the call's arguments and returns text. The model writes the arguments; no
 tool in this module executes them as code.
 """
 
@@ -22,15 +22,15 @@ from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
 BEGIN, END = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
 BLANKS, BETWEEN = re.compile(r"\s*+"), re.compile(r"[\s;,]*+")
-"""Separators after a call, and between two calls."""
+"""Match what may follow a call, and what may separate two calls."""
 LONGEST_CALL = 20_000
 """Maximum length of one call in characters."""
 MOST_DIGITS = 30
-"""Maximum digits of a number that the calculator shows."""
+"""Maximum number of digits of the calculator's numbers: numerators and denominators, including intermediate results."""
 
 
 class ToolError(Exception):
-    """A wrong call. The policy reads the message and may try again; any other exception fails the episode."""
+    """The policy's call is wrong. The policy reads the message and may try again; other exceptions fail the episode."""
 
 
 class Rewarded(str):
@@ -68,11 +68,14 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     async def __call__(self, **arguments: Any) -> str:
-        """Return the text shown to the policy, as `Rewarded` if the call earns a reward. ToolError for a wrong call."""
+        """Run a call and return the text shown to the policy: a `Rewarded` if the call earns a reward.
+
+        ToolError if the call is wrong.
+        """
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Schema of the tool in the form that chat templates and OpenAI's API use."""
+        """The tool's schema in the form that chat templates and OpenAI's API use."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -85,11 +88,11 @@ class ToolCall:
     arguments: dict[str, Any]
     fault: str = ""
     id: str = ""
-    """The id that the policy wrote, in formats with call ids; otherwise empty."""
+    """The call id that the policy wrote; empty if it wrote none."""
 
 
 def next_mark(text: str, mark: str, place: int) -> int:
-    """Return the position of the next mark outside of thoughts, or -1. An unclosed thought extends to the end."""
+    """Return the position of the next mark outside thoughts, or -1. An unclosed thought extends to the text's end."""
     found = text.find(mark, place)
     while found >= 0 and (thought := text.find(THINK, place, found)) >= 0:
         place = text.find(THOUGHT, thought)
@@ -100,17 +103,20 @@ def next_mark(text: str, mark: str, place: int) -> int:
 
 
 def ends_a_thought(text: str) -> bool:
-    """Return whether the text closes a thought that it does not open; the prompt may have opened it."""
+    """Return whether the text closes a thought that it does not open, as when the prompt has opened the thought."""
     end = text.find(THOUGHT)
     return end >= 0 and text.find(THINK, 0, end) < 0
 
 
 Read = Callable[[int], "tuple[list[ToolCall], int] | None"]
-"""Takes the position of a mark. Returns the calls there and their end, or None if the reply was cut off inside them."""
+"""Function that takes the position of a mark and returns the calls that begin there, and their end.
+
+It returns None if the reply was cut off inside the calls.
+"""
 
 
 def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls. Calls inside a thought are drafts and stay in the text."""
+    """Return the text without its calls, and the calls. A call inside a thought is a draft and stays in the text."""
     calls: list[ToolCall] = []
     kept: list[str] = []
     place = 0
@@ -126,8 +132,10 @@ def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
 
 
 def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Split a text into the rest and its calls of the form `<tool_call>{"name": ..., "arguments":
-    {...}}</tool_call>`."""
+    """Return the text without its calls, and the calls.
+
+    A call has the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    """
     last_end = text.rfind(END)
 
     def read(begin: int) -> tuple[list[ToolCall], int] | None:
@@ -154,14 +162,17 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def value_at(text: str, place: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at `place`, and its end. ValueError or RecursionError if there is none."""
+    """Return the JSON value that begins at `place`, and its end position.
+
+    ValueError or RecursionError if there is none.
+    """
     # Decode a slice: an error counts the lines before it, which is quadratic for many errors in a long text.
     value, length = DECODER.raw_decode(text[place : place + LONGEST_CALL])
     return value, place + length
 
 
 def values_at(text: str, place: int) -> tuple[list[Any], int]:
-    """Return the JSON objects at `place`, in sequence or in a list, and their end.
+    """Return the JSON objects that begin at `place`, in sequence or in a list, and their end position.
 
     ValueError or RecursionError if the first looks like JSON but cannot be decoded.
     """
@@ -189,7 +200,7 @@ def faulty(fault: str, name: str = "") -> ToolCall:
 
 
 def as_call(value: Any) -> ToolCall:
-    """Convert an object with a name and arguments (Llama: parameters) to a call."""
+    """Convert a JSON object with a name and arguments (Llama: parameters) to a call; anything else to a faulty call."""
     if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
         return faulty("a call must be a JSON object with a name and arguments")
     if "arguments" in value and "parameters" in value:
@@ -221,7 +232,7 @@ async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
 
 
 def middle_left_out(text: str, characters: int) -> str:
-    """Return the text; if it is longer than `characters`, return only its beginning and end."""
+    """Return a text, but only its beginning and end if it is longer than `characters`."""
     if len(text) <= characters:
         return text
     half = characters // 2
@@ -229,7 +240,9 @@ def middle_left_out(text: str, characters: int) -> str:
 
 
 class Calculator(Tool):
-    """Exact arithmetic: + - * / and brackets, over numbers of at most 30 digits. Evaluates a syntax tree, never code.
+    """Exact arithmetic with + - * / and brackets, over numbers of at most 30 digits.
+
+    The calculator evaluates a syntax tree and never runs code.
 
     For example:
 
@@ -258,11 +271,11 @@ def calculate(expression: str) -> Fraction:
 
 
 REFUSALS = (400, 413, 414, 422)
-"""HTTP statuses that blame the query, not the service."""
+"""HTTP status codes that blame the query, not the service."""
 
 
 class Search(Tool):
-    """Queries a search service: POST {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}.
+    """Queries a search service by POST: {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}.
 
     For example:
 
@@ -275,7 +288,7 @@ class Search(Tool):
     parameters = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 
     def __init__(self, url: str, top: int = 3, timeout_s: float = 30.0, characters: int = 1000) -> None:
-        """characters: maximum characters of each result that the policy is shown."""
+        """characters: maximum number of characters of each result shown to the policy."""
         self.url, self.top, self.timeout_s, self.characters = url, top, timeout_s, characters
 
     async def __call__(self, query: Any) -> str:

@@ -8,10 +8,10 @@ from megatron_rl.workflows.environments import Environment, Score, Turn
 
 
 class Trail(Environment):
-    """The boxes of a prompt from megatron_rl.data.tasks:trail. A reply opens one box, and the answer is the note in it.
+    """The boxes of a prompt from megatron_rl.data.tasks:trail. A reply opens one box, and is answered with its note.
 
     A dialogue has as many turns as boxes; a reply that is not a call ends it. Opening the box that the last note named
-    earns 1 / (number of boxes), also after a wrong call. The reward function is not used.
+    earns 1 / (number of boxes), even after a wrong box was opened. The reward function is not used.
 
     For example:
 

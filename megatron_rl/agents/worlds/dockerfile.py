@@ -1,6 +1,6 @@
 """Interprets the part of a Dockerfile that works without docker: files, variables, working folder, and commands.
 
-The host's system replaces the base image. An unsupported line is rejected by name.
+The host's system replaces the base image. An unsupported line is rejected with an error that quotes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WRITABLE = ("app", "data", "home", "media", "mnt", "opt", "output", "root", "run", "srv", "tmp", "var", "workspace")
 CALLING = ("BASH_ENV", "ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP")
 HARMLESS = ("CMD", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL")
-"""Instructions without effect here; an image's own program is not run."""
+"""Instructions that are ignored. In particular, an image's own program (CMD) is not run."""
 INSTALLS = re.compile(
     r"\b(apt(-get)?|apk|yum|dnf|curl|wget|npm|uv|pip3?|conda|git)\s+(-\S+\s+)*(add|update|install|clone|https?:)"
 )
@@ -27,7 +27,10 @@ INSTALLS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One build step: a bash command with its working folder, or files by their names in their target folder."""
+    """One build step: a bash command with its working folder, or files with their target folder.
+
+    files: name in the target folder -> path on the host.
+    """
 
     folder: str
     command: str = ""
@@ -46,7 +49,7 @@ class Dockerfile:
 
     @property
     def trusted_env(self) -> dict[str, str]:
-        """The variables without those that could make system programs run writable files."""
+        """The environment variables, without those that could make system programs run writable files."""
         folders = [f for f in self.env["PATH"].split(":") if f.strip("/").split("/")[0] in ("usr", "bin", "sbin")]
         return {k: v for k, v in self.env.items() if k not in CALLING} | {"PATH": ":".join(folders)}
 
@@ -113,7 +116,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def top(path: str, refuse: Refuse) -> str:
-    """Return the top-level folder of a path."""
+    """Return the top-level folder of a path. Raise `refuse(..)` if that folder must not be written."""
     name = PurePosixPath(path).parts[1:2]
     if not name or name[0] in ("usr", "bin", "sbin", "lib", "lib64", "etc", "dev", "proc", "sys"):
         raise refuse("writes where the host's system is, which cannot be changed.")
@@ -123,7 +126,7 @@ def top(path: str, refuse: Refuse) -> str:
 
 
 def copied(rest: str, cwd: str, context: Path, refuse: Refuse) -> tuple[str, dict[str, Path]]:
-    """Return the target folder of a COPY, and the files by their names in it."""
+    """Return the target folder of a COPY instruction, and its source files by their names in that folder."""
     words = shlex.split(rest) if not rest.startswith("[") else json.loads(rest)
     if any(word.startswith(("--from", "<<", "http:", "https:", "git@")) for word in words):
         raise refuse("copies from elsewhere than the task's own files.")

@@ -1,7 +1,7 @@
 """Tools of MCP servers, which run as programs over stdin and stdout or at a URL (streamable HTTP).
 
-Each dialogue has its own connections. The policy sees errors of its calls. If a server cannot be reached, dies or
-hangs, the sample fails and is retried; this never becomes a reward.
+Each dialogue has its own connections. The policy sees the errors of its calls. If a server cannot be reached, dies or
+hangs, the sample fails and is retried; the failure never becomes a reward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.workflows.tools import Tool, ToolError, middle_left_out
 T = TypeVar("T")
 
 ENDING_S = 15.0
-"""Time limit for closing a connection. A server's process is killed earlier."""
+"""Time limit for closing a connection. The client kills the server's process before this limit is reached."""
 
 
 class ServerFailed(InfrastructureFailure):
@@ -32,7 +32,7 @@ class ServerLate(ServerFailed):
 
 
 class McpTools(ToolUse):
-    """A policy with the tools of MCP servers. A reply without calls is the answer, which the reward function scores.
+    """Lets the policy call the tools of MCP servers. The reward function scores a reply without calls, the answer.
 
     For example:
 
@@ -45,13 +45,18 @@ class McpTools(ToolUse):
         self, data: dict[str, Any], *, servers: list[dict[str, Any]], call_timeout_s: float = 60, characters: int = 4000
     ) -> None:
         """servers: each has either a `command` (with optional `env`), which is started for this dialogue, or a `url`.
-        characters: maximum characters of one result shown to the policy."""
+
+        characters: maximum number of characters of one result shown to the policy.
+        """
         super().__init__(data, tools=())
         self.characters = characters
         self._connections = [Connection(server, call_timeout_s) for server in servers]
 
     async def opening(self) -> dict[str, Any]:
-        """Connect to all servers. ServerFailed if one cannot be reached, ValueError for two tools of one name."""
+        """Connect to all servers and return the prompt with their tools.
+
+        ServerFailed if a server cannot be reached, ValueError if two tools have the same name.
+        """
         found = await together(connection.open() for connection in self._connections)
         for connection, tools in zip(self._connections, found, strict=True):
             for tool in tools:
@@ -83,8 +88,10 @@ class McpTool(Tool):
 
 
 class Connection:
-    """A connection to one server. One task holds it, because a client's context must be exited by the task that entered
-    it."""
+    """A connection to one server.
+
+    One task holds the connection, because the task that enters a client's context must also exit it.
+    """
 
     def __init__(self, server: dict[str, Any], call_timeout_s: float) -> None:
         command, url = server.get("command"), server.get("url")
@@ -130,7 +137,7 @@ class Connection:
             raise ToolError(f"{tool} did not end within {self.call_timeout_s:g} s") from None
 
     async def _ask(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Await a request to the server, failing if the connection ends."""
+        """Await a request to the server. ServerFailed if it fails or the connection ends, ServerLate if it is late."""
         assert self._holder is not None
         asking = asyncio.ensure_future(coroutine)
         try:

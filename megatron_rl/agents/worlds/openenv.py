@@ -1,7 +1,7 @@
 """OpenEnv environments over HTTP: each dialogue has its own session on a server. The environment gives the rewards.
 
-The policy sees errors of its actions. If a server cannot be reached, fails, dies or hangs, the sample fails and is
-retried; this never becomes a reward.
+The policy sees the errors of its actions. If a server cannot be reached, fails, dies or hangs, the sample fails and is
+retried; the failure never becomes a reward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.workflows.tools import Rewarded, Tool, ToolError, middle_left_o
 
 
 class OpenEnv(ToolUse):
-    """An OpenEnv environment. Its action is the reply's text, a JSON object in it, or calls of the environment's tools.
+    """An OpenEnv environment. An action is a reply's text, a JSON object in it, or a call of an environment's tool.
 
     For example:
 
@@ -38,10 +38,12 @@ class OpenEnv(ToolUse):
     ) -> None:
         """data["reset"]: arguments of the environment's reset, such as a seed.
 
-        action: action field that takes the reply's text; if empty, the reply contains the action as a JSON object.
-        with_tools: actions are calls of the environment's tools, and a reply without a call ends the episode. shown:
-        observation field that the policy reads; if empty, the whole observation. session_timeout_s: maximum wait for a
-        free session. characters: maximum characters of one observation shown to the policy.
+        action: the action's field that takes the reply's text; if empty, the reply contains the action as a JSON
+        object.
+        with_tools: if true, actions are calls of the environment's tools, and a reply without a call ends the episode.
+        shown: the observation's field that the policy reads; if empty, the policy reads the whole observation.
+        session_timeout_s: maximum wait for a free session.
+        characters: maximum number of characters of one observation shown to the policy.
         """
         super().__init__(data, tools=())
         if with_tools and action:
@@ -53,7 +55,7 @@ class OpenEnv(ToolUse):
         self.is_done, self._one_at_a_time = False, asyncio.Lock()
 
     async def opening(self) -> dict[str, Any]:
-        """Return the prompt, with the observation after the reset as its last message."""
+        """Reset the environment and return the prompt, with the first observation as its last message."""
         found = await self.session.reset(self.data.get("reset", {}))
         opening = self.data | {"messages": [*self.data["messages"], self._message(found)]}
         if not self.with_tools:
@@ -63,7 +65,7 @@ class OpenEnv(ToolUse):
         return opening | {"tools": [tool.schema for tool in self.tools.values()]}
 
     async def act(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Take a step. ToolError if the action does not match the schema or the episode is over."""
+        """Take one action and return its result. ToolError if it does not match the schema or the episode is over."""
         async with self._one_at_a_time:
             if self.is_done:
                 raise ToolError("the episode is over")

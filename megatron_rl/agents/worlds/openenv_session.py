@@ -1,5 +1,7 @@
-"""Client for a session on an OpenEnv server. It speaks openenv-core's websocket protocol without needing the
-package."""
+"""Client for a session on an OpenEnv server.
+
+It implements the websocket protocol of the package openenv-core, without needing the package.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ PAUSE_S = 0.2
 
 
 class OpenEnvFailed(InfrastructureFailure):
-    """The server cannot be reached, has failed or died, or is late."""
+    """The server cannot be reached, has failed or died, or did not answer in time."""
 
     KIND = "openenv"
 
@@ -62,7 +64,10 @@ class Session:
             raise OpenEnvFailed(f"{self.url}: gave no session within {self.session_timeout_s:g} s.") from error
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Return the result of an action; one action at a time. ToolError if it does not match the schema."""
+        """Return the result of an action. ToolError if the action does not match the schema.
+
+        The caller must wait for this before the next action.
+        """
         return await self._ask("step", action)
 
     async def _ask(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:

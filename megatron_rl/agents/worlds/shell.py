@@ -1,4 +1,4 @@
-"""Asyncio interface to a container (sandbox/container.py), and the container's shell as a tool."""
+"""Asyncio client of a container (sandbox/container.py), and the container's shell as a tool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VMSTAT = Path("/proc/vmstat")
 
 
 class ContainerFailed(InfrastructureFailure):
-    """The container cannot be created, or its keeper process has died. Programs inside are not to blame."""
+    """The container cannot be created, or its keeper process has died. Programs in the container are not to blame."""
 
     KIND = "container"
 
@@ -71,7 +71,7 @@ class Container:
 
     @property
     def keeper_pid(self) -> int:
-        """Pid of the process that holds the container. If it dies, everything inside dies."""
+        """Process id of the container's keeper. If the keeper dies, everything in the container dies."""
         assert self._keeper is not None
         return self._keeper.pid
 
@@ -91,14 +91,16 @@ class Container:
         return dict(answer)
 
     async def begin(self, fresh: Sequence[str] = ()) -> None:
-        """Kill all running processes and begin a phase. fresh: which of tests, logs and solution get an empty disk at
-        /NAME."""
+        """Kill all processes in the container and begin a new phase.
+
+        fresh: those of the folders /tests, /logs and /solution, without the slash, that get an empty disk.
+        """
         await self._ask(do="begin", fresh=list(fresh))
 
     async def run(self, command: str, cwd: str, env: dict[str, str], *, time_s: float) -> tuple[int | None, str]:
         """Run a bash command. Return its exit status (None if it exceeded `time_s`) and its output.
 
-        ContainerFull if there are too many processes: the container's own, or the host's if nothing runs inside.
+        ContainerFull if too many processes run: those in the container, or the host's if none run in the container.
         """
         what = {"do": "run", "command": command, "cwd": cwd, "env": env, "time_s": time_s, "most_bytes": MOST_BYTES}
         answer = await self._ask(do="ask", what=what)
@@ -110,7 +112,10 @@ class Container:
         return answer["code"], answer["output"]
 
     async def put(self, files: dict[str, Path], folder: str) -> None:
-        """Copy files and whole folders of this host into a container folder, under the given names."""
+        """Copy files and whole folders of this host into a folder of the container.
+
+        files: name in that folder -> path on this host.
+        """
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w") as tar:
             for name, path in files.items():
@@ -121,7 +126,7 @@ class Container:
             raise ContainerFailed(f"{answer['output']} {answer.get('error', '')}")
 
     async def end(self) -> None:
-        """Kill everything that runs inside."""
+        """Kill all processes in the container."""
         await self._ask(do="end")
 
     async def read(self, path: str) -> str | None:
@@ -141,7 +146,7 @@ def owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 class Shell(Tool):
-    """Shell of a container. Each call runs a new bash; background processes continue after it."""
+    """Shell of a container. Each call runs a new bash; its background processes continue after the call."""
 
     name = "bash"
     description = "Runs a command in bash and returns what it prints. Files and background processes stay."

@@ -39,8 +39,10 @@ class ShownPaths:
         return None
 
     def _place(self, path: Path) -> tuple[str, Path]:
-        """Return a path's device, and its path within that device's file system, which is the same through any bind
-        mount."""
+        """Return a path's device, and its path within the device's file system.
+
+        These two are the same for all bind mounts of a file.
+        """
         holding = [mount for mount in self._mounts if path.is_relative_to(mount[0])]
         if not holding:
             return "", path

@@ -1,8 +1,9 @@
 """Task folders of Harbor and Terminal-Bench 2: task.toml, instruction.md, environment/Dockerfile, tests/test.sh.
 
-The policy works in a container without docker. The verifier runs after the policy has ended. By then all its processes
-are dead, and tests, reward folder, home and temporary folder are new. So the policy can affect the verifier only
-through its work's files. A verifier that executes those files gives them its own rights.
+The policy works in a container without docker. The verifier runs after the policy has finished. By then all of the
+policy's processes are dead, and the folder of the tests, that of the reward, home and the temporary folder are new. So
+the policy can affect the verifier only through the files that it has written. A verifier that executes such files gives
+them its own rights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ VERIFY = "mkdir -p /logs/home /logs/tmp /logs/verifier /logs/agent; exec bash /t
 
 
 def task_prompts(folder: str, first: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """Return one prompt per task beneath a folder, in order of their names. For data.train."""
+    """Return one prompt per task under a folder, sorted by path. Use this as data.train."""
     paths = sorted(path.parent for path in Path(folder).rglob(TASK))
     chosen = paths[first:][:count]
     if not chosen:
@@ -44,8 +45,9 @@ def task_prompts(folder: str, first: int = 0, count: int | None = None) -> list[
 
 
 class TaskFolder(ToolUse):
-    """The task folder in data["task"], worked on with a shell. A reply without a call, or the last turn, ends the
-    episode.
+    """The task in the folder data["task"], on which the policy works with a shell.
+
+    A reply without a call, or the last turn, ends the episode.
 
     For example:
 
@@ -66,10 +68,14 @@ class TaskFolder(ToolUse):
         disk_mib: int = 256,
         memory_mib: int = 2048,
     ) -> None:
-        """images: patterns of base images that this host's system may replace. skips: RUN lines that contain one of
-        these texts are skipped. visible: host paths shown read-only in the container, such as a Python installation.
-        reward: key that counts in a reward.json. disk_mib: size of the disk, which is held in memory. memory_mib: limit
-        of each process."""
+        """images: patterns of base images that this host's system may replace.
+
+        skips: texts; a RUN line that contains one of them is skipped.
+        visible: host paths shown read-only in the container, such as a Python installation.
+        reward: key of the reward in a verifier's reward.json.
+        disk_mib: size of the disk, which is held in memory.
+        memory_mib: memory limit of each process.
+        """
         super().__init__(data, tools=())
         self.path, self.reward, self.visible = Path(data["task"]).resolve(), reward, list(visible)
         refuse_visible(self.visible)
@@ -107,7 +113,10 @@ class TaskFolder(ToolUse):
         return await super().step(reply, no_score)
 
     async def ended(self) -> float:
-        """Return the verifier's reward. ContainerFailed if the verifier gives none on an untouched container either."""
+        """Return the verifier's reward; 0 if the verifier gives none because of what the policy did.
+
+        ContainerFailed if the verifier gives no reward for an untouched container either.
+        """
         verdict = await self._verify(self.container)
         if verdict is not None:
             return verdict
@@ -126,7 +135,7 @@ class TaskFolder(ToolUse):
     async def _verify(self, container: Container) -> float | None:
         """Return the reward; None if the verifier failed, was killed or did not end.
 
-        ContainerFailed if the host ran out of memory while it ran, whatever its result.
+        ContainerFailed if the host ran out of memory while the verifier ran, whatever the verifier's result.
         """
         settings = self.settings.get("verifier", {})
         await container.begin(["tests", "logs"])
@@ -152,7 +161,7 @@ class TaskFolder(ToolUse):
 
 
 def refuse_visible(visible: Sequence[str]) -> None:
-    """Raise ValueError for a path in `visible` that is in a task folder, or contains one; this includes other tasks."""
+    """Raise ValueError if a path in `visible` is in the folder of any task, or contains such a folder."""
     for name in visible:
         path = Path(name).resolve()
         tasks = [place for place in (path, *path.parents) if (place / TASK).exists()]
@@ -162,7 +171,7 @@ def refuse_visible(visible: Sequence[str]) -> None:
 
 
 def refuse_shown(task: Path, shown: ShownPaths) -> None:
-    """Raise ValueError if a container would show the policy this task's tests or solution."""
+    """Raise ValueError if a container would show this task's tests or solution to the policy."""
     secret = [task / name for name in ("tests", "solution")]
     links = [path for folder in secret for path in folder.rglob("*") if path.is_symlink()]
     for path in (task, *secret, *links):

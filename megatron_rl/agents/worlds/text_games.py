@@ -1,7 +1,7 @@
 """Games of the textarena package, played alone or with the policy in all seats. The game gives the rewards.
 
-Each game runs in its own process, because games use the global random state and parse untrusted text. Processes are
-forked from one that has imported the package. If a game raises, dies or hangs, its sample fails.
+Each game runs in its own process, because games use the global random state and parse untrusted text. These processes
+are forked from a process that has imported the package. If a game raises, dies or hangs, its sample fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GameFailed(InfrastructureFailure):
-    """A game raised an exception, its process died, or it is late."""
+    """A game raised an exception, its process died, or it did not answer in time."""
 
     KIND = "game"
 
@@ -35,15 +35,15 @@ class GameFailed(InfrastructureFailure):
 def game_prompts(
     count: int, first: int = 0, text: str = "Play this game. Answer with your move."
 ) -> list[dict[str, Any]]:
-    """Return `count` prompts whose games are seeded from `first` on. For data.train."""
+    """Return `count` prompts, whose games have the seeds from `first` on. Use this as data.train."""
     return [{"messages": [{"role": "system", "content": text}], "seed": first + number} for number in range(count)]
 
 
 class TextGames(RolloutWorkflow):
-    """`gconfig.n_samples` games per prompt, all with the same seed. Each seat gives a trajectory with its own reward.
+    """Plays `gconfig.n_samples` games per prompt, all with the prompt's seed.
 
-    `sequence["agent"]` is the seat and `sequence["sample"]` the game. A game that runs out of turns or tokens has
-    reward 0.
+    Each seat gives a trajectory with its own reward. `sequence["agent"]` is the seat's number and `sequence["sample"]`
+    the game's. If a game runs out of turns or tokens, all its rewards are 0.
 
         workflow = TextGames(reward, GenerationConfig(n_samples=4), tokenizer, "TicTacToe-v0", max_tokens=2048, seats=2)
     """
@@ -62,8 +62,11 @@ class TextGames(RolloutWorkflow):
         move_timeout_s: float = 60.0,
         enable_thinking: bool = False,
     ) -> None:
-        """max_tokens, max_turns: limits of one seat's dialogue, including the prompt. games_at_once: maximum processes
-        over all episodes; further games wait. reward_fn is not used, because the game gives the reward."""
+        """max_tokens, max_turns: limits of one seat's dialogue, including the prompt.
+
+        games_at_once: maximum number of games over all episodes; further games wait. reward_fn is not used, because the
+        game gives the reward.
+        """
         if seats < 1 or max_turns < 1 or games_at_once < 1:
             raise ValueError(
                 f"seats = {seats}, max_turns = {max_turns}, games_at_once = {games_at_once}: at least 1 each."
@@ -122,7 +125,7 @@ class TextGames(RolloutWorkflow):
         return found
 
     def close(self) -> None:
-        """Stop all games. Otherwise they stop with this process."""
+        """Stop all games. Without this call they stop when this process exits."""
         if self._pool is not None:
             self._pool.close()
 

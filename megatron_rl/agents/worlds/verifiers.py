@@ -1,7 +1,8 @@
-"""Environments of the verifiers package: their rollout calls the agents' proxy, and their rubric gives the reward.
+"""Environments of the verifiers package. Their rollouts call the agents' proxy, and their rubrics give the rewards.
 
 Each rollout is an agent run, in a process forked from one that has loaded the environment. If the rollout fails or a
-reward function raises, which the package counts as 0, the sample fails.
+reward function raises, the sample fails, unless the policy is at fault. The package itself would count a reward
+function that raises as 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def verifiers_prompts(
     *,
     import_from: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a prompt per row of the environment's training (or evaluation) data set. For data.train.
+    """Return a prompt per row of the environment's training data set, or with `held_out` of its evaluation data set.
+
+    Use this as data.train or data.evaluation.
 
     import_from: the config's run.import_from, which `data.prompts` passes to functions with this parameter.
     """
@@ -55,7 +58,7 @@ def verifiers_prompts(
 
 
 class VerifiersWorkflow(AgentWorkflow):
-    """`gconfig.n_samples` rollouts of an environment per row (`verifiers_prompts`).
+    """Runs `gconfig.n_samples` rollouts of an environment per prompt of `verifiers_prompts`.
 
     For example:
 
@@ -78,8 +81,10 @@ class VerifiersWorkflow(AgentWorkflow):
         tool_format: str = "auto",
         log_folder: str = "",
     ) -> None:
-        """environment: a `load_environment`, called with environment_args. reward_fn is not used, because rubrics give
-        the reward."""
+        """environment: a `load_environment` function, which is called with environment_args.
+
+        reward_fn is not used, because the environment's rubrics give the reward.
+        """
         if not isinstance(environment, str):
             check_call(environment, 0, environment_args or {}, key="rollout.workflow_args.environment_args")
         path = path_of(environment, key=KEY, what="rollouts run")
@@ -143,7 +148,7 @@ class Rollout:
 
 
 def rubrics_of(world: Any) -> Iterator[Any]:
-    """Yield all rubrics of an environment. Environments and rubrics may be groups."""
+    """Yield all rubrics of an environment, including those inside groups of environments or rubrics."""
     parts = [*getattr(world, "envs", ()), *getattr(world, "rubrics", ()), getattr(world, "rubric", None)]
     for part in filter(None, parts):
         yield from rubrics_of(part)
