@@ -22,7 +22,8 @@ def test_the_page_is_what_the_command_writes():
 def test_a_section_a_key_and_everything_can_be_printed(capsys):
     main(["options", "batch"])
     printed = capsys.readouterr().out
-    assert "batch.prompts_per_step = 64 (int)\n  Prompts of one step" in printed and "algo." not in printed
+    text = next(option.doc for option in described_options() if dotted(option) == "batch.prompts_per_step")
+    assert f"batch.prompts_per_step = 64 (int)\n  {text[:30]}" in printed and "algo." not in printed
     assert options_text("algo.clip_low").startswith("algo.clip_low = 0.2 (float)")
     everything = options_text()
     assert all(f"{key} " in everything for key in KEYS)
