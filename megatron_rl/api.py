@@ -34,7 +34,7 @@ class RequestRefused(ValueError):
 
 
 class ContextOutgrown(RequestRefused):
-    """The prompt leaves no room for a reply. A dialogue that already has replies ends here."""
+    """The prompt leaves no room for a reply. A dialogue that already has replies ends at this point."""
 
 
 class InfrastructureFailure(RuntimeError):
@@ -197,8 +197,8 @@ class NoServerLeft(RuntimeError):
 
 SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
 SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
-"""Functions passed to SGLang's --custom-weight-loader: one loads weight changes, the other loads buckets of several
-senders concurrently."""
+"""Functions passed to SGLang's --custom-weight-loader. SGLANG_DELTA_LOADER loads weight changes; SGLANG_ROUND_LOADER
+loads buckets of several senders concurrently."""
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ class ChecksumForm:
     experts: int | None = None
     """Experts in each MoE layer, set if the server keeps them as they are sent and the number is known."""
     expert_ranks: int = 1
-    """Groups of ranks among which a layer's experts are divided. The ranks of one group each hold a part of every
-    expert."""
+    """Number of rank groups among which a layer's experts are divided. The ranks of one group each hold a part of every
+    expert of the group."""
 
     def name_on(self, name: str, rank: int) -> str:
         """Return the checksum's name for the part of tensor `name` that a rank holds."""
@@ -253,7 +253,7 @@ class WeightReceiver(Protocol):
     def membership(self) -> int:
         """A number that changes with the set of participating servers.
 
-        A weight group made under another number is obsolete.
+        A weight-update group created under another number is obsolete.
         """
 
     @property
@@ -313,7 +313,7 @@ class WeightReceiver(Protocol):
     def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
         """Return how each server accepts a shared-memory bucket: `handle`, `pickle`, or None on another host.
 
-        at_hand: URLs of servers that are known to have a source of buckets on their own host.
+        at_hand: URLs of servers that are known to run on the same host as a sender of buckets.
         """
 
     def load_shared(
@@ -337,7 +337,7 @@ class WeightReceiver(Protocol):
         """
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
-        """Ask the servers to load a HF folder. They must be able to read it."""
+        """Ask the servers to load a HF folder, which they must be able to read."""
 
     def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load adapters in PEFT format in place of their previous ones.
@@ -472,7 +472,7 @@ class TrainEngine(abc.ABC):
     ) -> Tensor:
         """Return the log-probability of each trained token, as `[N]` float32.
 
-        post_hook(logits, rows): returns `[T]` rows to use in place of the log-probabilities.
+        post_hook(logits, rows): returns `[T]` values, one per row, to use in place of the log-probabilities.
         entropy: return the entropy, in nats, of the distribution that each token was sampled from. An engine with a
         value head returns the value of the state in which each trained token was chosen.
         """
@@ -483,9 +483,9 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def get_version(self) -> int:
-        """Return the version under which the policy is published. `train_batch` raises it if it changes the weights.
+        """Return the version under which the policy is published. `train_batch` increases it if the weights change.
 
-        A loop that publishes after several updates sets it, so that versions count publications.
+        A loop that publishes only after several updates must set the version, so that versions count publications.
         """
 
     @abc.abstractmethod

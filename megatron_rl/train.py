@@ -64,7 +64,7 @@ def rl_steps(run: RLRun) -> Iterator[int]:
 
 
 def row_steps(run: SupervisedRun | PreferenceRun) -> Iterator[int]:
-    """Run the steps of training on rows; yields and ends as `rl_steps` does."""
+    """Run the steps of training on rows. Yields and returns as `rl_steps` does."""
     if not run.begin():
         return
     for step in range(run.first_step, run.config.run.steps):

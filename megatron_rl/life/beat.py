@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 LOOK_S = 0.25
-"""Seconds between two looks of a HoldWatch."""
+"""Seconds between two samples of a HoldWatch."""
 LATE_S = 0.1
 """Seconds by which a beat must be late for the loop to count as blocked."""
 HELD_S, BUSY_S, WINDOW_S = 2.0, 10.0, 60.0
-"""Seconds that one user function may run on the loop per window of WINDOW_S: HELD_S while beats are late, BUSY_S in
-total."""
+"""Seconds that one user function may run on the loop per window of WINDOW_S: BUSY_S in total, and HELD_S while beats
+are late."""
 
 
 class Beat:
@@ -46,7 +46,7 @@ class Beat:
 
     @property
     def stands_still_s(self) -> float:
-        """Seconds for which the loop has been blocked until now; 0 if the beat is not late. From any thread."""
+        """Seconds for which the loop has been blocked; 0 if the beat is not late. Callable from any thread."""
         return max(0.0, time.monotonic() - self._due_s)
 
     @property

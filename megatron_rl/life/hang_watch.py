@@ -68,7 +68,7 @@ class RankReport:
     main_thread: str = ""
     """Where the main thread executes: function, file and line."""
     waits_for: str = ""
-    """What the phase waits for, as its `waits_for` callback describes it."""
+    """What the phase waits for, as HangWatch's `waits_for` callback describes it."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
     """{process group: (sequence number of the last collective entered, its description)}."""
 
@@ -101,8 +101,8 @@ class HangWatch:
         """Start the watching thread.
 
         limit_s: maximum seconds of one phase. All callbacks run in the watching thread. on_hang(message) is called on
-        rank 0, and on another rank only if rank 0 does not end it. waits_for(phase) returns what the current phase
-        waits for; it must return within REPORT_PATIENCE_S.
+        rank 0, and on another rank only if rank 0 does not end that rank. waits_for(phase) returns what the current
+        phase waits for; it must return within REPORT_PATIENCE_S.
 
         If every rank answers and is in phase `can_leave`, on_leave(message) is called on all of them. on_hang is then
         called only if this object is not closed within grace_s.
@@ -133,7 +133,7 @@ class HangWatch:
         faulthandler.dump_traceback_later(self.limit_s + LAST_RESORT_S, file=self._stacks)
 
     def close(self) -> None:
-        """Stop watching, because the run is over or has failed otherwise."""
+        """Stop watching, because the run is over or has failed for another reason."""
         self._closed.set()
         self._thread.join(REPORT_PATIENCE_S)  # the thread writes to the file that is closed below
         faulthandler.cancel_dump_traceback_later()
@@ -232,7 +232,7 @@ class HangWatch:
         self._stacks.flush()
 
     def _verdict(self) -> tuple[bool, str]:
-        """Return rank 0's decision: (whether the step is abandoned, its message)."""
+        """Return rank 0's decision: (whether the step is abandoned, message). (False, '') if none arrives in time."""
         try:
             self._store.wait([VERDICT], timedelta(seconds=2 * REPORT_PATIENCE_S))
             is_left, message = json.loads(self._store.get(VERDICT))
@@ -297,8 +297,8 @@ def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
     The source is torch's flight recorder. The number is 0 if there was none yet. The result is empty if this torch
     version has no recorder for all backends.
 
-    since_ns: ignore collectives before this time.time_ns(). The recorder also keeps those of an earlier world, in this
-    process or the one it was forked from, whose groups may have had the same names.
+    since_ns: ignore collectives before this time.time_ns(). The recorder also keeps those of an earlier world (in this
+    process or in the one it was forked from), whose groups may have had the same names.
     """
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
 
 
 def _join_store(rank: int, control: dist.ProcessGroup) -> dist.TCPStore:
-    """Create or join a separate store. Collectives that hang use the process group's own store."""
+    """Create or join a separate store, because collectives that hang use the process group's own store."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place: list[Any] = [None]
     if rank == 0:

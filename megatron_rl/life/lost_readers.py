@@ -22,7 +22,7 @@ class _Output(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Make this process survive the loss of the readers of its standard output and error."""
+    """Keep this process running when nothing reads its standard output or error any more."""
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
 
 

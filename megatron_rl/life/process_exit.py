@@ -67,7 +67,7 @@ def die_with(parent: int) -> None:
 def let_go_of_sockets() -> None:
     """Close the sockets that a forked process inherited, so that it holds none of the parent's connections or ports.
 
-    Each descriptor is replaced by /dev/null and stays in use. An inherited object that closes its socket then cannot
+    Each descriptor then refers to /dev/null and stays in use. So an inherited object that closes its socket cannot
     close an unrelated descriptor with the same number.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -99,7 +99,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 
 def wait_to_be_stopped(rank: int) -> None:
-    """Wait after another rank's death for the launcher to name it and stop this rank.
+    """After another rank's death, wait until the launcher names that rank and stops this one.
 
     This avoids one more traceback. If the launcher does nothing for LAUNCHER_S, end the process.
     """

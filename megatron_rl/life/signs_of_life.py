@@ -21,7 +21,7 @@ from megatron_rl.life import process_exit
 logger = logging.getLogger(__name__)
 
 SILENT_S = 30.0
-"""Seconds of silence after which a process or thread is named."""
+"""Seconds of silence after which a warning names a process or thread."""
 LOOK_S = 5.0
 Silence = dict[str, tuple[float, str]]
 """{name: (seconds of silence, further text for the warning)}. A name must not change between two looks."""

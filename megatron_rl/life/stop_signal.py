@@ -42,7 +42,7 @@ class StopSignal:
     def __init__(
         self, grace_s: float, *, on_half_time: Callable[[], None], says_so: bool = True, saves: bool = True
     ) -> None:
-        """saves: whether the run writes a checkpoint when it stops; it only affects messages. says_so: print them."""
+        """saves: whether the run writes a checkpoint when it stops; affects only messages. says_so: print messages."""
         self.grace_s, self.on_half_time, self.says_so, self.saves = grace_s, on_half_time, says_so, saves
         self.signal_name = ""
         """Name of the first signal received, or empty."""
@@ -67,8 +67,8 @@ class StopSignal:
     def close(self) -> None:
         """Restore the previous signal handlers. Harmless without `listen`, or if called twice.
 
-        If a stop signal was received, the signals are ignored from now on, because schedulers send more of them and the
-        process is about to exit. Ctrl-C then ends the process.
+        If a stop signal was received, later ones are ignored, because schedulers send more of them and the process is
+        about to exit. Ctrl-C then ends the process.
         """
         self._closed.set()
         if self._handlers:

@@ -1,6 +1,6 @@
-"""Episodes in flight: which prompts may start, how each one ends, and what of it survives a crash.
+"""Episodes in flight: which prompts may start, how each episode ends, and which of its results survive a crash.
 
-The way of a prompt: `data/prompts.py` -> `executor.py` (keeps episodes in flight) -> `workflows/` (what one episode
+The path of a prompt: `data/prompts.py` -> `executor.py` (keeps episodes in flight) -> `workflows/` (what one episode
 generates) -> `servers/generate.py` (a reply from some server, continued if it was interrupted) ->
 `servers/reply_check.py` (validates one answer) -> `rewards/` -> a TrajectoryBatch.
 

@@ -31,17 +31,17 @@ class Episode:
     requeues: int = 0
     """Number of requeues. If above 0, the next batch waits for this episode instead of skipping it again."""
     version: int = 0
-    """Policy version at its start."""
+    """Policy version at the episode's start."""
     started_s: float = 0.0
-    """Start on the monotonic clock."""
+    """Monotonic time of the episode's start."""
     replies: KeptReplies = field(default_factory=KeptReplies)
-    """Its replies so far, until it has its group."""
+    """The episode's replies so far; cleared once it has ended."""
     ending: asyncio.Task[None] | None = None
-    """Task of its previous start, if it was recalled. The task may still be ending."""
+    """Task of the episode's previous start, if that was recalled. It may not have ended yet."""
     outcome: asyncio.Future[Outcome] | None = None
     """Set if a caller waits for this episode."""
     reward: float | None = None
-    """Mean reward of its group once there is one, even if a filter then discards the group."""
+    """Mean reward of the episode's group once it exists, even if a filter then discards the group."""
 
 
 @dataclass(kw_only=True)
@@ -59,9 +59,9 @@ class Outcome:
 class RolloutEvents:
     """Base class of recorders: override the events that you need. Evaluations are not reported.
 
-    Calls are made on the rollout's event loop, one at a time and in order: queued, started, then accepted and consumed,
-    or rejected, or dead_lettered. A requeued prompt is started again. An exception in a method ends the run, because a
-    record with gaps is useless.
+    Calls are made on the rollout's event loop, one at a time and in order: first queued and started, then either
+    accepted and consumed, or rejected, or dead_lettered. A requeued prompt is started again. An exception in a method
+    ends the run, because a record with gaps is useless.
     """
 
     def queued(self, episode: Episode) -> None:

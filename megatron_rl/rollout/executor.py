@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 MOST_FAILED, MOST_REJECTED = 10, 100
-"""Maximum failed and rejected prompts per group of a batch. Beyond it the call fails, before it uses up the
-data set."""
+"""Maximum failed, and maximum rejected, prompts per requested group. Beyond these the call fails instead of using up
+the data set."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +88,7 @@ class RolloutExecutor:
         spans: Spans | None = None,
         records: Records = NO_RECORDS,
     ) -> None:
-        """`events` are told of each training prompt. Whatever `records` hold of a prompt is not generated again."""
+        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again."""
         self._spans, self._records = spans or Spans(), records
         self._engine, self._config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
@@ -112,7 +112,7 @@ class RolloutExecutor:
     # -- calls of the trainer
 
     async def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode. It starts when the gate admits it."""
+        """Queue one episode. It starts when the AdmissionGate admits it."""
         check_workflow(workflow)
         self.raise_if_fatal()
         self._enqueue(data, workflow)
@@ -184,7 +184,7 @@ class RolloutExecutor:
     async def _run_together(
         self, call: str, line: deque[Episode], data: list[dict[str, Any]], workflow: RolloutWorkflow
     ) -> list[Finished]:
-        """Run one episode per prompt, started from `line`, and return the accepted ones in the order of `data`."""
+        """Run one episode per prompt through the queue `line`. Return the accepted ones in the order of `data`."""
         if not data:
             raise ValueError(f"{call}: data = []; give at least one prompt.")
         check_workflow(workflow)
@@ -284,7 +284,8 @@ class RolloutExecutor:
     def _is_due(self) -> bool:
         """Return True while a requeued prompt runs that would be too stale for any later batch.
 
-        The batch waits for it. Otherwise prompts with long replies would be sampled repeatedly and never trained.
+        The batch waits for that prompt. Otherwise prompts with long replies would be sampled repeatedly and never
+        trained.
         """
         oldest_allowed = self._engine.get_version() + 1 - self._config.max_staleness
         return any(episode.requeues and episode.version < oldest_allowed for episode in self._running.values())
@@ -407,7 +408,7 @@ class RolloutExecutor:
 
     @property
     def _kept_free(self) -> int:
-        """Slots that the queue leaves free: one if evaluations wait and none runs, so that they progress under load."""
+        """Slots that training episodes leave free: one if evaluations wait and none runs, so that these progress."""
         is_waiting = bool(self._evaluations) and all(episode.is_training for episode in self._running.values())
         return int(is_waiting and self._config.max_concurrent_episodes > 1)
 
@@ -530,7 +531,7 @@ class RolloutExecutor:
         raise AssertionError("unreachable")
 
     def _count_try(self, error: BaseException | None) -> None:
-        """Count how a try of a sample ended, and end the run if too much infrastructure has failed."""
+        """Count how a try of a sample ended, and end the run if infrastructure has failed too many tries."""
         failure = infrastructure_in(error)
         if failure is not None:
             name = "rollout/infrastructure_failures"
@@ -546,7 +547,10 @@ class RolloutExecutor:
     def _without_cut_off(
         self, group: TrajectoryBatch | None, result: list[Trajectory], episode: Episode
     ) -> TrajectoryBatch | None:
-        """Count the trajectories that were cut off or split, and mask the former if rollout.cut_off is `mask`."""
+        """Count the trajectories that were cut off or split, and mask those cut off if rollout.cut_off is `mask`.
+
+        Return None if nothing would then be trained.
+        """
         splits = [trajectory.split for trajectory in result if trajectory.split]
         self._metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})
         count = sum(trajectory.is_cut_off for trajectory in result)
@@ -559,11 +563,11 @@ class RolloutExecutor:
         return group if bool(group["loss_mask"].any()) else None
 
     def _oldest_kept(self) -> int:
-        """Return the oldest token version with which a kept reply may be reused."""
+        """Return the oldest policy version whose tokens a reused reply may contain."""
         return self._engine.get_version() - self._config.max_staleness if self._config.stale == "drop" else 0
 
     def _begun(self, episode: Episode) -> int:
-        """Return the version at which the episode's oldest kept reply was begun."""
+        """Return the policy version at which the episode's oldest kept reply began; the current one without replies."""
         return episode.replies.since if len(episode.replies) else self._engine.get_version()
 
 
@@ -589,8 +593,8 @@ def first_of(error: BaseException) -> BaseException:
 def sample_key(data: dict[str, Any], otherwise: str, step: str = "") -> str:
     """Return the name from which a prompt's sampling seeds are derived.
 
-    A prompt with an index in the data set gets a name that does not depend on the rank that runs it, nor on what else
-    that rank has run, such as an evaluation.
+    If a prompt has an index in the data set, its name depends neither on the rank that runs it nor on what else that
+    rank has run, such as an evaluation.
     """
     if "prompt_index" in data and "epoch" in data:
         return f"{step}prompt {data['epoch']}/{data['prompt_index']}"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = {"environment": "environment", "tools": "tool", "agent": "agent"}
-"""Expected kind of each workflow argument that is an import path. Other names, of user workflows, may be of
-any kind."""
+"""Expected kind of object for each workflow argument that is an import path. Other arguments, which only user workflows
+have, may be of any kind."""
 
 
 def configured_rewards(config: TrainConfig) -> list[Ingredient]:
@@ -64,17 +64,17 @@ class TriedReward:
     """Outcome of trying the configured reward before a run."""
 
     value: float | None
-    """Value of the parts that workers compute; None if there are none."""
+    """The reward that a worker computed, without parts that are coroutines; None if all parts are."""
     reached: list[str]
-    """Import paths of parts whose servers accept connections; nothing was requested of them."""
+    """Import paths of parts whose servers accept connections; no reward was requested from these."""
     not_tried: list[str]
     """Import paths of parts whose servers could not be checked."""
 
 
 def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> TriedReward:
-    """Try the configured reward on a prompt's row: in a worker, as in the run, with the row's answer as the reply.
+    """Try the configured reward on a prompt's row, in a worker as in the run. The row's answer serves as the reply.
 
-    Of rewards that are coroutines, check only that their servers are reachable. Raises ValueError, which says in one
+    For rewards that are coroutines, check only that their servers are reachable. Raises ValueError, which says in one
     line what the reward did and where, or which server does not answer.
     """
     every, key = configured_rewards(config), f"rollout.{'recipe' if config.rollout.recipe else 'reward'}"

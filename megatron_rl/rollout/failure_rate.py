@@ -1,4 +1,7 @@
-"""The share of tries that infrastructure failed. If it is too large, the run stops before training on the remainder."""
+"""The share of tries of samples that failed for lack of infrastructure. If it is too large, the run stops.
+
+Otherwise the run would train on the samples that happened to be spared.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from megatron_rl.api import InfrastructureFailure
 NEWEST = 256
 """Minimum number of recent tries to judge by. Fewer say little about a service that fails occasionally."""
 WINDOW_S = 60.0
-"""All tries of the last WINDOW_S seconds count, if they are more than NEWEST. In a large run, a service that is down
-for one second fails hundreds of tries at once while the other samples succeed."""
+"""All tries of the last WINDOW_S seconds count, even if they are more than NEWEST. Otherwise a service that is down for
+one second could stop a large run, because it fails hundreds of tries at once."""
 
 
 class FailureRate:
@@ -20,9 +23,9 @@ class FailureRate:
     For example:
 
         rate = FailureRate(most=0.5)
-        rate.add(None)  # a try that went well, or failed by itself
+        rate.add(None)  # a try that succeeded, or failed for another reason
         rate.add(ContainerFailed("..."))
-        why = rate.excess()  # None, or the words that a run ends with
+        why = rate.excess()  # None, or the message with which to end the run
     """
 
     def __init__(self, most: float) -> None:

@@ -186,7 +186,7 @@ def _check_turn_rewards(group: TrajectoryBatch) -> None:
 def is_tensordict(result: Any) -> bool:
     """Return whether the result is a TensorDict, without importing tensordict.
 
-    Only a workflow that uses TensorDicts has imported the package, which takes longer than everything else here.
+    Importing the package takes longer than everything else here. A workflow that uses TensorDicts has imported it.
     """
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(result, tensordict.TensorDict)
@@ -266,8 +266,8 @@ def mask_cut_off(group: TrajectoryBatch, result: list[Trajectory]) -> None:
 def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:
     """Raise RuntimeError for tokens that were already too stale when the episode began at `version`.
 
-    Retrying would repeat this forever, because no later try has fresher tokens. Tokens that are merely older than
-    `version` may come from a journal.
+    Retrying would repeat this forever, because no later try has fresher tokens. Tokens that are older than `version`
+    but within `max_staleness` are valid, because they may come from a journal.
     """
     versions = trained_runs(group).values if group is not None else torch.empty(0)
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:

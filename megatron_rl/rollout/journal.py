@@ -3,9 +3,9 @@
 With `rollout.journal_replies` it also keeps the individual replies of unfinished episodes.
 
 There is one append-only file per rollout rank and interval between checkpoints. Each process writes new files and never
-modifies those of earlier ones. A thread writes a group before any record of its outcome, and so before it is trained.
-Once written, a record survives the death of the process. It also survives a power failure after its batch is trained
-and the next checkpoint has begun. Unreadable parts are reported and left in place, and their prompts are sampled again.
+modifies those of earlier ones. A group is written before any record of its outcome, and so before it is trained. Once
+written, a record survives the death of the process. Once its batch is trained and the next checkpoint has begun, it
+also survives a power failure. Unreadable parts are reported and left in place, and their prompts are sampled again.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _DTYPES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     torch.bool: "BOOL",
 }
-"""Safetensors' names of dtypes. Columns of other dtypes cannot be trained either."""
+"""Dtype -> its name in safetensors files. Columns of other dtypes cannot be trained either."""
 _METADATA_BYTES = struct.Struct("<Q")
 """The first bytes of a safetensors blob: length of its JSON header."""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """One record, read back. `event` includes its `event` name. Payloads of groups and replies stay in the file."""
+    """One record, read back. `event["event"]` is its kind. Payloads of groups and replies stay in the file."""
 
     event: dict[str, Any]
     path: Path
@@ -120,7 +120,7 @@ class RolloutJournal(RolloutEvents):
     def begin_file(self) -> None:
         """Begin a new file, as every checkpoint does. Return once the records so far are on the disk.
 
-        New records do not wait for that, which may take seconds, because the event loop writes them.
+        New records do not wait for the disk, which may take seconds, because the event loop writes them.
         """
         self.settle()
         with self._lock:
@@ -338,7 +338,7 @@ def _about(blob: bytes) -> dict[str, Any]:
 
 
 def next_run_attempt(folder: str | Path) -> int:
-    """Return a number that no start of the run has had."""
+    """Return the number of this start of the run, which no earlier start has had."""
     return max((_run_attempt_of(path) for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
 
 
@@ -363,7 +363,7 @@ def drop_files_before(folder: str | Path, step: int) -> None:
 
 @dataclass(kw_only=True)
 class Sampled:
-    """A group or reply of an earlier process. `branch`: last policy version that its process shares with this run."""
+    """A group or reply of an earlier process. `branch`: last policy version common to that process and this run."""
 
     record: Record
     branch: int
@@ -372,9 +372,10 @@ class Sampled:
 class Restored:
     """Groups and replies of earlier processes that a run resumed at `version` may still train.
 
-    Tokens sampled by weights that were lost with their process count as sampled at the last common version, that of the
-    checkpoint. Two distances may not exceed `max_staleness`: the age counted from that version, and the distance from
-    it to the lost version. A synchronous run therefore restores only groups of the step in which it was killed.
+    Weights trained after the checkpoint were lost with their process. Tokens that they sampled count as sampled at the
+    checkpoint's version. Two distances may not exceed `max_staleness`: from a group's oldest version (counted this way)
+    to the current one, and from the checkpoint's version to the newest lost version in the group. A synchronous run
+    therefore restores only groups of the step in which it was killed.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class Restored:
         self.faults: list[str] = []
         """Unreadable parts, and files of a run with other settings, one description per file."""
         self.groups = self.replies = 0
-        """Number taken so far."""
+        """Numbers of groups and of replies taken so far."""
         self._sampled: dict[str, Sampled] = {}
         self._replies: dict[tuple[str, str], Sampled] = {}
         self._steps: dict[tuple[str, str], dict[str, Any]] = {}
@@ -453,9 +454,9 @@ class Restored:
 
 @dataclass(frozen=True)
 class JournaledEpisode:
-    """One episode's part of the journals; an EpisodeRecord.
+    """One episode's access to earlier processes' journals and to this one's; an EpisodeRecord.
 
-    A reply is identified by its request: prompt tokens, options, sample, and the number of equal requests before it. So
+    A reply is identified by its request: prompt tokens, options, sample, and a running count of identical requests. So
     each turn gets its own reply, whatever the order of completion. A turn whose prompt differs this time, for example
     because a tool answered differently, gets a new reply.
     """
@@ -527,8 +528,8 @@ def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
 def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
     """Return an open file that holds the lock of a rank's journal until the file's last copy is closed.
 
-    A trainer passes it to its rollout process, which holds it for its whole life. Raises BlockingIOError if another
-    process holds the lock.
+    The trainer passes the file to its rollout process, which keeps it open until it ends. Raises BlockingIOError if
+    another process holds the lock.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)

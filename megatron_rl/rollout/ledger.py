@@ -1,7 +1,7 @@
 """The ledger of prompts that a rollout rank has handed out and whose outcome is open.
 
 With it a resumed run, with any number of rollout ranks, takes every prompt exactly once: first the open ones, then the
-next ones. A prompt that the success rates skip has had its turn.
+next ones. A prompt that is skipped for its success rate counts as taken.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_rl.rollout.journal import is_numbered
 
 @dataclass(frozen=True)
 class Share:
-    """A rollout rank's part of the endless prompt order: of every `period` numbers, those from `first` up to `end`.
+    """A rollout rank's part of the endless prompt order: of every `period` numbers, those in range(first, end).
 
-    A period is a step's prompts, so that a rank's part of a step does not depend on how far ahead it samples.
+    A period is a step's prompts, so that a rank's part of a step does not depend on how far ahead the rank samples.
 
         Share.of_rank(1, 2, per_step=8)  # Share(period=8, first=4, end=8): 4 to 7, 12 to 15, ...
     """
@@ -57,8 +57,8 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
     """Iterates over one rank's prompts, and closes those that were consumed or given up.
 
     A prompt is identified by its number. It stays open while its group waits to be trained. With `rates`, prompts are
-    skipped according to their success rates. `outcomes` holds those of closed prompts until they are added to the
-    rates.
+    skipped according to their success rates. `outcomes` holds the outcomes of closed prompts until `add_outcomes` adds
+    them to the rates.
 
         ledger = PromptLedger(prompts, Share.of_rank(1, 2, per_step=8))
         next(ledger)  # the prompt at place 4
@@ -72,8 +72,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
         self._undecided: set[int] = set()
-        """Numbers in `_again` that no process has taken or skipped yet, because this share lagged behind another
-        rank's."""
+        """Numbers in `_again` that no process has taken or skipped yet, because their rank was behind another one."""
         self._next = share.first
         self._open: set[int] = set()
 
@@ -88,7 +87,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
                 self.passed_over += 1
 
     def _take_number(self) -> tuple[int, bool]:
-        """Return the next number, and whether an earlier process has handed it out."""
+        """Return the next number, and whether an earlier process has already handed out its prompt."""
         if self._again:
             number = self._again.pop(0)
             is_decided = number not in self._undecided
@@ -101,7 +100,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         """Return the ledger's state for a checkpoint.
 
         It has the open numbers, those among them that were neither taken nor skipped yet, the next number, the share,
-        and the outcomes since `add_outcomes`.
+        and the outcomes not yet added to the rates.
         """
         with self._lock:
             numbers = {"open": sorted([*self._open, *self._again]), "undecided": sorted(self._undecided)}
@@ -116,7 +115,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
             self.rates.add(outcomes)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take over this rank's part of the open prompts of all ranks of the earlier process."""
+        """Take over this rank's part of the prompts that all ranks of the earlier run left open."""
         # No rank has handed out a number from `base` on. Below it, each rank's share and `next` tell which ones.
         base = max(state["next"] for state in states)
         base += -base % self.share.period

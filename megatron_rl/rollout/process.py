@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 10.0
 PULSE_S = 2.0
-"""Interval between liveness checks."""
+"""Seconds between two liveness checks."""
 ANSWER_S = 4.0
 """Timeout for the hang report of a process that may itself hang."""
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
@@ -66,7 +66,7 @@ class RolloutProcess(RolloutStub):
     ) -> None:
         """Start the process; call `begin` and `connect` next.
 
-        Call this from the main thread, whose end also ends the process.
+        Call this from the main thread, because the process ends when the thread that started it ends.
 
         on_death(message) is called from a thread of this object if the process ends unexpectedly. on_drop(url, reason)
         is called for each server that fails a publication. lock: the journal's lock, which the process takes over.
@@ -107,7 +107,7 @@ class RolloutProcess(RolloutStub):
         self._begun = self._caller.start("begin", beginning)
 
     def connect(self, urls: list[str]) -> None:
-        """Wait until the process is ready and has connected to the servers. Raises the error that prevented it."""
+        """Wait until the process is ready and has connected to the servers. Raises the process's error if it fails."""
         assert self._begun is not None, "begin comes first"
         self._begun.result()
         self._caller.call("connect", urls)
@@ -182,8 +182,8 @@ class RolloutProcess(RolloutStub):
     def hang_report(self) -> str:
         """Describe what the process has under way, for a run that hangs. Callable from any thread.
 
-        The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so,
-        and SIGUSR2 makes it write its stacks if it still runs.
+        The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so.
+        If it still runs, SIGUSR2 then makes it write its stacks.
         """
         try:
             return str(self._caller.start("hang_report").result(ANSWER_S))
@@ -194,7 +194,7 @@ class RolloutProcess(RolloutStub):
             return str(error)
 
     def silent(self) -> Silence:
-        """Return the stalled parts of the process, each with its duration and a remedy. Callable from any thread."""
+        """Return the stalled parts of the process, with seconds of silence and a remedy. Callable from any thread."""
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
         stacks = f" kill -USR2 {self.process.pid} writes its stacks to run.folder/hang."
         found = {who: (age_s, f" The thread that hears it is {where(self._caller.hearing)}.{stacks}")}

@@ -27,7 +27,7 @@ class ResumePoint:
     fingerprint: str
     """Hash of every setting that affects a sampled group."""
     resumed: dict[str, Any] | None
-    """State of the checkpoint that the run resumes. {} if it had none yet, None for a new run."""
+    """State of the resumed checkpoint; {} if a resumed run has none yet; None for a new run."""
     rates: SuccessRates | None = None
     """Success rates of the prompts, if data.sampling uses them. The process updates its own copy."""
 
@@ -75,7 +75,7 @@ class ResumeState:
         return [it for it in (self.ledger, self.buffer, self.journal) if it is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank, as of now."""
+        """Return this rank's current state, for a checkpoint."""
         return self.ledger.state_dict() | ({} if self.buffer is None else {"reuse": self.buffer.state_dict()})
 
     @property

@@ -1,8 +1,8 @@
-"""Solved groups that a rollout rank has trained, kept to be trained again in addition to fresh ones.
+"""Solved groups that have been trained, kept by a rollout rank to be trained again in addition to fresh ones.
 
-Their tokens stay in the journal, whose files are kept as long as the buffer may refer to them. The buffer has only
-their locations. It does not affect how fresh groups are admitted, aged and counted: reused groups are added to those
-and marked.
+Their tokens stay in the journal, whose files are kept as long as the buffer may refer to them. The buffer itself has
+only their locations. It does not affect how fresh groups are admitted, aged and counted: reused groups are appended
+to the fresh ones and marked.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Entry:
 class ReuseBuffer(RolloutEvents):
     """One rollout rank's part of the run's reuse buffer. It must receive events before its journal does.
 
-    A group is solved if a sample has at least the reward `solved_reward` and not all rewards are equal. Of each prompt
-    the newest solved group is kept. The oldest groups are dropped if there are too many, and all older than
-    `max_age_steps`.
+    A group is solved if a sample has at least the reward `solved_reward` and not all rewards are equal. Only each
+    prompt's newest solved group is kept. Groups older than `max_age_steps` are dropped, and the oldest if there are
+    too many.
 
         buffer = ReuseBuffer(config.reuse, journal, folder, seed=1, rank=0, ranks=1)
         drawn = buffer.draw()  # before the step's own groups are consumed
@@ -54,13 +54,13 @@ class ReuseBuffer(RolloutEvents):
         self.step = 0
         """Number of `draw` calls."""
         self.entries: list[Entry] = []
-        """Oldest first."""
+        """The buffered groups, oldest first."""
         self._solved: set[int] = set()  # numbers of prompts whose groups wait to be trained
 
     def draw(self) -> list[Entry]:
         """Begin a step and return the entries that it reuses, without repetition.
 
-        Depends on seed, step, rank and buffer only.
+        The choice depends only on seed, step, rank and buffer.
         """
         self.step += 1
         self.entries = [entry for entry in self.entries if self.step - entry.step <= self.options.max_age_steps]

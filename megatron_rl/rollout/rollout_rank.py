@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = {"fail", "hang_report"}
-"""Calls that end or describe the call under way. They run immediately, because waiting for it would block forever."""
+"""Calls that end or describe the call in progress. They run at once, because that call may never end by itself."""
 BESIDE = {"prepare_batch", "evaluate"}
-"""Calls that last as long as episodes do, so that other calls may run meanwhile."""
+"""Calls that run concurrently with others, because they last as long as episodes do."""
 REWARDS_START_S = 20.0
 """Time allowed for reward servers that start together with the run."""
 
@@ -62,13 +62,13 @@ class Beginning:
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
-    """The trainer's tokenizer. Finding a model's tokenizer would import all of transformers' models, which takes
+    """The trainer's tokenizer. Loading another one here would import all of transformers' models, which takes
     seconds."""
     resume_point: ResumePoint
     prompts: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
     sys_path: list[str]
-    """The trainer's sys.path, so that users' workflows and rewards are found as they are there."""
+    """The trainer's sys.path, so that this process can import the same user workflows and rewards."""
     routes: RouteForm | None = None
     """Form of the model's expert routes, if the trainer replays them."""
 
@@ -123,9 +123,10 @@ class RolloutRank(RolloutService):
         )
 
     async def connect(self, urls: list[str]) -> None:
-        """Connect to the servers. Raises ValueError also for a server that accepts no weights.
+        """Connect to the servers, and check that they accept weights and that the rewards' servers answer.
 
-        Raises InfrastructureFailure if a reward's server does not answer, instead of minutes later at its first use.
+        In addition to RolloutService's errors, raises ValueError for a server that accepts no weights. Raises
+        InfrastructureFailure if a reward's server does not answer. Otherwise its first use would fail, minutes later.
         """
         await self.recipe.reach(REWARDS_START_S)
         await super().connect(urls)
@@ -211,7 +212,7 @@ class RolloutRank(RolloutService):
         return self.resume_state.faults
 
     async def rotate_journal(self, oldest_checkpoint: int) -> None:
-        """Begin a new journal file, as a checkpoint begins.
+        """Begin a new journal file when a checkpoint begins.
 
         Runs in a thread, so that a slow disk does not block episodes.
         """
@@ -219,7 +220,7 @@ class RolloutRank(RolloutService):
 
 
 PLAIN = (str, int, float, bool, type(None))
-"""Types of a log record's own fields."""
+"""Types of the log record fields that are sent to the trainer."""
 
 
 class ToTrainer(logging.handlers.QueueHandler):
@@ -231,7 +232,7 @@ class ToTrainer(logging.handlers.QueueHandler):
         self.wire = wire
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Send the record without users' objects, whose classes the trainer may lack or be unable to build."""
+        """Send the record without users' objects, whose classes the trainer may lack or fail to construct."""
         tell(self.wire, "log", {name: value for name, value in vars(record).items() if type(value) in PLAIN})
 
 
@@ -243,10 +244,10 @@ def tell(wire: RpcSocket, name: str, *args: Any) -> None:
 
 
 def collect_garbage_seldom() -> None:
-    """Freeze the loaded objects, and collect after 100,000 new objects instead of 700.
+    """Exempt all current objects from garbage collection, and collect after 100,000 new ones instead of 700.
 
-    Replies are tensors, so there are few objects and fewer cycles. Collection took a quarter of the time of short
-    replies.
+    Replies are tensors, so they create few objects and hardly any cycles. By default, collection took a quarter of the
+    time of short replies.
     """
     gc.collect()
     gc.freeze()
@@ -254,7 +255,7 @@ def collect_garbage_seldom() -> None:
 
 
 def serve_trainer(end: socket.socket) -> None:
-    """Answer the trainer's calls until the trainer closes or dies. Then end this process unconditionally.
+    """Answer the trainer's calls until it closes the connection or dies. Then end this process unconditionally.
 
     The main thread runs the event loop. Two more threads read calls and send the results of futures.
     """

@@ -1,4 +1,4 @@
-"""The rollout of one client on one event loop: its servers, the client that samples from them, and the executor.
+"""A rollout on one event loop: its servers, the client that samples from them, and the executor.
 
 `RolloutRank` is this service in a rollout process. `RemoteSGLangEngine` runs it on a thread of the caller's process.
 """
@@ -24,7 +24,7 @@ from megatron_rl.telemetry.rollout_metrics import Counts
 
 
 class RolloutService(ServerWeights):
-    """The methods by which a trainer controls its rollout; with those of ServerWeights they make a WeightReceiver.
+    """The methods by which a trainer controls its rollout. It is also a WeightReceiver, through ServerWeights.
 
     Coroutines must run on the event loop that `connect` ran on. Everything else may be called from any thread.
 
@@ -42,7 +42,7 @@ class RolloutService(ServerWeights):
         events: Sequence[RolloutEvents] = (),
         records: Records = NO_RECORDS,
     ) -> None:
-        """`events` are told of each training prompt. Whatever `records` hold of a prompt is not generated again."""
+        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again."""
         self.config, self._events, self._records = config, events, records
         self.client = SamplingClient(
             config,

@@ -4,7 +4,7 @@ One side calls, the other serves. A frame is a pickled message followed by the b
 answer becomes a Future on the caller's side, which completes like the original. Cancelling it cancels both.
 
 Unpickling is safe here: data comes only from the trainer or the child that it started, over an anonymous socket pair.
-Servers' answers pass through it only as validated numbers and text.
+What servers answered is sent only as validated numbers and text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Unreadable(RuntimeError):
 class RpcSocket:
     """Sends and receives messages.
 
-    Any thread may send, one receives. Raises EOFError or OSError if the peer is gone.
+    Any thread may send, but only one may receive. Raises EOFError or OSError if the peer is gone.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -65,7 +65,7 @@ class RpcSocket:
         os.register_at_fork(after_in_child=close_in_child)
 
     def send(self, message: Any, *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
-        """Send a message. name_of: returns a number for each future in it."""
+        """Send a message. name_of: returns a number for each future in the message."""
         buffers: list[memoryview] = []
         head = _pack(message, buffers, name_of)
         sizes = [len(head), *(buffer.nbytes for buffer in buffers)]
@@ -77,7 +77,7 @@ class RpcSocket:
                 self._socket.sendall(buffer)
 
     def receive(self, *, future_of: Callable[[int], Future[Any]] | None = None) -> Any:
-        """Receive a message. future_of: returns the future for a number in it."""
+        """Receive a message. future_of: returns the future for each number in the message."""
         (count,) = _COUNT.unpack(self._read(_COUNT.size))
         sizes = struct.unpack(f"<{count}Q", self._read(8 * count))
         head, *buffers = [self._read(size) for size in sizes]
@@ -155,10 +155,10 @@ class RpcServer:
     """Answers the peer's calls, on the event loop that `serve` runs on.
 
     find(name) returns the function that answers calls of that name. Calls are answered one after the other; an
-    awaitable is awaited before the next call. Exceptions: calls named in `at_once` are answered by the reading thread,
-    even if the event loop is blocked. Coroutine functions named in `beside` run concurrently with others. PULSE is
+    awaitable is awaited before the next call. Only calls named in `at_once` are answered by the reading thread, even if
+    the event loop is blocked, and coroutine functions named in `beside` run concurrently with others. PULSE is
     answered at once, with the seconds that each current call has lasted. Another thread sends the results of futures,
-    because a batch takes long.
+    because sending a batch takes long.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class RpcServer:
         self.wire, self._find, self._at_once, self._beside = wire, find, {*at_once, PULSE}, set(beside)
         self._busy: dict[str, float] = {}
         self._futures: dict[Key, Future[Any] | asyncio.Task[Any]] = {}
-        """Pending futures and tasks: requested, or part of an answer."""
+        """Pending tasks of calls, and pending futures in answers."""
         self._numbers = iter(range(1 << 62))
         self._done: queue.SimpleQueue[tuple[Key, Future[Any] | asyncio.Task[Any]]] = queue.SimpleQueue()
         self._messages: asyncio.Queue[tuple[Any, ...] | BaseException] = asyncio.Queue()
@@ -286,7 +286,7 @@ class Unsendable(RuntimeError):
 
 
 def _portable(error: BaseException) -> tuple[bytes, str, str]:
-    """Return an error as (pickle, or empty if it has none; type and message; traceback)."""
+    """Return an error as (its pickle, empty if it cannot be pickled; type and message; traceback)."""
     words = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
@@ -326,8 +326,8 @@ class RpcClient:
     """Calls the other process. One of its threads receives the answers.
 
     on_told(name, args) is called, from that thread, for unsolicited messages. on_end(fault) is called there once the
-    peer is gone, or once `fault` prevents further receiving. The exception that it returns is raised by all waiting and
-    later calls.
+    peer is gone, or once `fault` prevents further receiving. All waiting and later calls raise the exception that
+    on_end returns.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
 
         Callbacks are called on the event loop's thread.
 
-        config: from a TrainConfig, the section rollout is used, and batch.prompts_per_step for `prepare_batch`.
+        config: of a TrainConfig, only the section `rollout` and batch.prompts_per_step (for `prepare_batch`) are used.
         """
         self._prompts_per_step: int | None = None
         if isinstance(config, TrainConfig):
@@ -161,7 +161,7 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
 
 
 def rows_of(source: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `source`, flattening lists. A source that is no iterator is restarted without end.
+    """Yield the rows of `source`, flattening lists. A source that is no iterator is repeated without end.
 
     Raises ValueError for an entry that is no row, and for a source without rows.
     """

@@ -1,6 +1,7 @@
 """Decides when another episode may start: the admission rule of asynchronous RL (AReaL, arXiv 2505.24298).
 
-It holds only counts. A version is a publication, so it rises by at most one per step, however many updates a step has.
+It holds only counts. The policy version counts publications, so it rises by at most one per step, however many updates
+the step has.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass
 class AdmissionGate:
-    """Counts of one executor's episodes, and how many more the bounds admit."""
+    """Counts one executor's episodes, and computes how many more may start."""
 
     max_concurrent: int
     max_staleness: int
@@ -19,9 +20,9 @@ class AdmissionGate:
     surplus: int = 0
     """Groups that may be sampled beyond the bound (oversampling)."""
     accepted: int = 0
-    """Groups of this run, taken or waiting to be."""
+    """Groups of this run that steps have taken, or that wait to be taken."""
     running: int = 0
-    """Running episodes that were admitted. `others` were not; they count only for concurrency."""
+    """Running episodes that this gate admitted. `others` bypassed it; they count only for concurrency."""
     others: int = 0
 
     @property

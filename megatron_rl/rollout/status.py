@@ -37,7 +37,7 @@ class StatusFile:
 
     status = StatusFile(path, lambda: executor, tokenizer, version=client.get_version, servers=membership.states)
     status.begin()
-    await status.close()  # with a last word that the process ended
+    await status.close()  # the file then says that the process has ended
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StatusFile:
             self._write(self.status() | {"ended": True})
 
     def status(self) -> dict[str, Any]:
-        """Return the status as JSON-compatible data, in time independent of the load. Call this on the event loop."""
+        """Return the status as JSON-compatible data. Takes the same time at any load. Call this on the event loop."""
         executor, now = self._executor(), time.monotonic()
         running = executor.running
         return {

@@ -1,4 +1,4 @@
-"""Checks that an object is a workflow. Errors name the user's class and line, and appear by the first episode."""
+"""Checks that an object is a workflow. Errors name the user's class and line, in the first episode at the latest."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ RIGHT = 1.0
 
 
 def pass_at_k(replies: int, right: int, k: int) -> float:
-    """Estimate the chance that at least one of k replies is right, given `right` correct ones of `replies` samples.
+    """Estimate the chance that at least one of k replies is right, if c = `right` of n = `replies` samples were.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv 2107.03374, eq. 1.
     """
@@ -24,9 +24,9 @@ def pass_at_k(replies: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """Return the reward of the most frequent answer; the mean for ties. Blank answers do not vote.
+    """Return the reward of the most frequent answer, or the mean reward of those tied. Blank answers do not vote.
 
-    An answer's reward is the mean reward of the replies that give it. 0 if all answers are blank.
+    An answer's reward is the mean reward of the replies that give it. The result is 0 if all answers are blank.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
@@ -52,8 +52,8 @@ def as_samples(
 ) -> tuple[list[float], list[str]]:
     """Return the reward and the answer of each sample, in order of sample number, from its trajectories.
 
-    samples: sample number of each trajectory. A sample's reward is the mean of its trajectories' rewards, so that it is
-    right only if all of them are. Its answer is their most frequent one, the first for ties.
+    samples: sample number of each trajectory. A sample's reward is the mean of its trajectories' rewards, so the sample
+    is right only if all of its trajectories are. Its answer is the most frequent one among them, the first if tied.
     """
     rows: dict[int, list[int]] = {}
     for row, sample in enumerate(samples):
@@ -66,7 +66,7 @@ def as_samples(
 
 
 def summarize(rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the metrics of a data set from its replies' rewards and answers, by prompt: `[P][n]`, where n may vary.
+    """Return the metrics of a data set. rewards, answers: those of each prompt's replies, `[P][n]`; n may vary.
 
     Metrics are `accuracy`, or `reward/mean` if rewards other than 0 and 1 occur. If every prompt has at least n >= 2
     replies, they include pass@k for k = 2, 4, 8, ... and n, and maj@n.

@@ -134,7 +134,10 @@ def dry_run(config: TrainConfig) -> str:
 
 
 def check_fields(key: str, prompts: Prompts) -> None:
-    """Raise ValueError for a prompt that lacks a field, or has it empty, if at least 90 % of its source have it."""
+    """Raise ValueError if a prompt lacks `answer` or `tests` but at least 90 % of the prompts of its source have it.
+
+    An empty field counts as missing.
+    """
     for source in dict.fromkeys(prompt.get("source") for prompt in prompts):
         members = [(n, it) for n, it in enumerate(prompts, start=1) if it.get("source") == source]
         for name in ("answer", "tests"):
@@ -147,7 +150,7 @@ def check_fields(key: str, prompts: Prompts) -> None:
 
 
 def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
-    """Raise ValueError for an invalid value model: incomplete, not fitting its layout, or with another vocabulary."""
+    """Raise ValueError if a value model is incomplete, does not fit its layout, or has another vocabulary."""
     folder = engine.model.path
     arch = read_architecture(folder).with_head("value")
     if engine.model.init == "hf":
@@ -161,7 +164,7 @@ def check_value_model(key: str, engine: EngineConfig, policy: Architecture, mega
 
 
 def check_publication(config: TrainConfig, arch: Architecture) -> None:
-    """Raise ValueError if the servers that the run starts cannot compute the adapters that it publishes."""
+    """Raise ValueError if the servers that the run starts cannot compute the adapters that the run publishes."""
     options = config.rollout
     if options.publication != "adapters" or options.backend != "sglang" or platform.has_cuda():
         return

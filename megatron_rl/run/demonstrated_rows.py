@@ -1,4 +1,4 @@
-"""Demonstrations: rows of answers that an RL step trains in addition to its trajectories."""
+"""Demonstrations: rows of answers on which an RL step trains in addition to its trajectories."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Demonstrations:
     def __init__(
         self, config: TrainConfig, groups: ParallelGroups, tokenizer: PreTrainedTokenizerBase | None, *, context: int
     ) -> None:
-        """tokenizer: with None, no rows are loaded. context: maximum tokens of a row."""
+        """tokenizer: if None, no rows are loaded. context: maximum tokens of a row."""
         self.options, self.algo, self.groups = config.demonstrations, config.algo, groups
         self.rows = None if tokenizer is None else load_demonstrations(config, tokenizer, context=context)
         self.order: PromptIterator | None = None
@@ -69,7 +69,7 @@ class Demonstrations:
             self.order.number = state["step"] * self.options.rows_per_step
 
     def add(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
-        """Return the updates with their demonstrations: marked tokens, and each update's part of the rows.
+        """Return the updates with demonstrations: tokens that a workflow marked, and each update's part of the rows.
 
         Raises ValueError if a workflow marks tokens although no weight is set for them.
         """
@@ -91,7 +91,7 @@ class Demonstrations:
         return [scaled(share, self.options.weight, total) for share, total in zip(mixed, totals, strict=True)]
 
     def _own_rows(self, update: int, updates: int) -> TrajectoryBatch | None:
-        """Return the part of an update's rows that this replica trains."""
+        """Return the part of an update's rows on which this replica trains."""
         if self.rows is None or self.order is None:
             return None
         first = self.order.number

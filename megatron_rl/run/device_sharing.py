@@ -1,8 +1,8 @@
 """Devices that rollout servers and the trainer share (rollout.colocated), and who uses them when.
 
 While servers generate, every engine waits in host memory. While the trainer works, the servers have no KV cache, and
-from the end of a rollout to the publication no weights either. An engine takes its turn by itself when it is used, so
-no phase of the loop can forget to request the device.
+from the end of a rollout to the publication no weights either. An engine moves onto the device by itself when it is
+used, so no phase of the loop can forget to request the device.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ class DeviceSharing:
         nodes: Axis | None = None,
         dropped: dict[str, str] | None = None,
     ) -> None:
-        """nodes, dropped: those of RolloutProcesses.
+        """nodes, dropped: the attributes of RolloutProcesses.
 
         Each node's first rank has a supervisor; the main rank's process commands all servers.
         """
         self.groups, self.timers, self.supervisor, self.process = groups, timers, supervisor, process
         self.nodes, self.dropped = nodes, {} if dropped is None else dropped
         self._starts: dict[str, int] = {}
-        """URL -> process id of this node's servers when their memory was last set."""
+        """URL -> process id of each of this node's servers when `_set_memory` last ran."""
         self.are_shared = config.rollout.colocated
         self.held = ALL_MEMORY if self.are_shared else NO_MEMORY
-        """Parts of their memory that the servers hold now: all at first. Empty if they do not share devices."""
+        """Parts of GPU memory that the servers currently hold: initially all. Empty if the devices are not shared."""
         self.engines: SharedDevice | None = None
-        """The trainer's side of the sharing. None if every engine stays on the device."""
+        """Moves the trainer's engines on and off the device. None if every engine stays on it."""
         if self.are_shared or config.run.offload:
             self.engines = SharedDevice(one_at_a_time=config.run.offload, make_room=self._make_room)
 
     def give_to_servers(self) -> None:
-        """Move the engines out and give the servers, which have the weights, their cache.
+        """Move the engines to host memory and give the servers their KV cache, so that they can generate.
 
-        They can generate afterwards.
+        The servers must already have the weights.
         """
         if not self.are_shared or self.held == ALL_MEMORY:
             return
@@ -75,7 +75,7 @@ class DeviceSharing:
                 self.supervisor.take_devices_back()
 
     def give_to_trainer(self) -> None:
-        """Take the devices from the servers. They also release their weights, which will be replaced."""
+        """Take the devices from the servers. They also release their weights, because a publication replaces them."""
         self._lend(NO_MEMORY)
 
     def prepare_publication(self) -> None:
@@ -97,9 +97,9 @@ class DeviceSharing:
             supervisor.start_missing()  # those that die from now on
 
     def _make_room(self) -> None:
-        """Free the cache when an engine comes in while the servers may generate, for example to save.
+        """Free the servers' KV cache if an engine needs the device, for example to save, while servers may generate.
 
-        The servers keep their weights, which are current.
+        The servers keep their weights, because these are current.
         """
         if self.held == ALL_MEMORY:
             self._lend(WEIGHTS)
@@ -113,7 +113,10 @@ class DeviceSharing:
             self._set_memory(parts)
 
     def _set_memory(self, parts: frozenset[str]) -> list[str]:
-        """Set the servers' memory. Return the URLs of failed servers, on the ranks that started some."""
+        """Make the servers hold exactly these parts of their memory.
+
+        Return the URLs of failed servers on ranks that started servers, [] on others.
+        """
         dist.barrier(self.groups.control)  # until every engine is out
         dead: list[str] = []
         if self.supervisor is not None and self.nodes is not None:

@@ -23,7 +23,7 @@ class Evaluations:
     """The evaluations of one run, begun and logged in step order. Ranks other than 0 never begin one.
 
     Evaluations are due before the first step, after the last, and in between as configured. An asynchronous run does
-    not wait for those in between, whose replies may then span several versions.
+    not wait for those in between, whose replies may then come from several policy versions.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ def mean_reward(scores: SetScores) -> float:
 def score_sets(
     tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, prompts: dict[str, list[dict[str, Any]]]
 ) -> dict[str, SetScores]:
-    """Return the scores of each set that has a reply. `batch` holds an evaluation of all sets' prompts in order.
+    """Return the scores of each set that has a reply. The batch's `prompt` numbers the prompts through all sets.
 
-    Trajectories with the same `sample`, such as those of a debate's agents, belong to one try and count as one reply.
+    Trajectories with the same `sample`, such as those of a debate's agents, count as one reply.
     """
     batch = take_out_greedy(batch)  # ReMax's baselines do not count as replies
     rows: dict[int, list[int]] = {}
@@ -150,7 +150,7 @@ def score_sets(
 
 
 def draw(batch: TrajectoryBatch, count: int, *, seed: int = 0) -> list[int]:
-    """Draw `count` trajectories at random: first from as many different prompts as possible, then again from these."""
+    """Draw `count` random trajectories: first one of each prompt, then a second one of each, and so on."""
     waiting: dict[int, list[int]] = {}
     # A separate generator, so that logging samples does not change other draws.
     for row in random.Random(seed).sample(range(len(batch)), len(batch)):
@@ -162,7 +162,7 @@ def draw(batch: TrajectoryBatch, count: int, *, seed: int = 0) -> list[int]:
 def decode_samples(
     tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, *, prompts: list[dict[str, Any]] | None = None
 ) -> list[Sample]:
-    """Decode all trajectories of a batch. prompts: indexed by the batch's `prompt_index`, for their answers."""
+    """Decode all trajectories of a batch. prompts: the rows, with answers, that `prompt_index` refers to."""
     answers = [""] * len(batch)
     if prompts is not None and "prompt_index" in batch:
         answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]

@@ -1,8 +1,8 @@
 """Rows and functions that a Python program passes to a run.
 
-They are stored in files in the folder `given` of run.folder, named by a hash of their content. The run's other
-processes and a resumed run find them there. A function of a module is referred to by its import path. Any other, such
-as one from a notebook or from the program itself, is pickled by value into a module that uses cloudpickle.
+They are stored in the folder `given` of run.folder, in files named by a hash of their content. The run's other
+processes and a resumed run load them from there. A function of a module is referred to by its import path. Any other
+function, such as one from a notebook or from the program itself, is pickled by value into a generated module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Given:
         self._files: dict[Path, bytes] = {}
 
     def rows(self, rows: Iterable[Any], *, key: str) -> str:
-        """Return the file for these rows, each a mapping such as a row of Hugging Face datasets.
+        """Return the path of the file for these rows, each a mapping such as a row of Hugging Face datasets.
 
         Raises ValueError if there are no rows, or if a row cannot be written as JSON.
         """
@@ -82,7 +82,10 @@ class Given:
         return path
 
     def _path_of(self, value: Any, key: str) -> str:
-        """Return the import path of a module's function or class and trust the module. Return '' for anything else."""
+        """Return the import path of a module's function or class, or '' for anything else.
+
+        The function's module is added to `modules`, also that of a functools.partial's function.
+        """
         origin = value.func if isinstance(value, functools.partial) else value
         home = str(getattr(origin, "__module__", MAIN))
         if home == MAIN or not (inspect.isroutine(origin) or inspect.isclass(origin)):
@@ -99,9 +102,9 @@ class Given:
             self.modules.append(module)
 
     def _by_value(self, value: Any, key: str) -> str:
-        """Return the import path of a pickled copy.
+        """Return the import path of a copy that is pickled by value.
 
-        Each copy has a separate module, so that its users need not import the other functions.
+        Each copy has its own module, so that importing one does not load the others.
         """
         try:
             pickled = cloudpickle.dumps(value)
@@ -138,7 +141,7 @@ def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
 
 
 def name_of(value: Any) -> str:
-    """Return the name of a callable, or of its class, or 'function' if that is no public identifier."""
+    """Return the name of a callable or else of its class; 'function' if that name is no public identifier."""
     origin = value.func if isinstance(value, functools.partial) else value
     own = getattr(origin, "__name__", type(origin).__name__)
     return own if own.isidentifier() and not own.startswith("_") else "function"

@@ -46,7 +46,7 @@ class PairTraining(RowTraining):
     def ref_logprobs(self, pairs: TrajectoryBatch) -> Tensor:
         """Return the log-probability of every reply token under the current weights, `[N]` float32; 0 for prompts.
 
-        If the loss needs a reference, updates and evaluations need these for their pairs.
+        If the loss needs a reference, pairs need this column as `ref_logprobs` before an update or an evaluation.
         """
         self.engine.eval()
         return exchange.by_token(pairs, self.groups, self.engine.forward, share_prompts=self.share_prompts)
@@ -62,7 +62,7 @@ class PairTraining(RowTraining):
 
 
 class Reference:
-    """Log-probabilities of the pairs still to be trained under the run's initial model, by pair number.
+    """Log-probabilities under the run's initial model, by pair number, for all pairs that remain to be trained.
 
     The engine computes them before its first update, so no second model is needed. Every rank holds 4 bytes for each
     reply token of these pairs, and nothing for their prompts.
@@ -72,21 +72,24 @@ class Reference:
         self._of: dict[int, Tensor] = {}
 
     def keep(self, numbers: list[int], pairs: TrajectoryBatch, logprobs: Tensor) -> None:
-        """Keep the log-probabilities of these pairs. logprobs: `[N]`, for the batch of the pairs `numbers`."""
+        """Keep the log-probabilities of these pairs.
+
+        numbers: the pairs' indices. pairs: their batch. logprobs: `[N]`, one per token of the batch.
+        """
         # Each pair is two sequences, so every second bound separates pairs.
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), pairs["loss_mask"].cumsum(0)])[pairs.cu_seqlens[::2]]
         parts = logprobs[pairs["loss_mask"]].split(ends.diff().tolist())
         self._of |= zip(numbers, parts, strict=True)
 
     def add_to(self, pairs: TrajectoryBatch, numbers: list[int]) -> None:
-        """Set the batch's `ref_logprobs`. numbers: the pairs in the batch."""
+        """Set the `ref_logprobs` of a batch of pairs. numbers: the pairs' indices."""
         known = torch.zeros(len(pairs["loss_mask"]))
         known[pairs["loss_mask"]] = torch.cat([self._of[number] for number in numbers])
         pairs.tokens["ref_logprobs"] = known
 
 
 def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the pairs that the steps from `first_step` on train, grouped by the step in which they first occur.
+    """Yield the pairs for the steps from `first_step` on, grouped by the step of the run in which they first occur.
 
     numbers_of: returns a step's pairs. The groups do not depend on where the run was resumed, so that a resumed run
     computes bit-identical values.

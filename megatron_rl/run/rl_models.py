@@ -105,7 +105,7 @@ def initialized(engine: MegatronEngine) -> MegatronEngine:
 
 
 def groups_of(layout: ParallelConfig, config: TrainConfig, policys: ParallelGroups) -> ParallelGroups:
-    """Return the policy's groups if another model has the same layout, otherwise new groups."""
+    """Return the process groups for another model: the policy's if both have the same layout, otherwise new ones."""
     if layout == config.parallel:
         return policys
     return parallel.start(layout, seed=config.run.seed, timeout_s=config.collective_timeout_s, control=policys.control)

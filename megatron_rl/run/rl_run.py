@@ -43,7 +43,8 @@ from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 DIES_BEFORE_STOP_SIGNAL_S = 1.0
-"""Some schedulers send the stop signal to every process of a job, so servers may die shortly before it arrives here."""
+"""Seconds to wait for a stop signal after servers have died. Some schedulers send it to every process of a job, so
+servers may die shortly before this process receives it."""
 
 
 class RLRun(Run):
@@ -61,7 +62,6 @@ class RLRun(Run):
     rollouts: Rollouts
 
     def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
-        """See `Run`."""
         super().__init__(config, resume=resume, ends_process=ends_process)
         self.has_hung = False
         """True if the current rollout has lasted too long and is abandoned."""
@@ -72,7 +72,7 @@ class RLRun(Run):
 
     @property
     def is_ending(self) -> bool:
-        """True once this rank knows of a stop signal or a hang. Waiting for replies or servers may then fail."""
+        """True once this rank knows of a stop signal or a hang. From then on, waits for replies or servers may fail."""
         return self.stop_signal.came() or self.has_hung
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -139,7 +139,10 @@ class RLRun(Run):
         self.processes.stop()
 
     def _on_death(self, message: str) -> None:
-        """End the run, because its servers or rollout process have died. After a stop signal, save first."""
+        """End the run because its servers or rollout process have died. After a stop signal, save first.
+
+        With `ends_process` False, fail only the current step.
+        """
         if self.stop_signal.came(within_s=DIES_BEFORE_STOP_SIGNAL_S):
             self._leave_on_stop_signal()
         elif self.ends_process:
@@ -238,9 +241,9 @@ class RLRun(Run):
     def next_batch(self, step: int) -> StepBatch | None:
         """Return the step's trajectories, or None if a stop signal ends the run early.
 
-        Every rank has the per-sequence columns of all trajectories, and the tokens of those that its replica trains. If
-        a stop signal or the time limit cuts a rollout short, the whole step is abandoned, and the checkpoint is that of
-        its beginning.
+        Every rank has the per-sequence columns of all trajectories, but only the tokens that its replica trains on. If
+        a stop signal or the time limit cuts a rollout short, the whole step is abandoned. The checkpoint then has the
+        state at the step's start.
         """
         own: TrajectoryBatch | None = None
         is_left = False  # on this rank; other ranks may have their replies
@@ -304,7 +307,7 @@ class RLRun(Run):
     def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Add the demonstrations to the updates, as the config section `demonstrations` says.
 
-        Call this after all passes over the step, which concern only sampled tokens.
+        Call this after all forward passes that precede the updates, because those concern only sampled tokens.
         """
         return self.demonstrations.add(batch, updates)
 
@@ -319,7 +322,7 @@ class RLRun(Run):
             return [self.teachers.targets(share) for share in updates]
 
     def update_critic(self, batch: StepBatch, step: int) -> list[StepStats]:
-        """Train the critic, if there is one, on the same split of the step in its own layout."""
+        """Train the critic, if there is one. Its updates split the step as the policy's do, in the critic's layout."""
         if self.critic is None:
             return []
         if step < self.config.critic.warmup_steps:  # admission counts versions, so raise it without an update

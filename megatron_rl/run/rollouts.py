@@ -1,8 +1,8 @@
 """The rollout side of a run: its processes, and the exchange of weights and replies with them.
 
 `RolloutProcesses` starts and stops the servers and this rank's rollout process, before an engine exists. `Rollouts`
-publishes the engine's weights to them and requests replies. Servers that share the trainer's devices run on all of its
-nodes: the first rank of each node starts the node's servers, and sends them their weights.
+publishes the engine's weights to the servers and requests replies. Servers that share the trainer's devices run on all
+of its nodes: the first rank of each node starts the node's servers and sends them their weights.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from megatron_rl.weights.route_form import route_form
 logger = logging.getLogger(__name__)
 
 SERVER_LOOK_S = 0.2
-"""Interval at which a rank that waits for replies checks whether a server is left."""
+"""Seconds between two checks, by a rank that waits for replies, whether the servers need weights."""
 PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
 """Phases in which the trainer waits for its rollout process."""
 PUBLICATION_ATTEMPTS = 3
-"""Publication attempts of one version. If all servers fail in each, the run ends."""
+"""Maximum attempts to publish one version. If all servers fail in every attempt, the run ends."""
 
 
 class RolloutProcesses:
-    """The processes that this rank starts.
+    """The servers and the rollout process that this rank starts.
 
-    Rank 0 starts the run's servers; with colocated servers, each node's first rank does. Rollout ranks start a rollout
-    process.
+    Rank 0 starts the run's servers; with colocated servers, each node's first rank starts some. Each rollout rank
+    starts a rollout process.
 
         processes = RolloutProcesses(config, groups, on_death=process_exit.stop, say=print)
         processes.start(tokenizer, prompts, held_out, resume_state)
         ...
         processes.stop()
 
-    Collective: every rank calls every method. On the other ranks `process` and `supervisor` are None.
+    Collective: every rank calls every method. `process` and `supervisor` are None on ranks that did not start them.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RolloutProcesses:
         self.supervisor: Supervisor | None = None
         self.process: RolloutProcess | None = None
         self.nodes: Axis | None = None
-        """Axis of the nodes' first ranks, on those ranks, if servers share the trainer's devices. Otherwise None."""
+        """Axis of the nodes' first ranks. None on other ranks, or if servers do not share the trainer's devices."""
         self.urls: list[list[str]] = []
         """URLs of all servers, grouped by the node that the run started them on."""
         self.dropped: dict[str, str] = {}
@@ -98,7 +98,7 @@ class RolloutProcesses:
         held_out: list[dict[str, Any]],
         resume_state: PromptResumeState,
     ) -> None:
-        """Start the servers, or find them by the config or the registry. Connect every rollout rank to all of them."""
+        """Start the servers, or find them in the config or the registry. Connect every rollout rank to all of them."""
         if self.groups.is_rollout_rank:  # first, so that it gets ready while the servers start
             self._start_process(tokenizer, prompts, held_out, resume_state)
         urls: list[Any] = [[list(self.config.rollout.servers)]]
@@ -141,7 +141,7 @@ class RolloutProcesses:
         )
 
     def _start_on_nodes(self) -> list[list[str]]:
-        """Start this node's share of the servers on its first rank. There, return all URLs by node; elsewhere []."""
+        """Start this node's share of the servers, on its first rank. That rank returns all URLs by node, others []."""
         config, options = self.config, servers_of(self.config)
         self.nodes = nodes = parallel.first_ranks_of_nodes(self.groups, timeout_s=config.collective_timeout_s)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.groups.world_size))
@@ -207,7 +207,7 @@ class RolloutProcesses:
             self.process.fail(why)
 
     def silent(self) -> Silence:
-        """Return silent parts of the rollout process and the servers, with durations. Callable from any thread."""
+        """Return how long parts of the rollout process and the servers have been silent. Callable from any thread."""
         parts = [part for part in (self.process, self.supervisor) if part is not None]
         return {who: silence for part in parts for who, silence in part.silent().items()}
 
@@ -242,7 +242,7 @@ class Rollouts:
             engine.publisher = IPCPublisher(receiver, bucket_bytes=config.actor.bucket_bytes, nodes=nodes)
 
     def waits_for(self, phase: str) -> str:
-        """Describe the rollout process's work in a phase that waits for it, else return ''.
+        """Describe what the rollout process is doing if `phase` waits for it, else return ''.
 
         Callable from any thread.
         """
@@ -289,8 +289,8 @@ class Rollouts:
     def _select_servers(self) -> bool:
         """Select the servers of the publication, at least one.
 
-        Return False on all ranks if none is left and the run is ending. Servers that were stopped with the run do not
-        return, and the run only has to save.
+        Return False on all ranks if no server is left and the run is ending. Servers that were stopped with the run do
+        not come back, and the run only has to save.
         """
         is_over = False
         if self.groups.is_main:

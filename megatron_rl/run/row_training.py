@@ -1,6 +1,6 @@
 """Training on rows of data, without rollouts: checks, updates and steps of supervised and preference runs.
 
-Warm starts use the updates as well.
+Warm starts use RowTraining, too.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class RowTraining:
         *,
         share_prompts: bool = False,
     ) -> None:
-        """weigh: counts the units over which the loss is averaged; by default trained tokens.
+        """weigh: counts the units over which the loss is averaged; by default it counts trained tokens.
 
-        share_prompts: compute the common prompt of a row's replies once.
+        share_prompts: compute a row's prompt only once, for all of its replies.
         """
         self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
         self.loss, self.weigh = loss, weigh
@@ -119,7 +119,6 @@ class RowTraining:
         return self.engine.eval_batch(self._share(batch), self.loss, self.weigh)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
-        """Return the metrics of an update or an evaluation."""
         # As a tensor, because exp of a large loss is infinite there but an OverflowError in math.
         return {"loss": stats.loss, "perplexity": float(torch.tensor(stats.loss).exp())}
 
@@ -150,7 +149,7 @@ class RowSteps:
         resumed: dict[str, Any] | None,
         check: Callable[[StepStats, str], None],
     ) -> None:
-        """resumed: a checkpoint's state, whose rows are skipped; None or empty to start with the first row.
+        """resumed: state of the checkpoint after whose rows to continue; None or empty to start with the first row.
 
         check: called with the statistics of each update and a description of its rows.
         """
@@ -176,7 +175,7 @@ class RowSteps:
         """Return the indices of the rows of data.train that a step takes.
 
         This process's steps continue after the rows taken so far, whatever number of rows per step earlier processes
-        used. Earlier steps are counted back from there.
+        used. The rows of an earlier step are found by counting back from there.
         """
         end = self._end_of(step)
         places = range(max(0, end - self.data.rows_per_step), max(0, end))

@@ -1,7 +1,7 @@
 """A run on one rank from start to end, whatever it trains: process group, folder, log, checkpoints, early ends.
 
-A stop signal (life/stop_signal.py) ends a run with checkpoints between two steps, after writing one. Ctrl-C ends any
-run. A hang (hang_watch.py) ends it too. Leaving the `with` block stops everything that was started.
+After a stop signal (life/stop_signal.py), a run with checkpoints writes one between two steps and ends. Ctrl-C and a
+hang (life/hang_watch.py) end any run. Leaving the `with` block stops everything that was started.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Run(ABC):
 
     @abstractmethod
     def _start(self) -> None:
-        """Start all parts. Register what must be stopped on `at_end`."""
+        """Start all parts, and register with `at_end` what must be stopped later."""
 
     @property
     @abstractmethod
@@ -125,8 +125,8 @@ class Run(ABC):
     def _open(self, *, on_half_time: Callable[[], None] = lambda: None, **hangs: Any) -> None:
         """Lock and open the run's folder, choose the checkpoint to resume, and start handling stop signals and hangs.
 
-        Nothing may have been written or started before. Raises ValueError if another run uses the folder. on_half_time:
-        StopSignal's. hangs: HangWatch's waits_for, can_leave and on_leave.
+        Call this before anything is written or started. Raises ValueError if another run uses the folder. on_half_time:
+        passed to StopSignal. hangs: the arguments waits_for, can_leave and on_leave of HangWatch.
         """
         options, groups = self.config.run, self.groups
 
@@ -179,7 +179,7 @@ class Run(ABC):
     def check_updates(self, model: str, updates: list[StepStats], *, trained_on: str = "") -> None:
         """Raise RuntimeError if more than run.most_skipped_updates consecutive updates of `model` were skipped.
 
-        trained_on: describes the data of the last update, if it has a name.
+        trained_on: words for the error message that describe the last update's data.
         """
         most = self.config.run.most_skipped_updates
         for update in updates:
@@ -233,7 +233,7 @@ class Run(ABC):
     def stop_after(self, step: int, why: str = "") -> None:
         """Write a checkpoint of this state if it is new, and say how to resume.
 
-        A run that Ctrl-C stopped also gets its report. Only Ctrl-C stops a run without checkpoints.
+        After Ctrl-C, also write the report. A run without checkpoints is stopped only by Ctrl-C.
         """
         self.is_stopped, saves = True, self.config.run.checkpoint_every_steps > 0
         if saves:

@@ -1,8 +1,8 @@
 """The state from which a killed run resumes: its checkpoints, and its position in the prompts.
 
 A checkpoint, `run.folder/checkpoints/step-N`, holds an engine checkpoint per trained model, run.json (the loop's own
-state) and, written last, the manifest. It is written under a temporary name and renamed when complete. Older ones are
-removed only after that; damaged ones are never removed. Collective: every rank calls every method.
+state) and, written last, the manifest. It is written under a temporary name and renamed when complete. Only then are
+older checkpoints removed; damaged ones are never removed. Collective: every rank calls every method.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from megatron_rl.weights.hf_files import recover_folder, replace_folder
 
 FOLDER, RUN_STATE = "checkpoints", "run.json"
 AUTO = "auto"
-"""Selects the newest good checkpoint in the run's own folder, or a fresh start if there is none."""
+"""Value of `resume` for the newest good checkpoint in the run's own folder, or a fresh start if there is none."""
 IS_PLACE = "must have number and count, whole numbers of at least 0"
 
 
 class RunCheckpoints:
-    """Writes, finds and prunes the checkpoints of one run, one at a time and in the background."""
+    """Writes, finds and prunes the checkpoints of one run. Checkpoints are written one at a time, in the background."""
 
     def __init__(self, run_folder: str | Path, *, keep: int, groups: ParallelGroups) -> None:
         self.folder, self.keep, self.groups = Path(run_folder) / FOLDER, keep, groups
@@ -86,7 +86,7 @@ class RunCheckpoints:
         """Publish the checkpoint in progress if its writers are done. Return True if none is in progress any more.
 
         wait: wait for the writers first. Raises CheckpointError on all ranks if the checkpoint could not be written.
-        All earlier checkpoints are then still there.
+        In that case all earlier checkpoints still exist.
         """
         if self.aside is None:
             return True
@@ -118,7 +118,7 @@ class RunCheckpoints:
                 engine.drop_saves()
 
     def _abandon(self) -> None:
-        """Give up a checkpoint because one engine failed: wait for the other engines' writers."""
+        """Give up a checkpoint that one engine failed to write. Wait for the other engines' writers."""
         self.aside = None
         for engine in self.engines.values():
             with contextlib.suppress(CheckpointError):
@@ -217,7 +217,7 @@ class RunCheckpoints:
 def read_state(path: Path) -> dict[str, Any]:
     """Return the `state` that `start` received for a checkpoint, plus `step`, the number of finished steps.
 
-    Raises RuntimeError if it is not a valid state, or not that of the step in the folder's name.
+    Raises RuntimeError if the state is invalid, or belongs to another step than the folder's name says.
     """
     where = f"checkpoint {str(path)!r}: its {RUN_STATE}"
     try:
@@ -281,7 +281,7 @@ def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None
 class PromptResumeState:
     """The run's position in its prompts. Each rollout process has its rank's own part (resume_state.py).
 
-    resumed: state of the checkpoint that the run resumes. {} if it had none yet, None for a new run.
+    resumed: state of the resumed checkpoint; {} if a resumed run has none yet; None for a new run.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class PromptResumeState:
         return journal.take_lock(self.folder, self.groups.data.rank) if self.keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
-        """Note the position between two steps, for `state_dict`, and update the success rates up to it."""
+        """Record the position between two steps for `state_dict`, and add the outcomes so far to the success rates."""
         # Not queried when a checkpoint is written, because an abandoned step restarts from its beginning.
         self._ledger_state = None if rollout is None else rollout.ledger_state()
         outcomes = [] if self._ledger_state is None else self._ledger_state.pop("outcomes")
@@ -346,7 +346,7 @@ class PromptResumeState:
 
 
 def fingerprint(config: TrainConfig) -> str:
-    """Hash every setting that affects a group sampled at a given version of the same run."""
+    """Hash all settings that affect a group that this run samples at a given policy version."""
     parts = {"model": config.model, "generation": config.generation, "data": config.data}
     parts |= {"warm_start": config.warm_start, "optimizer": config.optimizer}
     settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}

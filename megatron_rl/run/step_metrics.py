@@ -48,8 +48,8 @@ def trained_tokens(stats: StepStats) -> float:
 def user_metrics(groups: ParallelGroups) -> dict[str, float]:
     """Return the means of what losses passed to log_metric since the last call, on the main rank; {} on others.
 
-    Collective. The ranks of a replica that share a loss have either parts of its values or equal copies. Numerators and
-    denominators add up correctly in both cases.
+    Collective. The ranks of a replica have either different parts of a loss's values or equal copies of all. In both
+    cases, the sum of numerators over the sum of denominators is the right mean.
     """
     own = stats_tracker.take()
     of_ranks = [own] * groups.world_size if groups.is_main else None
@@ -65,7 +65,7 @@ COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
     """Return the policy's metrics.
 
-    The loss is aggregated as configured; its other counts are means over trained tokens.
+    The loss is aggregated as configured. The other sums that it returns become means over trained tokens.
     """
     metrics = update_metrics(stats)
     for key in stats[0].sums:
@@ -93,11 +93,11 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 OWN_COLUMNS = {"group", "sample", "agent", "pair", "prompt", "prompt_index", REUSED}
 OWN_COLUMNS |= {"rewards", "scores", "model_rewards", "is_greedy", "greedy_reward", "greedy_score", "greedy_tokens"}
-"""Sequence columns that are not a workflow's own numbers, or have other metrics."""
+"""Sequence columns without a `trajectory/` metric: they are not a workflow's own numbers, or have other metrics."""
 
 
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """Return the metrics of the step's trajectories, whatever is trained on them. Collective: every rank calls it.
+    """Return the metrics of the step's trajectories, whichever models train on them. Collective: every rank calls it.
 
     version: policy version before the updates. Reused trajectories count only in the reuse metrics.
     """
@@ -160,11 +160,11 @@ def publication_metrics(publication: Publication) -> dict[str, Any]:
 
 
 Total = Callable[[Tensor], Tensor]
-"""Adds up the counts of all ranks, as TrajectoryBatch.total does."""
+"""Function that adds up the counts of all ranks, as TrajectoryBatch.total does."""
 
 
 def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> dict[str, int]:
-    """Histogram {range: count} of whole numbers, with ranges [2^k, 2^(k+1)).
+    """Return a histogram {range: count} of whole numbers, with ranges [2^k, 2^(k+1)); 0 counts as 1.
 
     It has all ranges from the lowest to the highest non-empty one.
     """
@@ -175,7 +175,7 @@ def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> 
 
 
 def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, most: int = 0) -> dict[str, int]:
-    """Histogram {value: count} of whole numbers from 0 to the largest. most: largest value on any rank."""
+    """Return a histogram {value: count} of whole numbers from 0 to the largest. most: upper bound on all ranks."""
     counts = total(torch.bincount(values.clamp_min(0).long(), minlength=most + 1)).tolist()
     end = max((number + 1 for number, count in enumerate(counts) if count), default=0)
     return {str(number): count for number, count in enumerate(counts[:end])}
@@ -184,9 +184,10 @@ def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, mo
 def mismatch_metrics(
     shares: list[TrajectoryBatch], stats: list[StepStats], version: int, groups: ParallelGroups
 ) -> dict[str, float]:
-    """Compare trainer and server log-probs of the step's first update, computed before it, over all ranks.
+    """Compare trainer and server log-probabilities of the step's first update, over all ranks.
 
-    version: policy version before the updates. Reused trajectories are excluded. Collective: every rank calls it.
+    The trainer computes its own before it changes the weights. version: policy version before the updates. Reused
+    trajectories are excluded. Collective: every rank calls it.
     """
     if not stats or stats[0].logprobs is None:  # equal on all ranks
         return {}

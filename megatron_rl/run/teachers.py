@@ -1,6 +1,6 @@
 """Teachers that are engines: their checks, and their log-probabilities or distributions for the policy's tokens.
 
-A teacher with a hint reads another prompt than the policy, followed by the same tokens.
+A teacher with a hint reads a prompt that contains the hint, followed by the same tokens as the policy's.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class Teachers:
         return found
 
     def targets(self, share: TrajectoryBatch) -> TeacherTargets:
-        """Return the teachers' distributions for the trained tokens of an update's share, and set its column PLACE."""
+        """Return the teachers' distributions for the trained tokens of an update's share.
+
+        Set the share's column PLACE, which has each token's row in the distributions.
+        """
         place, found, count = torch.full((len(share["input_ids"]),), -1, dtype=torch.int32), [], 0
         for engine, read, places in self._readings(share):
             found.append(engine.distributions(read, top=self.options.top_k, temperature=self.temperature))
@@ -159,7 +162,8 @@ def behind_prompts(
 ) -> tuple[TrajectoryBatch, Tensor]:
     """Return the chosen trajectories as a teacher reads them, and for each token its index in the batch, or -1.
 
-    A prompt replaces everything before the first token that the policy wrote. None leaves the trajectory as it is.
+    prompts: for each chosen trajectory, token ids that replace everything before the first token that the policy wrote.
+    None leaves the trajectory unchanged.
     """
     ids, mask, written = batch["input_ids"], batch["loss_mask"], written_tokens(batch)
     bounds, none = batch.cu_seqlens.tolist(), torch.empty(0, dtype=torch.int64)

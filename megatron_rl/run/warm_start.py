@@ -32,7 +32,7 @@ def warm_start_rows(
 ) -> AnswerRows:
     """Return the training prompts with their answers.
 
-    Raises ValueError, which names the first prompt without an answer or that is too long.
+    Raises ValueError, which names the first prompt that has no answer or is too long.
     """
     asked = {"column": "answer", "setting": f"warm_start.updates = {options.updates}"}
     return AnswerRows("data.train", prompts, tokenizer, **asked, context=context, vocab=vocab)
@@ -47,7 +47,8 @@ class WarmStart:
         if warm_start.run():
             engine.reset_optimizer(total_updates)  # RL has an optimizer and a schedule of its own
 
-    measure: returns the mean reward of sampled replies, at which the warm start may stop early; None disables that.
+    measure: returns the mean reward of sampled replies. The warm start stops early if it reaches
+    warm_start.stop_at_reward. None disables that.
     check: called with the statistics of each update.
     """
 
@@ -70,7 +71,7 @@ class WarmStart:
         """Folder of the warm-started weights, written by `run` or `save`."""
 
     def run(self) -> bool:
-        """Train, or load what an earlier run with the same settings made.
+        """Train, or load the weights that an earlier run warm-started with the same settings.
 
         Return False if no warm start is configured.
         """

@@ -2,7 +2,7 @@
 
 The weights come from a peer that continues to serve (embedded servers), or from the folder of the last publication. The
 server gets the version's name only after it has proved that it holds the same weights as its peers. So the name never
-refers to a half-loaded server.
+refers to half-loaded weights.
 
 A publication that begins meanwhile has priority: it cancels the catch-up and waits for its end. Commands that a server
 cannot undo are awaited instead of cancelled, so that none of them arrives in the middle of the publication.
@@ -22,7 +22,7 @@ from megatron_rl.servers.client import ServerClient
 from megatron_rl.servers.server_http import CommandRefused, ServerError
 
 UNCONFIRMED = "unconfirmed"
-"""Name of weights until they are verified. It is not a valid policy version."""
+"""Name of a server's weights until they are verified. It is not a valid policy version."""
 NAMED_TENSORS = 3
 
 
@@ -34,13 +34,13 @@ class Current:
     checksums: dict[ChecksumForm, dict[str, str]]
     """Confirmed checksums, for each form that a server has."""
     folder: str | None
-    """Folder of these weights, if they were published over a disk."""
+    """Folder from which the servers loaded these weights, if they did."""
 
 
 def source_for(server: ServerClient, serving: Sequence[ServerClient], current: Current) -> ServerClient | str | None:
     """Return the peer or folder to take the weights from, or None if only a publication helps.
 
-    A server that reports checksums needs those of a confirmed server for comparison.
+    If the server reports checksums, there must be confirmed ones of the same form to compare them with.
     """
     form = server.info.checksum_form if server.info else None
     if form is not None and form not in current.checksums:
@@ -81,7 +81,7 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
 
 
 async def _clear(server: ServerClient, timeout_s: float) -> None:
-    """Abort all requests, flush the cache, and close the session of a publication from which the server was dropped."""
+    """Abort all requests, flush the cache, and close the weight-update session that a failed publication left open."""
     await server.pause("abort", flush=True, timeout_s=timeout_s)
     if server.info is not None and server.info.has_sessions:
         with contextlib.suppress(CommandRefused):  # usually none is open

@@ -20,7 +20,7 @@ from megatron_rl.telemetry.spans import Spans
 
 PAUSE_MODES_SINCE = (0, 5, 6)
 RETRACTED_FLUSH_SINCE = (0, 5, 21)
-"""Before this version, waiting requests prevent a cache flush, as do requests retracted by a pause (0.5.19)."""
+"""First version that flushes its cache although requests wait, for example after a pause retracted them (0.5.19)."""
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
 ADAPTERS = "policy"
@@ -28,7 +28,7 @@ ADAPTERS = "policy"
 
 
 class CacheAge:
-    """Age of the oldest entries in a server's KV cache, in publications, now and for its recent versions."""
+    """Number of publications that a server's oldest KV-cache entries have outlived: now, and at recent versions."""
 
     def __init__(self) -> None:
         self.age = 0
@@ -45,7 +45,7 @@ class CacheAge:
 
         Never an underestimate.
 
-        Keys found in the cache have an unknown age, so they count as the oldest ones. A request that spans a
+        Keys found in the cache have an unknown age, so they count as old as its oldest entries. A request that spans a
         publication keeps its keys unless that publication flushed the cache.
         """
         if not part.spans:  # SGLang before 0.5.19
@@ -75,11 +75,12 @@ class ServerClient(ServerHttp):
         vocab_size: int | None,
         spans: Spans,
     ) -> None:
-        """freezes_steps: updates arrive during a step, because requests are paused in place.
+        """freezes_steps: requests are paused in place, so weight updates arrive in the middle of a step.
 
         uses_adapters: requests use the server's adapters named ADAPTERS.
 
-        vocab_size: the model's size as this client knows it. If the server reports a smaller one, that holds.
+        vocab_size: the model's vocabulary size, if this client knows it. If the server reports a smaller one, that one
+        counts.
         """
         super().__init__(url, session, spans)
         self.freezes_steps, self.vocab_size, self.uses_adapters = freezes_steps, vocab_size, uses_adapters
@@ -88,13 +89,13 @@ class ServerClient(ServerHttp):
         self.info: ServerInfo | None = None
         self.cache = CacheAge()
         self.keeps_cache = False
-        """The current or last pause did not flush the cache."""
+        """True if the current or last pause did not flush the cache."""
         self.last_reply_s = 0.0
-        """Monotonic time of its last reply to any request."""
+        """Monotonic time of the server's last valid reply."""
         self.busy_since = 0.0
         """Monotonic time since which at least one call has been in flight."""
         self._known_s = 0.0
-        """Monotonic time at which its instance ID was last queried."""
+        """Monotonic time at which the server's instance ID was last queried."""
         self._start: str | None = None
         """Instance ID of the server process that has the current weights. None until queried. It changes with each
         restart."""
@@ -121,13 +122,12 @@ class ServerClient(ServerHttp):
         )
 
     def open_call(self, call: asyncio.Task[ReplyPart]) -> None:
-        """Add a call to `calls`."""
         if not self.calls:
             self.busy_since = time.monotonic()
         self.calls.add(call)
 
     def abandon_calls(self) -> None:
-        """Cancel its generation requests. Their callers retry on another server."""
+        """Cancel the generation requests in flight. Their callers retry on another server."""
         for call in self.calls:
             call.cancel()
 
@@ -136,7 +136,7 @@ class ServerClient(ServerHttp):
     async def check_health(self, *, timeout_s: float) -> None:
         """Raise ServerError if the server is unhealthy.
 
-        SGLang generates a token for this, which it cannot while paused.
+        SGLang generates a token for this check, so it counts as unhealthy while paused.
         """
         await self.call("GET", "/health", timeout_s=timeout_s)
 
@@ -150,9 +150,7 @@ class ServerClient(ServerHttp):
     async def give_sign_of_life(self, *, timeout_s: float) -> str | None:
         """Return the name of the server's weights, or None if it reports none.
 
-        Raises ServerError if it does not answer.
-
-        Paused and busy servers answer, too.
+        Raises ServerError if the server does not answer. Paused and busy servers answer, too.
         """
         try:
             model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
@@ -170,11 +168,11 @@ class ServerClient(ServerHttp):
 
     @property
     def has_same_start(self) -> bool:
-        """True if `info` comes from the server instance that has the weights, as far as known."""
+        """True if `info` comes from the server instance that has the weights, or if that instance is unknown."""
         return self._start is None or (self.info is not None and self.info.start == self._start)
 
     async def check_start(self, *, timeout_s: float) -> None:
-        """Raise ServerError if the server was restarted since it received the weights, whatever name they have now.
+        """Raise ServerError if the server was restarted since it received the weights, even if their name is right.
 
         The server is queried only if a connection was made since the last query. Concurrent callers share one query.
         """

@@ -50,7 +50,7 @@ from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
 logger = logging.getLogger(__name__)
 
 REQUEST_ATTEMPTS = 4
-"""Tries of one part of a reply. The executor's `episode_attempts` multiply these."""
+"""Maximum tries of one part of a reply, in each of the executor's `episode_attempts`."""
 FIRST_RETRY_S = 0.1
 FRUITLESS_RESUMES = 8
 """Consecutive interruptions without a new token, after which a reply is returned as aborted."""
@@ -58,7 +58,7 @@ REMEMBERED_RIDS = 65_536
 EARLY_END_S = 5.0
 """Maximum wait for the tokens that a server has generated for a cancelled reply."""
 TOKENS_IN_TIME = 6_000
-"""Reply length for which rollout.request_timeout_s is meant. Longer limits get proportionally more time."""
+"""Reply length for which rollout.request_timeout_s is meant. Requests for more tokens get proportionally more time."""
 READ_HERE_BYTES = 32 * 1024
 """Replies of at least this size are parsed in another thread. For smaller ones the handover costs more than parsing."""
 OF_THE_REQUEST = (400, 413, 422)
@@ -92,7 +92,7 @@ class SamplingClient(Sampler):
     ) -> None:
         """on_failure(message): called if something that the run depends on has ended.
 
-        has_failed(): True once the run ends.
+        has_failed(): True once the rollout has failed.
         """
         self.config, self.options, self.version = config, options, 0
         self.is_connected = False
@@ -253,7 +253,7 @@ class SamplingClient(Sampler):
     async def _slot(self, deadline: asyncio.Timeout) -> AsyncIterator[None]:
         """Hold one of the connections that this process may open.
 
-        The wait for it does not count towards the deadline.
+        The wait for a free connection does not count towards the deadline.
         """
         with not_counted(deadline):
             await self.fleet.slots.acquire()
@@ -276,7 +276,8 @@ class SamplingClient(Sampler):
         """Generate on one server. Raises ServerError if the server fails or is dropped meanwhile.
 
         The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: if the
-        caller is cancelled, the tokens generated so far are added to it. routed: number of rows whose routes are known.
+        caller is cancelled, the tokens generated so far are added to it. routed: number of leading rows whose routes
+        are known.
         """
         fleet, since = self.fleet, time.monotonic()
         asked = fleet.asked(server, rid, tokens, params, routed)  # before sending: a publication may end meanwhile
@@ -370,7 +371,7 @@ async def generate(
     readers: Executor,
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> ReplyPart:
-    """Generate once, without a timeout: the caller has the reply's deadline. Raises BadReply for an invalid answer.
+    """Generate once, without a timeout: the caller enforces the deadline. Raises BadReply for an invalid answer.
 
     params: SGLang's sampling parameters. readers: threads that parse long replies. on_tokens: called with all token ids
     so far as they arrive. If the server dies, those tokens are returned as an aborted reply.
@@ -479,9 +480,9 @@ def least_busy(
 ) -> ServerClient:
     """Return the server with the fewest requests of this client. `avoid` is returned only if there is no other.
 
-    rank, ranks: number of this client among those of the same servers. Ties go to the first server on a ring of all
-    servers, on which the ranks start at equal distances. So ranks fill the servers evenly without knowing of each
-    other: with equally many groups each, no server has two more than another.
+    rank, ranks: this client's number among the clients of the same servers, and their count. Ties go to the first
+    server on a ring of all servers, on which the ranks start at equal distances. So ranks fill the servers evenly
+    without knowing of each other: if they have equally many groups, the servers' loads differ by at most one.
     """
     ring = sorted(serving, key=lambda server: server.url)  # `serving` is in the order in which servers returned
     begin = rank * len(ring) // ranks

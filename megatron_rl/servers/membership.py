@@ -50,24 +50,25 @@ JUDGED_REPLIES, LEAST_REPLIES = 64, 16
 """Number of a server's newest replies that are judged, and the minimum for judging. The server is dropped if half of
 them lack a log-probability."""
 LAG_SHARE = 0.1
-"""Fraction of the patience. If this event loop stalled for longer while a server was queried, the query is repeated."""
+"""A failed query is repeated if this event loop stalled meanwhile for more than this fraction of `patience_s`."""
 MOST_STATES = 256
 """Maximum servers that `states` describes."""
 VISITS = 10
-"""Limits retries after event-loop stalls. Otherwise a loop that stalls all the time would never find a server dead."""
+"""Maximum retries after event-loop stalls. Without it, a loop that stalls all the time would never find a server
+dead."""
 
 
 class ServerState(Enum):
     """State of a server. The table above lists the transitions."""
 
     SERVING = "serving"
-    """It receives requests and takes part in publications."""
+    """The server receives requests and takes part in publications."""
     LOST = "lost"
-    """It receives nothing and is probed."""
+    """The server receives no requests. It is probed until it answers."""
     BEHIND = "behind"
-    """It answers, takes part in the next publication, and serves after that."""
+    """The server answers, takes part in the next publication, and serves after that."""
     CATCHING_UP = "catching up"
-    """It receives the current weights between two publications."""
+    """The server receives the current weights between two publications."""
 
 
 @dataclass(eq=False)
@@ -77,29 +78,29 @@ class Member:
     server: ServerClient
     state: ServerState = ServerState.SERVING
     weights: str | None = None
-    """Name of the weights it must have to serve again. None if a matching name is not enough."""
+    """Name of the weights with which it may serve again. None if it must receive weights first."""
     failures: int = 0
-    """Failures since its last good reply."""
+    """Failures since the server's last good reply."""
     bad_replies: int = 0
-    """Number of times it was lost for a bad reply, minus the good replies since."""
+    """Number of the server's bad replies, minus the good replies since."""
     unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
-    """For each of its newest replies, whether it lacked a log-probability."""
+    """For each of the server's newest replies: True if the reply lacked a log-probability."""
     distrusted: str | None = None
     """Instance ID of the server process whose replies cannot be trusted. Empty if the server reports none."""
     is_restarted: bool = False
-    """It was restarted since it last took part in a publication or first named its weights."""
+    """True if the server was restarted since it last took part in a publication or first named its weights."""
     is_published: bool = False
-    """It has weights that were published to it, rather than those it started with."""
+    """True if the server has weights that were published to it, not those that it started with."""
     silent_since: float | None = None
-    """Monotonic time since which it has generated nothing, or None."""
+    """Monotonic time since which checks find that the server generates nothing, or None."""
     dropped_in: int = -1
-    """Number of the publication that it failed, or -1."""
+    """Number of the publication in which the server failed, or -1."""
     trouble: str = ""
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Membership:
-    """The servers of one client. `serving` receive requests; `publishing` take part in control calls."""
+    """The servers of one client: `serving` ones receive requests, `publishing` ones take part in control calls."""
 
     def __init__(
         self,
@@ -110,23 +111,23 @@ class Membership:
         on_drop: Callable[[str, str], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """catch_up: brings a server to the current weights and returns their name, or None if it has no way to.
+        """catch_up: brings a server to the current weights and returns their name, or None if no source has them.
 
-        publication: servers that cannot receive weights in this way do not return. on_drop(url, reason) is called for
-        servers that failed a publication or cannot be trusted. on_failure(message) is called if a permanent task here
-        has ended.
+        publication: rollout.publication; servers that cannot receive weights in this way stay LOST. on_drop(url,
+        reason) is called for servers that failed a publication or cannot be trusted. on_failure(message) is called if a
+        permanent task here has ended.
         """
         self._members = {server: Member(server) for server in servers}
         self.serving = list(servers)
         self.publishing = list(servers)
         self.number = 0
-        """Counts changes of the set. A weight group made under another number is obsolete."""
+        """Counts changes of `publishing`. A weight-update group created under another number is obsolete."""
         self._catch_up, self._publication, self._on_drop = catch_up, publication, on_drop
         self._on_failure = on_failure or logger.error
         self._may_catch_up = True
         self._patience_s = math.inf
         self.follows = False
-        """Another client publishes. This client may hear of a publication after the servers do."""
+        """True if another client publishes. This client may hear of a publication after the servers do."""
         self._beat = Beat(asyncio.get_running_loop())
         self.changed = asyncio.Event()
         """Set whenever `serving` may have changed."""
@@ -225,7 +226,6 @@ class Membership:
         return member is not None and member.is_published
 
     def record_success(self, server: ServerClient) -> None:
-        """Note a good reply of the server."""
         if (member := self._members.get(server)) is not None:
             member.failures, member.silent_since = 0, None
             member.unknown_logprobs.append(False)
@@ -234,7 +234,7 @@ class Membership:
     def record_unknown_logprob(self, server: ServerClient, trouble: str) -> None:
         """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do.
 
-        The last serving server is not dropped. There the policy is the likely cause, so the run ends with that reason.
+        The last serving server is not dropped. The policy is then the likely cause, so the run ends with that reason.
         """
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
@@ -256,7 +256,7 @@ class Membership:
         member.dropped_in = -1  # it failed no publication
 
     def distrust(self, server: ServerClient, trouble: str) -> None:
-        """Note a bad reply: the server is lost, and after BAD_REPLIES of them dropped."""
+        """Note a bad reply. The server becomes LOST; after BAD_REPLIES such replies it is dropped."""
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
             return
@@ -270,7 +270,7 @@ class Membership:
         member.dropped_in = -1  # it failed no publication
 
     def lose(self, server: ServerClient, trouble: str) -> None:
-        """Send the server nothing more until it answers as before."""
+        """Send the server no more requests until it generates as before."""
         member = self._members.get(server)
         if member is None:  # removed permanently
             return
@@ -365,7 +365,7 @@ class Membership:
             self._stop_watching(member)
 
     async def _go_round(self) -> None:
-        """Ping all serving servers periodically, because a hanging server fails no call."""
+        """Ping all serving servers periodically, because calls to a hanging server do not fail."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_suspicious.wait(), min(PATROL_EVERY_S, self._patience_s))
@@ -398,9 +398,9 @@ class Membership:
         await self._see_it_generate(server, is_suspect)
 
     async def _see_it_generate(self, server: ServerClient, is_suspect: bool) -> None:
-        """Lose a server that generates nothing.
+        """Make a server LOST if it generates nothing.
 
-        If its scheduler hangs, it answers everything except generation requests.
+        A server whose scheduler hangs answers everything except generation requests.
         """
         member = self._members.get(server)
         if member is None:

@@ -44,19 +44,21 @@ from megatron_rl.telemetry.spans import Spans
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""Below uvicorn's 5 s: a control call on a connection that the server is closing would be lost."""
+"""Seconds for which an idle connection is kept: less than uvicorn's 5 s, because a control call on a connection that
+the server is closing would be lost."""
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
-"""A paused SGLang takes 20 s to report that it is unhealthy. Resuming a server that is merely slow does no harm."""
+"""Timeout of the first health check, after which the server is resumed. A paused SGLang would report that it is
+unhealthy only after 20 s. Resuming a server that is merely slow does no harm."""
 REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
 HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
-"""Maximum wait of a reply with the next version. If another client publishes, this one learns of the version later."""
+"""Maximum wait, and poll interval, for news of another client's publication whose version a reply already has."""
 REPLY_READERS = 2
-"""Threads that parse long replies. Each parses some millions of tokens per second."""
+"""Number of threads that parse long replies, each at some millions of tokens per second."""
 FILES_FOR_OTHERS = 256
-"""Files of this process reserved for other purposes than requests: control calls, rewards, logs."""
+"""File descriptors reserved for other purposes than requests: control calls, rewards, logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +127,16 @@ class Fleet:
             on_failure=on_failure,
         )
         self.open = asyncio.Event()
-        """Cleared while the servers are paused, because a request's version is fixed when it is sent."""
+        """Set while requests may be sent: not during a pause, because a request's version is fixed when it is sent."""
         self.open.set()
         self.update_is_whole = True
-        """False from the start of an update until every participating server has all of it."""
+        """False from the start of an update until every participating server has received all of it."""
         self._published: int | None = None
         self._folder: str | None = None
         self._held: dict[ServerClient, HeldWeights] = {}
         """The weights that each server reported in this publication."""
         self._current: Current | None = None
-        """None until this client has published."""
+        """The weights of this client's last publication; None before the first."""
         self._watchers: list[asyncio.Task[None]] = []
         # A separate pool, because users' blocking steps may occupy the whole pool of the loop.
         self._registry_reader = ThreadPoolExecutor(1, thread_name_prefix="registry")
@@ -296,8 +298,8 @@ class Fleet:
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Run `act` on all participating servers and drop those that fail. Raises NoServerLeft if none is left.
 
-        A healthy server that refuses is dropped only if another did not refuse. If all refuse, the command is at fault,
-        and CommandRefused is raised.
+        A healthy server that refuses is dropped only if another server succeeded. If all refuse, the command is at
+        fault, and CommandRefused is raised.
         """
         servers = list(self.members.publishing)  # a copy, because drop() below modifies the list
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
@@ -393,7 +395,7 @@ class Fleet:
                 raise RequestRefused(f"{server.url}: {why}")
 
     def begin_update(self, folder: str | None = None) -> None:
-        """Begin an update. folder: source of the weights, if they come over a disk."""
+        """Begin an update. folder: the one from which the servers load the weights, if they do."""
         self.check_publishable()
         self.update_is_whole, self._folder, self._held = False, folder, {}
 
@@ -411,7 +413,7 @@ class Fleet:
         return Current(version, checksums, self._folder)
 
     async def _catch_up(self, server: ServerClient) -> str | None:
-        """Bring a server to the current weights and return their name. None if there is no way to."""
+        """Bring a server to the current weights and return their name, or None if no source has them."""
         current = self._current
         source = source_for(server, self.members.serving, current) if current is not None else None
         if current is None or source is None:

@@ -64,9 +64,9 @@ class Asked:
     gives_spans: bool = True
     gives_text: bool = True
     late: int = 0
-    """Tokens of a span that were sampled before the server changed the version's name."""
+    """Number of leading tokens of a span that were sampled before the server changed the version's name."""
     routes: RouteForm | None = None
-    """Form of its rows' routes, if they were requested."""
+    """Form of the routes in the reply, if they were requested."""
     routes_from: int = 0
     """First row for which routes were requested."""
 
@@ -88,11 +88,11 @@ class ReplyPart:
     cached_tokens: int
     """Prompt tokens that were found in the KV cache."""
     spans: list[tuple[str, int]]
-    """(weight version, tokens), in order. Empty if the server reports none."""
+    """(weight version, number of tokens) of each span, in order. Empty if the server reports none."""
     routes: Tensor | None = None
     """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
     timing: dict[str, float] = field(default_factory=dict)
-    """The server's share of the time: those of TIMING that it reports."""
+    """The times named in TIMING that the server reports."""
 
 
 class NoLogprob(ValueError):
@@ -143,7 +143,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> None:
 def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: Tensor | None = None) -> ReplyPart:
     """Check a /generate answer and convert it. Raises ValueError if it is invalid for this request.
 
-    ids, logprobs: those of its tokens, if they were already extracted and checked.
+    ids, logprobs: those of the answer's tokens, if they were already extracted and checked.
     """
     meta = member(as_object("the reply", answer), "meta_info", dict)
     kind, finish = finish_of(meta)  # first: an abort may lack the fields checked below
@@ -177,7 +177,7 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:
     """Return the routes of all rows except that of the last token, which was never an input. None if not requested.
 
-    An abort may omit them: its rows are requested again with the rest of the reply.
+    An aborted reply may omit them, because its rows are requested again with the rest of the reply.
     """
     if asked.routes is None:
         return None
@@ -291,8 +291,8 @@ def versions_of_names(names: list[str], asked: Asked) -> list[int]:
 def version_of(name: str, asked: Asked) -> int:
     """Return the policy version that a weight name stands for.
 
-    It is a number, at least the request's version. Before the first publication, the name that the server gave its
-    initial weights stands for the request's version.
+    The name must be a number, at least the request's version. Before the first publication, the name that the server
+    gave its initial weights stands for the request's version.
     """
     if not asked.is_routed and name == asked.weights:
         return int(name) if VERSION.fullmatch(name) else asked.version
@@ -328,13 +328,13 @@ def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
 
 
 def newest_of(part: ReplyPart, asked: Asked) -> int:
-    """Return the newest version in a reply, apart from the weights that its server had when the request was sent."""
+    """Return the newest version in a reply, ignoring the weights that its server had when the request was sent."""
     names = [name for name, _ in part.spans if asked.is_routed or name != asked.weights]
     return max((int(name) for name in names if VERSION.fullmatch(name)), default=asked.version)
 
 
 def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -> Runs:
-    """Return the versions of `count` tokens, given those of spans that end before `ends`.
+    """Return the versions of `count` tokens. versions, ends: version and end (exclusive) of each span.
 
     The first `late` tokens of each later span were sampled before the server changed the name, so they belong to the
     previous span.
@@ -346,7 +346,7 @@ def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -
 
 
 def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[tuple[str, int]]:
-    """Return (weight version, tokens) of each span. late: as in `spread`."""
+    """Return (weight version, number of tokens) of each span. late: as in `spread`."""
     ends = [min(count, span["end"] + late) for span in spans]
     return [(span["version"], end - begin) for span, begin, end in zip(spans, [0, *ends], ends, strict=False)]
 
@@ -355,7 +355,7 @@ def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[t
 
 
 def member(found: dict[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
-    """Return a field of exactly this type (true is no int).
+    """Return a field of exactly this type (a bool is no int).
 
     Raises ValueError otherwise, or if missing and not `optional`.
     """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 256 * 1024**2
-"""More than a list of checksums needs."""
+"""Maximum bytes of an answer. The longest one is a list of checksums, which needs less."""
 MAX_MESSAGE = 1000
 """Maximum characters of a server's message that are shown."""
 BUSY = (408, 425, 429)
@@ -47,7 +47,7 @@ class ServerError(InfrastructureFailure):
 
 
 class BadReply(ServerError):
-    """The server's answer cannot be genuine. The message names the field and the rule."""
+    """The server's answer is invalid. The message names the field and the rule."""
 
 
 class UnknownLogprob(BadReply):
@@ -100,7 +100,7 @@ class ServerHttp:
         *,
         timeout_s: float | None,
     ) -> bytes:
-        """Return the body of an answer with a status below 300. Raise ServerError or RequestRefused for others.
+        """Return the body of an answer with a status below 300. Raise ServerError or RequestRefused otherwise.
 
         A busy server is asked again until `timeout_s`. Without a timeout, Busy is raised at once.
         """

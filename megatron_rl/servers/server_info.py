@@ -18,7 +18,7 @@ from megatron_rl.servers.server_http import ServerError
 SESSIONS_SINCE = (0, 5, 21)
 CHECKSUMS_SINCE = (0, 5, 17)
 GPU_CHECKSUMS_UNTIL = (0, 5, 23)
-"""Newest version whose hash kernel was verified to match the trainer's checksums."""
+"""Newest SGLang version whose hash kernel was verified to match the trainer's checksums."""
 QUANTIZING = ("quantization", "modelopt_quant", "torchao_config")
 """Fields of /server_info, which are SGLang options, that quantize weights."""
 
@@ -29,40 +29,40 @@ class ServerInfo:
 
     version: tuple[int, ...]
     ranks: int
-    """Ranks that it adds to a weight-update group: its tensor-parallel size, which DP attention subdivides."""
+    """Ranks that the server adds to a weight-update group: its tensor-parallel size, which DP attention subdivides."""
     replicas: int
-    """Copies of the weights: its data-parallel size without DP attention."""
+    """Copies of the weights: the data-parallel size without DP attention."""
     stages: int
     """Pipeline-parallel size."""
     nodes: int
     vocab_size: int | None
     context_length: int | None
     checksum_form: ChecksumForm | None
-    """How it computes checksums of its weights. None if the trainer cannot do the same."""
+    """How the server computes checksums of its weights. None if the trainer cannot compute the same."""
     weight_version: str | None
-    """Name of its current weights."""
+    """Name of the current weights."""
     is_embedded: bool
-    """It is this package's own server, not SGLang."""
+    """True for this package's own server, False for SGLang."""
     start: str | None
     """Instance ID, which changes with each restart of the server."""
     room: int | None
     """Maximum tokens of a prompt and its reply, limited by context and cache."""
     gives_text: bool
     quantization: str | None
-    """Quantization of its weights, as reported by the server or by its model's config.json."""
+    """Quantization of the weights, as reported by the server or by its model's config.json."""
     gives_routes: bool
-    """It was started to report the experts of each token."""
+    """True if the server was started with the option to report the experts of each token."""
     streams_whole: bool
-    """Each event of a stream repeats the whole reply so far."""
+    """True if each event of a stream repeats the whole reply so far."""
     weight_loaders: tuple[str, ...]
-    """Functions that its start options allow to load its weights."""
+    """Functions with which the server may load weights, according to its start options."""
 
     @property
     def has_sessions(self) -> bool:
         return self.version >= SESSIONS_SINCE
 
     def refusal(self, publication: str) -> str:
-        """Return why weights cannot be published to it in this way, with the remedy. '' if they can."""
+        """Return why weights cannot be published to this server in this way, with the remedy. '' if they can."""
         if self.quantization is not None:
             return (
                 f"quantization = {self.quantization!r}: what is published would be copied into quantized weights under "
@@ -161,8 +161,8 @@ def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> Checks
 def experts_as_sent(server_info: dict[str, Any], config: dict[str, Any]) -> int | None:
     """Return the number of experts per MoE layer of an SGLang server, if it stores them as they are sent.
 
-    That is, with each expert's gate above its up projection. None if it may store them differently: with a fused shared
-    expert, with redundant copies, or in a kernel's own order.
+    They are sent with each expert's gate above its up projection. Return None if the server may store them differently:
+    with a fused shared expert, with redundant copies, or in a kernel's own order.
     """
     counts = (config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     count = next((count for count in counts if count), None)

@@ -11,13 +11,13 @@ ALL_MEMORY = frozenset({"weights", "kv_cache"})
 class ServerMemory:
     """The memory parts of one client's servers.
 
-    SGLang crashes if asked for a part it holds, or to release one it lacks.
+    They are tracked because SGLang crashes if asked to allocate a part that it holds, or to release one that it lacks.
     """
 
     def __init__(self) -> None:
         self.wanted = ALL_MEMORY
         self._held: dict[str, tuple[int, frozenset[str]]] = {}
-        """By URL: number of the server's current instance, and the parts that it holds."""
+        """URL -> (number of the server's current instance, parts that it holds)."""
 
     @property
     def is_whole(self) -> bool:

@@ -51,16 +51,16 @@ class Server:
     watchdog: subprocess.Popen[bytes] | None
     is_ready: bool = False
     fault: str = ""
-    """Reason for which it was killed first, if it was."""
+    """Reason for which the server was first killed, if it was."""
     looked_at: float = field(default_factory=time.monotonic)
-    """Monotonic time at which the supervisor's thread last was not waiting for the server."""
+    """Monotonic time at which the supervisor's thread last began to check the server."""
 
     @property
     def name(self) -> str:
         return f"rollout server {self.number} (pid {self.process.pid})"
 
     def tail(self) -> str:
-        """Return the last lines of its log."""
+        """Return the last lines of the server's log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
 
@@ -78,7 +78,7 @@ class Server:
 
 
 SGLANG_ROUTES = "megatron_rl.servers.sglang_routes"
-"""SGLang plugin that reports the weights of experts."""
+"""SGLang plugin that reports the routing weights of experts."""
 SGLANG_ADAPTERS = "megatron_rl.servers.sglang_adapters"
 """SGLang plugin that compares adapters with their checksums."""
 

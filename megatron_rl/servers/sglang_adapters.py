@@ -1,4 +1,6 @@
-"""SGLang plugin that compares the adapters that SGLang has read with the trainer's checksums; SGLang has none itself.
+"""SGLang plugin that checks the adapters that SGLang has read against the trainer's checksums.
+
+SGLang has no such check of its own.
 
 Each process of a server refuses a folder whose tensors differ from those written (megatron_rl/adapter_sums.py), and
 /load_lora_adapter reports why. The run's servers find the plugin in the same way as sglang_routes.py.

@@ -1,4 +1,4 @@
-"""SGLang plugin that adds the weight of each expert to `routed_experts`: R3 with experts_and_weights.
+"""SGLang plugin that adds the routing weight of each expert to `routed_experts`: R3 with experts_and_weights.
 
 SGLang captures the ids of a token's experts as int32, of which it needs only the lowest bits. This plugin stores the
 weight in the other bits (megatron_rl/routes.py), so that it travels through the same buffers to the same reply. The
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 class CaptureWithWeights:
-    """Hooks around two SGLang functions: the outer one has the weights, the inner one captures the ids."""
+    """Hooks around two SGLang functions: the outer one has the routing weights, the inner one captures the ids."""
 
     def __init__(self) -> None:
         self.weights: Tensor | None = None

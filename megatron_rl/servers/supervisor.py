@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 STOP_GRACE_S = 20.0
-"""SGLang drains for up to ten seconds before it exits."""
+"""Seconds between SIGTERM and SIGKILL. SGLang drains for up to ten seconds before it exits."""
 GIVE_UP_LINES = 3
 HEALTH_EVERY_S = 5.0
 FIRST_RESTART_S = 1.0
@@ -44,7 +44,7 @@ class Supervisor:
 
     with Supervisor(RolloutConfig(server_count=2), "models/mine", "runs/mine/servers") as supervisor:
         print(supervisor.urls, supervisor.token_file)
-        with supervisor.publication():  # servers that generate nothing are paused now, and do not hang
+        with supervisor.publication():  # a server that generates nothing now is paused and does not hang
             ...
     """
 
@@ -212,7 +212,7 @@ class Supervisor:
 
     @contextmanager
     def publication(self) -> Iterator[None]:
-        """Inside the block, expect no generation, because servers are paused. One that dies is still restarted."""
+        """Inside the block, expect no generation, because servers are paused. A server that dies is still restarted."""
         self._publishing.set()
         try:
             yield
@@ -332,7 +332,7 @@ def start_servers(
             engine.initialize()
 
     The servers answer when the block begins, are restarted if they die, and are stopped at its end. folder: for logs
-    and, without config.token_file, their token. options: Supervisor's, such as dtype. Raises like `Supervisor.start`.
+    and, without config.token_file, the token. options: Supervisor's, such as dtype. Raises like `Supervisor.start`.
     """
     config = config or RolloutConfig()
     with Supervisor(config, model_path, folder, **options) as supervisor:

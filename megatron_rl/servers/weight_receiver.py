@@ -53,7 +53,7 @@ class ServerWeights(abc.ABC):
     async def pause(self) -> None:
         """Stop generation as rollout.interruption says. Requests in flight continue after `resume`.
 
-        Caches that have outlived more than rollout.max_cache_age publications are flushed.
+        Caches that have outlived rollout.max_cache_age publications are flushed.
         """
         await self._fleet.pause()
 
@@ -94,7 +94,7 @@ class ServerWeights(abc.ABC):
         return self._ask(self._command("/destroy_weights_update_group", {"group_name": name}))
 
     async def begin_weight_update(self, version: int) -> None:
-        """Open a weight-update session on servers that have them (since SGLang 0.5.21)."""
+        """Open a weight-update session on servers that support sessions (SGLang 0.5.21 and later)."""
         self._fleet.begin_update()
         begin, end = (self._command(f"/{what}_weight_update", {}, sessions_only=True) for what in ("begin", "end"))
 

@@ -1,4 +1,4 @@
-"""Counters of the rollout since they were last read."""
+"""Counters of the rollout, which are reset when they are read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ is_counted = ContextVar("is_counted", default=True)
 
 @dataclass(kw_only=True)
 class Counts:
-    """One client's counts over a period. Clients are combined by adding: a mean is taken over what all of them
-    counted."""
+    """One client's counts over a period. Those of several clients are added up before means are computed."""
 
     seconds: float
     sums: dict[str, float]
@@ -103,7 +102,7 @@ class RolloutMetrics:
                 self._sums[name] += amount
 
     def at_least(self, **values: float) -> None:
-        """Record values of which the maximum per name is reported."""
+        """Record values by name. The maximum of each name is reported."""
         if not is_counted.get():
             return
         with self._lock:

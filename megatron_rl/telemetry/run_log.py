@@ -50,7 +50,7 @@ COLUMNS = (
 )
 """Columns of a step's console line: heading, metric and format. Metrics that the step lacks are omitted."""
 TEXT: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
-"""Lone surrogates, which JSON may contain, are written as JSON escapes."""
+"""How text is encoded in files. Lone surrogates, which JSON may contain, become JSON escapes."""
 EMPTY = {"prompt": "", "answer": "", "reply": "", "reward": None}
 """Defaults for fields that a sample lacks."""
 MOST_STEPS = 10**12
@@ -199,7 +199,7 @@ class RunLog:
         self._show(f"[bold green]evaluation[/] {escape(f'{name} after {step} steps: {shown}')}")
 
     def sync(self) -> None:
-        """Flush the log to disk with fsync; a checkpoint taken now relies on it."""
+        """Flush the log to disk with fsync, because a checkpoint taken now relies on it."""
         if self.is_main:
             for file in (self._metrics, self._samples):
                 try:
@@ -359,7 +359,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_line(row: Any, *, of_samples: bool) -> bool:
-    """Return True for a valid sample, or for a valid step or evaluation. All readers of the log rely on this check."""
+    """Return True for a valid step or evaluation, or sample if `of_samples`. All readers of the log rely on this."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
         return False
     if not of_samples:

@@ -144,7 +144,7 @@ class Prometheus(Sink):
 
 
 class Sinks:
-    """The loggers named in a run's config. ValueError, naming the config key, if one cannot be opened.
+    """The loggers named in a run's config. Raises ValueError, naming the config key, if one cannot be opened.
 
     For example:
 

@@ -1,8 +1,7 @@
 """Spans: pieces of work with their start and end times. Spans in progress are always tracked.
 
-A hang report lists the oldest spans in progress. Of those that ended, only the last few are kept, unless `record` was
-called; then trace.py can write a trace of them. Times are seconds of CLOCK_MONOTONIC, which all processes of a host
-share.
+A hang report lists the oldest spans in progress. Only the last few ended spans are kept, unless `record` was called;
+then trace.py can write a trace of all. Times are seconds of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     log_metric("tool_calls", 3)  # in a workflow, an environment or a reward
     log_metric("far_tokens", rows.ratio > 2)  # in a loss: the mean over the entries of a tensor
 
-In a run started from a config, they appear in metrics.jsonl as `user/NAME`: means over the step and over all ranks. A
-custom training loop exports them itself:
+In a run started from a config, the statistics appear in metrics.jsonl as `user/NAME`: means over the step and over all
+ranks. A custom training loop exports them itself:
 
     from megatron_rl import stats_tracker
 
@@ -64,10 +64,10 @@ class StatsTracker:
         return self._timers(self._within(name))
 
     def log_metric(self, name: str, value: float | Tensor) -> None:
-        """Add a number, or all entries of a tensor, to a metric. Its mean over all of them is exported.
+        """Add a number, or all entries of a tensor, to a metric. The mean of everything added is exported.
 
-        For losses, workflows, environments and rewards. Tensors are read at the end of the step, so that no call waits
-        for the GPU. In an evaluation the call does nothing.
+        Losses, workflows, environments and rewards may call this. Tensors are read at the end of the step, so that no
+        call waits for the GPU. In an evaluation the call does nothing.
         """
         if not is_counted.get():
             return
@@ -96,7 +96,7 @@ class StatsTracker:
             self._sums[name] = total + self._masks[name].sum(), 1.0
 
     def stat(self, *, denominator: str, **values: Tensor) -> None:
-        """Add tensors whose mean over the entries of mask `denominator`, in the current scope, is exported."""
+        """Add tensors. Their mean over the entries that the current scope's mask `denominator` selects is exported."""
         mask = self._masks.get(self._within(denominator))
         if mask is None:
             raise ValueError(

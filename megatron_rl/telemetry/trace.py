@@ -129,7 +129,7 @@ def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, 
 
 
 def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
-    """Return the offset from a server's wall-clock times to the clock of its client, which made these calls.
+    """Return the offset from a server's wall clock to the clock of the client that made these calls.
 
     This is the client's own offset unless the calls contradict it.
     """
