@@ -1,4 +1,4 @@
-"""Converts Hugging Face folder <-> checkpoint in one process, even if the model does not fit in memory.
+"""Converts a Hugging Face folder to a checkpoint or back, in one process, even if the model does not fit in memory.
 
 The model's tensors are memory-mapped from an unnamed scratch file in the target's parent folder, so the kernel can page
 them out at any time. Only the tensors being converted and one safetensors shard need memory.
@@ -51,8 +51,8 @@ def convert_folder(
     """Convert the HF folder `source` to a checkpoint, or the checkpoint `source` to an HF folder.
 
     Returns a line that says what was written. Dtypes are kept, except that a router's bias becomes float32. The target
-    appears complete or not at all. ValueError if the source is neither kind or the target exists. RuntimeError for a
-    damaged checkpoint or too little disk space.
+    appears complete or not at all. ValueError if the source is neither of the two, or if the target exists.
+    RuntimeError for a damaged checkpoint or too little disk space.
     """
     if not source.is_dir():
         raise ValueError(f"source = {str(source)!r}: no such folder; give a Hugging Face folder or a checkpoint.")
@@ -129,13 +129,16 @@ def _announce(target: Path, arch: Architecture, size: int, say: Callable[[str], 
 
 
 class _Scratch:
-    """Allocator of tensors in one unnamed file on the disk of `folder`. Forked checkpoint writers see them too."""
+    """Allocator of tensors in one unnamed file on the disk of `folder`.
+
+    The file is mapped as shared memory, so forked checkpoint writers see the tensors too.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.file = tempfile.TemporaryFile(dir=folder)
         self.size = 0
         self.starts: dict[int, int] = {}
-        """Memory address of each tensor -> its offset in the file."""
+        """Maps each tensor's memory address to its offset in the file."""
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         start, size = self.size, math.prod(shape) * dtype.itemsize
@@ -148,8 +151,8 @@ class _Scratch:
     def state_of(self, chunks: list[Any], groups: ParallelGroups) -> dict[str, Any]:
         """Return the chunks' sharded state, with each tensor in its own mapping of this file.
 
-        `FileSystemWriterAsync` of megatron.core copies every tensor that is a view of a larger storage, such as the
-        halves of the gated MLP. A tensor that fills its mapping is not copied.
+        This saves memory: `FileSystemWriterAsync` of megatron.core copies every tensor that is a view of a larger
+        storage, such as the halves of the gated MLP. It does not copy a tensor that fills its mapping.
         """
         state = model_state(chunks, groups)
         apply_factories(state)
@@ -170,7 +173,7 @@ def _has_tensor(part: Any) -> bool:
 
 
 def _empty_model(folder: Path, arch: Architecture, groups: ParallelGroups) -> list[Any]:
-    """Build the model without weights. Its memory is never written, so the kernel allocates no pages for it."""
+    """Build the model without loading weights. The kernel allocates no pages for parameters that are never written."""
     config = EngineConfig(model=ModelConfig(path=str(folder)))
     return build_chunks(arch, transformer_config(arch, config, {}), groups)
 

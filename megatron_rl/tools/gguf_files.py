@@ -1,6 +1,6 @@
 """GGUF file -> Hugging Face folder, for Llama-architecture models with a byte-level BPE tokenizer.
 
-Weights are dequantized. llama.cpp's interleaved q and k rows are restored to the halves that Hugging Face's rotary
+Weights are dequantized. llama.cpp's interleaved q and k rows are reordered into the halves that Hugging Face's rotary
 embedding expects. The target folder appears complete or not at all. Needs the packages `gguf` and `tokenizers`, but
 neither llama.cpp nor transformers.
 
@@ -101,7 +101,7 @@ def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloa
 
 
 def is_conversion_of(origin: dict[str, Any], target: Path) -> bool:
-    """Return True if `target` is this conversion, False if missing or empty; ValueError if it is anything else."""
+    """Return True if `target` was made from `origin`, False if it is missing or empty. ValueError otherwise."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     if all((target / name).is_file() for name in FILES):
@@ -115,7 +115,7 @@ def is_conversion_of(origin: dict[str, Any], target: Path) -> bool:
 
 
 def read_gguf(source: Path) -> tuple[Any, dict[str, Any]]:
-    """Open a GGUF file. Return its reader and its metadata. ValueError if it cannot be converted."""
+    """Open a GGUF file. Return its reader and its metadata. ValueError if the file cannot be converted."""
     from gguf import GGUFReader
 
     if source.open("rb").read(4) != b"GGUF":

@@ -20,7 +20,7 @@ WIDTH = 120
 
 
 def options_text(name: str = "") -> str:
-    """Describe all options, those of a section, or the one with a dotted key. ValueError for an unknown name."""
+    """Describe all options, a section's options, or the option with this dotted key. ValueError for an unknown name."""
     options = described_options()
     chosen = [option for option in options if name in ("", option.section, dotted(option))]
     if not chosen:

@@ -1,11 +1,11 @@
 """Continuous batching: decides which requests run in the next forward pass, and in which rows of the KV cache.
 
 One thread runs `Batcher.run`. Only that thread touches the model, the cache and the requests; other threads call
-`submit`, `abort`, `pause`, `resume` and `call`. A new request waits at the door (while paused, or while a weight update
-is pending), then in the queue, then runs in a row:
+`submit`, `abort`, `pause`, `resume` and `call`. A new request first waits at the door, which is closed while the
+batcher is paused or a weight update is pending. The request then waits in the queue, and finally runs in a row:
 
     submit -> door -> waiting -> running -> finished
-                        ^------- retracted: its row is needed, or a pause sends it back
+                        ^------- retracted: others need its row, or a pause sends it back
 
 Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token of every ready row.
 Tests assert that tokens and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
@@ -101,7 +101,7 @@ class Batcher:
         self.failure: str | None = None
         """Reason why the batcher can no longer run. Set after a forward pass raised or its thread died, never reset."""
         self.has_died = False
-        """The thread ended without `stop`. The server must be restarted."""
+        """True if the thread ended without `stop`. The server must then be restarted."""
         self.paused = False
         self.released: set[str] = set()
         """Parts of MEMORY that are released. Nothing is generated unless this is empty."""
@@ -152,8 +152,8 @@ class Batcher:
     def pause(self, mode: str) -> Future:
         """Pause generation between two turns.
 
-        mode: `abort` ends all accepted requests, `retract` returns running ones to the queue and drops their keys,
-        `in_place` keeps running ones in their rows.
+        mode: `abort` ends all accepted requests. `retract` returns running requests to the queue and drops their
+        cached keys and values. `in_place` keeps running requests in their rows.
         """
 
         def run() -> None:
@@ -217,7 +217,7 @@ class Batcher:
         return not self._running and (self.paused or not (self._waiting or self._door))
 
     def release(self, tags: Iterable[str]) -> None:
-        """Free parts of MEMORY. ValueError, with nothing freed, while requests use or wait for the cache."""
+        """Free parts of MEMORY. While requests use or wait for the cache, raise ValueError and free nothing."""
         if not self.can_flush():
             raise ValueError(
                 f"release_memory_occupation: {self.running_requests} running and {self.waiting_requests} queued "
@@ -239,9 +239,10 @@ class Batcher:
                 self.model.allocate()
 
     def weights_changed(self, version: str | None) -> None:
-        """Start a new epoch and set the version after a weight update. None keeps the version.
+        """Record a weight update: start a new epoch, and set the weight version unless it is None.
 
-        New requests then reuse no keys of the old weights. Running requests close their version span.
+        New requests then reuse no keys of the old weights. If the version changes, each request's current version span
+        ends.
         """
         self.kv_rows.epoch += 1
         self.set_version(version)
@@ -254,7 +255,7 @@ class Batcher:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Run until `stop`. Any other end of the thread is logged. Either way, all open requests get a response."""
+        """Run until `stop` or an exception, which is logged. Either way, all open requests get a response."""
         try:
             self._run()
         # The bug is reported nowhere else, and /health must report it.
@@ -498,5 +499,5 @@ class Batcher:
 
 
 def _aborted(message: str, status: int | None) -> dict[str, Any]:
-    """Return SGLang's finish reason for an abort. With a status, the client gets an HTTP error instead of the reply."""
+    """Return SGLang's finish reason for an abort. If it has a status, the client gets an HTTP error, not a reply."""
     return {"type": "abort", "message": message, "status_code": status, "err_type": None}

@@ -2,8 +2,8 @@
 
 A body is refused if its announced or actual size is too large, or if it arrives too slowly. If all bodies in progress
 together need too much memory, the largest is dropped. JSON is parsed in separate threads, two bodies at a time, so that
-the event loop stays responsive. A body with too many lists and objects is refused before parsing: Python's garbage
-collector would block all threads for seconds.
+the event loop stays responsive. A body with too many lists and objects is refused before parsing, because Python's
+garbage collector would block all threads for seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiohttp.web import RequestPayloadError
 from megatron_rl.tools.embedded_server.connections import Connections
 
 MAX_BODY_BYTES = 16 * 1024**2
-"""Maximum size of a body without weights. Enough for dozens of prompts of the longest context."""
+"""Maximum size of a body that carries no weights. It is enough for dozens of prompts of the longest context."""
 ALL_BODIES_BYTES = 512 * 1024**2
 """Maximum total size of all bodies that are being read or are in use."""
 FIRST_S = 20.0
@@ -31,7 +31,10 @@ SLOWEST_BYTES_PER_S = 1024**2
 MOST_CONTAINERS = 200_000
 MOST_VALUES = 2_000_000
 MOST_QUOTES = 1_000_000
-"""Maximum opening brackets, commas and quotes of a body, counted before parsing. They estimate the Python objects."""
+"""Limits on the opening brackets (containers), commas (values) and quotes in a body.
+
+They are counted before parsing, to estimate how many Python objects would be created.
+"""
 
 Result = TypeVar("Result")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -71,10 +74,11 @@ class Bodies:
     async def json(
         self, http: web.Request, use: Callable[[Any], Result], *, is_slow: Callable[[Any], bool] = lambda _: False
     ) -> Result:
-        """Parse the body and return `use(body)`, both in a thread. ValueError if it is not JSON, or from `use`.
+        """Parse the body and return `use(body)`; both run in a worker thread.
 
-        is_slow: returns True if `use` may take seconds, such as for text to tokenize. Slow bodies are processed one at
-        a time in another thread, so that they do not delay others.
+        ValueError if the body is not JSON, or if `use` raises it. is_slow: returns True if `use` may take seconds, for
+        example to tokenize text. Slow bodies are processed one at a time in another thread, so that they do not delay
+        others.
         """
 
         def read() -> tuple[bool, Any]:
@@ -89,7 +93,7 @@ class Bodies:
             return result
 
     async def object(self, http: web.Request) -> dict[str, Any]:
-        """Return the JSON object of the body; an empty one if there is no body."""
+        """Return the body's JSON object; an empty dict if there is no body."""
         async with self.raw(http) as raw:
             body = await asyncio.get_running_loop().run_in_executor(self._readers, parse, raw or b"{}")
         if not isinstance(body, dict):
@@ -98,9 +102,9 @@ class Bodies:
 
     @asynccontextmanager
     async def raw(self, http: web.Request, most: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
-        """Read the body of at most `most` bytes. It counts towards ALL_BODIES_BYTES until this block ends.
+        """Read a body of at most `most` bytes. The body counts towards ALL_BODIES_BYTES until this block ends.
 
-        RequestFailed if it is too large, too slow or dropped; ValueError if it is cut off.
+        RequestFailed if the body is too large, too slow or dropped. ValueError if it is cut off.
         """
         too_large = f"{http.method} {http.path}: the body must have at most {most:,} bytes; send several requests"
         announced = http.content_length

@@ -1,11 +1,12 @@
 """The connections of the embedded server, limited so that no client can lock out the others.
 
-A connection is a stranger until the guard has accepted a complete request on it. Both strangers and connections are
-limited in number. Above a limit, a new connection replaces the oldest stranger of the peer that has most of them, or a
-known client that is idle. A stranger must send a request within HEADERS_S, and a client that does not read its response
-is cut off. The run's own clients have the token and send at once, so they always get in.
+A connection is a stranger until the guard has accepted a complete request on it. Both the strangers and all connections
+together are limited in number. Above a limit, a new connection replaces the oldest stranger of the peer with the most
+strangers, or an idle known client. A stranger must send a request within HEADERS_S. A client that does not read its
+response is disconnected. The run's own clients have the token and send at once, so they always get in.
 
-asyncio's own accept loop is not used: if no file descriptor is left, it retries a thousand times at once and logs each.
+asyncio's own accept loop is not used. Without a free file descriptor, it would retry a thousand times at once and log
+each failure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_CONNECTIONS = 16_384
 MOST_STRANGERS = 512
 HEADERS_S = 10.0
 PROMPT_S = 1.0
-"""Grace period for new strangers: the server may not have read their request yet."""
+"""Grace period for new strangers, because the server may not have read their request yet."""
 LOOK_EVERY_S = 1.0
 FIRST_RESPONSE_S = 30.0
 SLOWEST_BYTES_PER_S = 1024**2
@@ -44,12 +45,12 @@ class _Connection:
     peer: str
     transport: asyncio.Transport
     since_s: float
-    """Time when it was accepted, or last started or finished a request."""
+    """Time when the connection was accepted, or when its latest request started or finished."""
     is_known: bool = False
     requests: int = 0
     """Requests in progress: 0 or 1."""
     is_heard: bool = False
-    """Its current request has no body, so it is already being answered."""
+    """True if the current request has no body, and so is already being answered."""
     response_until_s: float | None = None
 
 
@@ -120,7 +121,7 @@ class Connections:
             connection.requests, connection.since_s, connection.is_heard = 0, time.monotonic(), False
 
     def welcome(self, http: web.Request) -> None:
-        """Mark the request's connection as known: it is no longer a stranger."""
+        """Mark the request's connection as known, that is, no longer a stranger."""
         if http.transport in self._open:
             self._open[http.transport].is_known = True
 
@@ -139,7 +140,7 @@ class Connections:
         return list(self._open.values())
 
     def _close_one(self, *, strangers_only: bool) -> bool:
-        """Close the most expendable connection. False if all are being answered."""
+        """Close the most expendable connection. Return False if no connection may be closed."""
         # If there are too many strangers, close a silent one first. If there are too many connections, close a late and
         # silent stranger, or else an idle known client, which can simply reconnect.
         living, now = self._living(), time.monotonic()

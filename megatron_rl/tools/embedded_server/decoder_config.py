@@ -1,6 +1,7 @@
 """Reads the parts of a Hugging Face `config.json` that the embedded server's forward pass needs.
 
-Supports only Llama-like models and Qwen3's mixtures, unlike the trainer's Architecture. Other models raise ValueError.
+Only Llama-like models and Qwen3's mixture-of-experts models are supported, whereas the trainer's Architecture supports
+more. Other models raise ValueError.
 """
 
 import math
@@ -32,7 +33,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN | {"head_dim": 128},
     "qwen3_moe": _QWEN | _MIXTURE,
 }
-"""Per model_type, transformers' defaults for keys that config.json lacks. Copied, as importing it takes seconds."""
+"""Per model_type, transformers' defaults for keys that config.json lacks.
+
+They are copied here because importing transformers takes seconds.
+"""
 KINDS = tuple(DEFAULTS)
 
 
@@ -45,9 +49,9 @@ class Experts:
     size: int
     """Intermediate size of one expert."""
     renormalised: bool
-    """The chosen experts' weights are rescaled to sum to 1."""
+    """True if the router weights of a token's chosen experts are rescaled to sum to 1."""
     layers: frozenset[int]
-    """Layers that are mixtures, counted from 0."""
+    """Indices of the mixture-of-experts layers, counted from 0."""
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Experts":

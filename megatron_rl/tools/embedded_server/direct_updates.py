@@ -1,7 +1,7 @@
 """Weight updates that need no process group: buckets in shared memory, and deltas to the current weights.
 
-Each function validates a whole update and returns a function that writes it. Call that one while nothing else uses the
-weights.
+Each function validates a whole update and returns a function that writes it. Call the returned function only while
+nothing else uses the weights.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
 
 
 def _decoded(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
-    """Return the places and values of a run, in the weight's dtype.
+    """Decode a run of a weight's elements. Return the changed places, and their values as bits of the weight's dtype.
 
-    ValueError if the run has another dtype, unless it replaces all values.
+    ValueError if the run has another dtype, unless it replaces all of its elements.
     """
     own = model.part(run.name, run.start, run.change.count).dtype
     sent = next((dtype for dtype in SENT if str(dtype) == f"torch.{run.dtype}"), None)

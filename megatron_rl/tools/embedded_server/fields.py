@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
 
 
 def field(body: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """Return the field, or its default if missing or null. ValueError if it is required or invalid."""
+    """Return the field, or its default if missing or null. ValueError for a missing required field or a wrong value."""
     value = body.get(name)
     if value is None:
         if default is _REQUIRED:

@@ -1,7 +1,7 @@
 """The two forward passes of a turn: prefill of many rows at once, and decoding of one token per ready row.
 
 Only the batcher's thread calls them. The batcher chooses the requests and handles the new tokens. `prefill` records in
-`KVRows` what it wrote. It skips a prompt's last token, which `next_tokens` decodes like any other.
+`KVRows` what it wrote. `prefill` skips a prompt's last token, because `next_tokens` decodes that token.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, Span
 
 LOGIT_ROWS = 256
-"""Rows of float32 logits computed at a time when a prompt is scored. Bounds their memory."""
+"""Rows of float32 logits computed at a time when a prompt is scored. This limits the memory of the logits."""
 
 
 def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget: int) -> int:
-    """Prefill at most `budget` tokens of these requests, in order. Return how many were computed."""
+    """Prefill at most `budget` tokens of these requests, in order. Return how many tokens were computed."""
     spans, owners, tokens = [], [], []
     for request in requests:
         count = min(len(request.tokens) - 1 - request.filled, budget)
@@ -42,7 +42,10 @@ def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget
 
 
 def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None:
-    """Append the log-probabilities of the prompt tokens that follow those of `span`, at temperature 1 as in SGLang."""
+    """Append the log-probabilities of the prompt tokens that `span` predicts, each from the token before it.
+
+    As in SGLang, the temperature is 1.
+    """
     stop = min(span.start + span.count, len(request.prompt) - 1)
     for begin in range(max(request.next_score, span.start), stop, LOGIT_ROWS):
         end = min(begin + LOGIT_ROWS, stop)

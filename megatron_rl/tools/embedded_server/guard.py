@@ -1,8 +1,8 @@
 """Access control of the embedded server. It decides from a request's headers, before the body is read.
 
-With a token, clients must send it, except for OPEN_PATHS. Only a server on a loopback address may have no token. Then
-any process on the host may generate, but none may change the server. Requests from web pages are refused: a browser
-sends the page's own Origin or, after DNS rebinding, the page's own Host.
+If the server has a token, clients must send it, except for OPEN_PATHS. Only a server on a loopback address may have no
+token. Without one, any process on the host may generate, but none may change the server. Requests from web pages are
+then refused. They are recognized because a browser sends the page's own Origin or, after DNS rebinding, its own Host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ GENERATION_PATHS = (
     *("/generate", "/v1/chat/completions", "/v1/loads", "/v1/models"),
     *("/model_info", "/get_model_info", "/server_info", "/get_server_info"),
 )
-"""Paths that a server without a token also allows. All others change the server or reveal its weights."""
+"""Paths that a server without a token allows in addition to OPEN_PATHS.
+
+All other paths change the server or reveal its weights.
+"""
 
 
 def guard(token: str | None, host: str, connections: Connections) -> Callable:
@@ -151,7 +154,7 @@ def _is_mapped_loopback(name: str) -> bool:
 
 
 class LogRate(logging.Filter):
-    """Log filter that limits how often a message of one wording passes, and reports how many were dropped.
+    """Log filter that limits how often messages of the same wording pass, and reports how many were dropped.
 
     handler.addFilter(LogRate())
     """
@@ -159,7 +162,7 @@ class LogRate(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
-        """(logger, wording) -> (start of its window, messages in the window)."""
+        """Maps (logger, wording) to (start of its time window, number of messages in the window)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now = (record.name, str(record.msg)[:200]), time.monotonic()

@@ -46,7 +46,7 @@ class InformationEndpoints:
 
     @property
     def model_name(self) -> str:
-        """Served model name. As in SGLang, weights loaded from another folder change it to that folder."""
+        """Served model name. As in SGLang, if weights were loaded from another folder, that folder is the name."""
         path = self.weights.model_path
         replaced = path != self.options["model_path"]
         return path if replaced else self.options["served_model_name"] or path
@@ -57,7 +57,8 @@ class InformationEndpoints:
     async def health_generate(self, http: web.Request) -> web.Response:
         """Respond 200 if the server generates a token within HEALTH_TIMEOUT_S, else 503.
 
-        A token of any request counts, because all rows may be in use. Concurrent calls share one check.
+        A token generated for any request counts, because other requests may occupy all rows. Concurrent calls share one
+        check. While the server is paused or its memory is released, the response is that of /health.
         """
         # A paused server generates nothing but is healthy: a supervisor must not restart it during a weight update.
         if self.batcher.paused or self.batcher.released or self.batcher.failure is not None:

@@ -1,7 +1,7 @@
-"""Allocates the rows of the KV cache to requests, keeps finished rows for prefix reuse, and resizes the cache.
+"""Assigns the rows of the KV cache to requests, keeps finished rows for prefix reuse, and resizes the cache.
 
-A row is free, held by a running request, or kept after its request finished because a later prompt may share a prefix.
-A new request never reuses keys of earlier weights (an older epoch).
+A row is free, held by a running request, or kept with a finished request's keys, because later prompts may share its
+prefix. A new request never reuses keys of earlier weights (an older epoch).
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,10 @@ NEVER = -1
 
 @dataclass(eq=False)
 class Row:
-    """One cache row: the tokens of its running or finished request. The first `filled` of them have keys and values."""
+    """One cache row, with the tokens of its running or finished request.
+
+    Only the first `filled` tokens have keys and values.
+    """
 
     tokens: list[int] = field(default_factory=list)
     filled: int = 0
@@ -31,7 +34,7 @@ class Row:
 class Prefix:
     """The longest reusable prefix of a new request: `length` tokens of row `row`.
 
-    more_is_coming: a running request will soon have a longer one, which is worth waiting for.
+    more_is_coming: a running request will soon have computed a longer prefix, so the new request should wait for it.
     """
 
     row: int | None
@@ -86,10 +89,10 @@ class KVRows:
         self.cache.resize(0, 0, [])
 
     def size_for(self, rows: int, tokens: int, longest: int) -> tuple[int, int]:
-        """Return the cache size (rows, capacity) for `rows` rows of `tokens` tokens.
+        """Return the cache size (rows, capacity per row in tokens) for `rows` rows of `tokens` tokens.
 
-        If that exceeds max_total_tokens, first the capacity shrinks, but not below `tokens` and `longest`, the longest
-        running request. Then the number of rows shrinks.
+        longest: tokens of the longest running request. If the size exceeds max_total_tokens, the capacity shrinks
+        first, but not below `tokens` or `longest`. If that is not enough, the number of rows shrinks too.
         """
         # Sizes are powers of two, because a growing cache copies all its contents: so it grows only a few times.
         capacity = max(self.cache.capacity, self._capacity_for(tokens))
@@ -103,7 +106,7 @@ class KVRows:
         return min(_power_of_two(max(tokens, MIN_CAPACITY)), self.context_length)
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Resize the cache. Running rows come first, then as many kept rows as fit, most recently used first."""
+        """Resize the cache. Rows of running requests come first, then the most recently used kept rows that fit."""
         self.copy_prefixes()
         running = [i for i, row in enumerate(self._rows) if row.request]
         kept = [i for i, row in enumerate(self._rows) if not row.request and row.epoch == self.epoch]
@@ -168,7 +171,7 @@ class KVRows:
         self._rows[request.row].filled = request.filled
 
     def release(self, request: Request, *, keep: bool) -> None:
-        """Take the request out of its row. keep: later requests with the same prefix may reuse its keys."""
+        """Take the request out of its row. keep: later requests that share a prefix may reuse the row's keys."""
         row = self._rows[request.row]
         self._clock += 1
         row.request, row.last_used = None, self._clock
@@ -178,7 +181,7 @@ class KVRows:
         request.row = None
 
     def wipe(self, request: Request) -> None:
-        """Zero the row of a request that produced NaN. The next request in it needs finite masked positions."""
+        """Zero the row of a request that produced NaN. Its next request needs finite values at masked positions."""
         self.cache.clear_row(request.row)
         self._rows[request.row].epoch = NEVER
 
@@ -188,7 +191,7 @@ def _power_of_two(value: int) -> int:
 
 
 def _common_prefix(a: list[int], b: list[int], limit: int) -> int:
-    """Return the length of the common prefix, at most `limit`. Bisects slice comparisons, which run in C."""
+    """Return the length of the common prefix, at most `limit`. Bisection compares whole slices, which runs in C."""
     low, high = 0, min(len(a), limit)
     if a[:high] == b[:high]:
         return high

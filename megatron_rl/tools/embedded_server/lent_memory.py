@@ -1,6 +1,7 @@
-"""Releases a server's memory to other processes on its device, by SGLang's tags weights and kv_cache.
+"""Frees a server's memory for other processes on its device. SGLang's tags `weights` and `kv_cache` choose the parts.
 
-Released weights are lost. After a resume their memory is undefined until new weights are published.
+Released weights are lost. After /resume_memory_occupation, the weights' values are undefined until new weights are
+published.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ WITHOUT_MEMORY = "cuda_graph"
 
 
 class MemoryEndpoints:
-    """Endpoints that release and resume memory. Runs in the event loop's thread; memory changes in the batcher's."""
+    """Endpoints that release and resume memory.
+
+    They run in the event loop's thread; memory changes in the batcher's thread.
+    """
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher

@@ -1,8 +1,8 @@
 """Weight transfer between servers: a server that joins late copies the weights of a peer, which keeps serving.
 
-Tensors are sent one by one, as safetensors, so neither side needs memory for a second model. The peer copies each one
-between two turns, and only if it still has the requested version. Until all tensors are copied, the receiver holds a
-useless mixture of weights. The caller therefore chooses a `weight_version` for them that no policy version has.
+Tensors are sent one by one, as safetensors, so neither side needs memory for a second model. The peer copies each
+tensor between two turns of its batcher, and only if it still has the requested version. Until all tensors are copied,
+the receiver holds a useless mixture of weights. So the caller's `weight_version` must not be a policy's version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ PEER_TIMEOUT_S = 60.0
 
 
 class PeerEndpoints:
-    """Endpoints for weight transfer. Runs in the event loop's thread; the batcher's reads and writes the weights."""
+    """Endpoints for weight transfer. Runs in the event loop's thread.
+
+    The batcher's thread reads and writes the weights.
+    """
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -39,7 +42,7 @@ class PeerEndpoints:
         ]
 
     async def give(self, http: web.Request) -> web.Response:
-        """Respond with one tensor as a safetensors file. Refused unless the server has version `peer_version`."""
+        """Respond with one tensor as a safetensors file. Refuse if the weights are no longer version `peer_version`."""
         body = await read_object(http)
         name, version = field(body, "name", str), field(body, "peer_version", str)
 
@@ -57,10 +60,10 @@ class PeerEndpoints:
         return web.Response(body=safetensors.torch.save({name: tensor}), content_type="application/octet-stream")
 
     async def take(self, http: web.Request) -> web.Response:
-        """Copy the weights of version `peer_version` from `peer_url`, and name them `weight_version`.
+        """Copy the weights of version `peer_version` from `peer_url`, as version `weight_version`.
 
-        Forwards the caller's token, which the peer must accept too. If the caller disconnects, the copy stops, and the
-        server holds a mixture of old and new tensors.
+        Forwards the caller's token, which the peer must accept too. If the caller disconnects, copying stops, and
+        the server holds a mixture of old and new tensors.
         """
         body = await read_object(http)
         url, version = field(body, "peer_url", str), field(body, "peer_version", str)

@@ -1,6 +1,7 @@
-"""Converts JSON bodies of SGLang's `/generate` and OpenAI's chat to requests, and finished requests to JSON. No HTTP.
+"""Converts JSON bodies of SGLang's `/generate` and OpenAI's chat to requests, and finished requests to JSON.
 
-An invalid body raises ValueError that names the field, the value and the rule. The HTTP layer answers it with 400.
+This module does no HTTP. An invalid body raises ValueError that names the field, the value and the rule, and the HTTP
+layer responds with status 400.
 """
 
 import time
@@ -67,7 +68,7 @@ class Limits:
     context_length: int
     tells_routes: bool = False
     tells_weights: bool = False
-    """Routes include the experts' weights."""
+    """True if returned expert routes include the router's weights of the experts."""
 
     @property
     def letters(self) -> int:
@@ -81,7 +82,7 @@ class GenerateCall:
 
     requests: list[Request]
     single: bool
-    """The response is one object instead of a list."""
+    """True if the response is one object instead of a list."""
     stream: bool
     return_logprob: bool
     return_text_in_logprobs: bool
@@ -146,7 +147,7 @@ def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | 
 
 
 def _routes_from(body: dict[str, Any], limits: Limits) -> int | None:
-    """Return the first position whose expert routes are requested, or None if none are."""
+    """Return the first position whose expert routes are requested, or None if no routes are requested."""
     start = body.get("routed_experts_start_len", 0)
     if type(start) is not int or start < 0:
         raise ValueError(f"routed_experts_start_len = {shown(start)}: must be an integer >= 0")
@@ -163,7 +164,7 @@ def _routes_from(body: dict[str, Any], limits: Limits) -> int | None:
 def make_requests(
     prompt: list[int], params: SamplingParams, rid: Any, limits: Limits, text: Text | None, logprob_start: int
 ) -> list[Request]:
-    """Make one request per sample. As in SGLang, samples of n > 1 get generated ids instead of `rid`."""
+    """Make one request per sample. As in SGLang, the samples get generated ids instead of `rid` if n > 1."""
     _check_rid(rid)
     if params.stop and text is None:
         raise ValueError("sampling_params.stop needs a tokenizer, and the model folder has none; use stop_token_ids")
@@ -238,7 +239,10 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
 
 
 def timing(request: Request) -> dict[str, float]:
-    """Return a finished request's arrival time (wall clock) and latencies in seconds, as SGLang with metrics does."""
+    """Return a finished request's arrival time (wall clock) and latencies, all in seconds.
+
+    SGLang returns the same fields if its metrics are enabled.
+    """
     times = {
         # Durations are measured with the monotonic clock, which is never adjusted, and then converted to wall time.
         "request_received_ts": time.time() - (time.monotonic() - request.created_s),
@@ -419,7 +423,7 @@ def _check_messages(messages: Any, limits: Limits) -> None:
 
 
 def _letters(value: Any, name: str, depth: int) -> int:
-    """Count the characters of all keys and strings. Every value counts at least 1, so empty values are limited too."""
+    """Count the characters of all keys and strings. Every value counts as at least 1, so empty ones are limited too."""
     if isinstance(value, str):
         return len(value) + 1
     if not isinstance(value, dict | list):

@@ -1,4 +1,7 @@
-"""The embedded server's tokenizer: decodes replies, encodes prompts, renders chats. Optional: token ids need none."""
+"""The embedded server's tokenizer: it decodes replies, encodes prompts and renders chats.
+
+A model folder may lack a tokenizer; clients must then send token ids.
+"""
 
 import inspect
 import json
@@ -64,10 +67,10 @@ class Text:
         return self._hf.encode(text)
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Render a chat with the model's own template and return its token ids, up to where the assistant speaks.
+        """Render a chat with the model's template. Return its token ids, up to the start of the assistant's reply.
 
-        options: the template's variables, `add_generation_prompt` and `continue_final_message`. ValueError for others.
-        In particular, a client cannot pass its own chat template, because a template is a program.
+        options: the template's variables, and options in COMMON_OPTIONS. ValueError for any other name. In particular,
+        a client cannot pass its own chat template, because a template is a program.
         """
         own = (self._hf.chat_template if isinstance(self._hf.chat_template, str) else "") if options else ""
         known = {*COMMON_OPTIONS, *WORD.findall(own)} - self._taken_names
@@ -88,6 +91,6 @@ class Text:
 
     @cached_property
     def _taken_names(self) -> set[str]:
-        """Names that transformers passes to a template itself, or takes as arguments."""
+        """Names that clients may not set, because transformers passes them to templates or takes them as arguments."""
         arguments = set(inspect.signature(self._hf.apply_chat_template).parameters) - COMMON_OPTIONS
         return {*arguments, *self._hf.special_tokens_map, "messages", "raise_exception", "strftime_now"}

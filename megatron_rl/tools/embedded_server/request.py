@@ -37,9 +37,9 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     routes: Tensor | None = None
-    """`[tokens, layers, slots]` int32, packed (megatron_rl/routes.py). Set when the request finishes.
+    """`[tokens, layers, slots]` int32, one slot per chosen expert, packed as in megatron_rl/routes.py.
 
-    Covers the tokens from `routes_from` on, except the last token.
+    Set when the request finishes. Covers the tokens from `routes_from` on, except the last token.
     """
     filled: int = 0
     """Number of tokens whose keys and values are in the cache row."""
@@ -47,17 +47,17 @@ class Request:
     cached_tokens: int = 0
     retractions: int = 0
     accepted: bool = False
-    """Has moved from the batcher's door to its queue."""
+    """True once the request has moved from the batcher's door to its queue."""
     started: bool = False
-    """Has been given a cache row at least once."""
+    """True once the request has been given a cache row."""
     spans: list[tuple[str, int]] = field(default_factory=list)
-    """(weight version, output tokens at the end of the span), oldest first."""
+    """(weight version, number of output tokens at the end of the span) per span, oldest first."""
     finish_reason: dict[str, Any] | None = None
     weight_version: str | None = None
     """Weight version when the request finished."""
     created_s: float = field(default_factory=time.monotonic)
     started_s: float = 0.0
-    """Time when it first got a cache row. This and the next two are monotonic seconds, 0 until the event."""
+    """Time when the request first got a cache row. This and the next two times are monotonic seconds, 0 until set."""
     first_token_s: float = 0.0
     finished_s: float = 0.0
 

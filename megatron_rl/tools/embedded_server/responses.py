@@ -16,7 +16,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def read_object(http: web.Request) -> dict[str, Any]:
-    """Return the JSON object of the body; an empty one if there is no body."""
+    """Return the body's JSON object; an empty dict if there is no body."""
     return await http.app[BODIES].object(http)
 
 

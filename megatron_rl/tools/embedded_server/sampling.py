@@ -1,7 +1,7 @@
 """Sampling of the next token, with SGLang's sampling parameters.
 
 Token k of a request uses one uniform number that depends only on (seed, k), so a reply does not depend on the rest of
-the batch. A token's log-probability is that of softmax(logits / temperature), before top-k, top-p and min-p.
+the batch. A token's log-probability is taken from softmax(logits / temperature), before top-k, top-p and min-p.
 """
 
 import math
@@ -17,9 +17,9 @@ from megatron_rl.tools.embedded_server.fields import shown
 
 _MASK64 = (1 << 64) - 1
 GREEDY_BELOW = 1e-6
-"""Temperatures below this are greedy (SGLang's bound). Dividing by a smaller temperature would overflow."""
+"""Below this temperature, sampling is greedy, as in SGLang. Dividing by a smaller temperature would overflow."""
 HOTTEST = 1e37
-"""Higher temperatures are lowered to this. float32 holds it and its inverse; sampling is uniform far below it."""
+"""Higher temperatures are lowered to this, because float32 holds it and its inverse. Sampling is uniform by then."""
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
 """Maximum length of a stop string. Stop strings are searched for after every token."""
@@ -200,7 +200,10 @@ def uniform(seed: int, k: int) -> float:
 def adjust_logits(
     row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: frozenset[int]
 ) -> None:
-    """Apply penalties, logit_bias and min_new_tokens to one row `[V]` in place; like SGLang, before the temperature."""
+    """Apply penalties, logit_bias and min_new_tokens to one row `[V]` in place.
+
+    As in SGLang, this happens before the logits are divided by the temperature.
+    """
     if params.repetition_penalty != 1:
         ids, penalty = torch.tensor(sorted({*prompt, *output}), device=row.device), params.repetition_penalty
         row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
@@ -254,7 +257,10 @@ def _invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def filter_probs(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zero what top-k, top-p or min-p exclude. As in SGLang, each filter looks at the unfiltered `[B, V]` probs."""
+    """Return `probs` `[B, V]` with 0 for the tokens that top-k, top-p or min-p excludes.
+
+    As in SGLang, each filter is evaluated on the unfiltered probabilities.
+    """
     vocab_size = probs.shape[1]
 
     def column(values: list[float]) -> Tensor:

@@ -1,7 +1,7 @@
 """The embedded rollout server: SGLang's HTTP protocol, version 0.5.21 with weight sessions, for one model and device.
 
-The event loop handles HTTP; the batcher's thread runs the model. Status codes and response shapes are SGLang's. An
-error is `{"error": {"message": ...}}`. No request body can crash the server. Start it with
+The event loop handles HTTP; the batcher's thread runs the model. Status codes and response shapes are SGLang's. The
+body of an error is `{"error": {"message": ...}}`. No request body can crash the server. Start it with
 `python -m megatron_rl.tools.embedded_server.server`.
 """
 
@@ -67,12 +67,12 @@ CACHE_SHARE = 0.3
 
 
 class RolloutServer:
-    """The HTTP application: generation here, all other endpoints in their own classes. Runs in the event loop's thread.
+    """The HTTP application. This class has the generation endpoints; other classes have all other endpoints.
 
         server = RolloutServer(batcher, text, model_path="/models/qwen3", options={})
         runner = web.AppRunner(server.app(token, host, connections))
 
-    The batcher runs in a separate thread, which `open_to_clients` starts.
+    It runs in the event loop's thread. The batcher runs in a separate thread, which `open_to_clients` starts.
     """
 
     def __init__(self, batcher: Batcher, text: Text | None, *, model_path: str, options: dict[str, Any]):
@@ -320,7 +320,7 @@ async def open_to_clients(
 ) -> AsyncIterator[asyncio.Event]:
     """Serve clients inside this block. Yields an event that is set when serving fails.
 
-    On leaving the block, the failure is raised: RuntimeError if the batcher's thread died.
+    When the block ends, the failure is raised: RuntimeError if the batcher's thread died.
     """
     batcher, loop, over = server.batcher, asyncio.get_running_loop(), asyncio.Event()
 

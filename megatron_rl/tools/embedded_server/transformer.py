@@ -1,8 +1,9 @@
 """Decoder-only models (Llama, Mistral, Qwen2, Qwen3 and its mixtures) in plain torch, with a KV cache of rows.
 
-Owns the weights and the cache memory; knows nothing of requests. Every HF tensor name maps to a view of the tensor that
-the forward pass uses: a weight update is a `copy_` by HF name, and a checksum covers the weights in use. Tests assert
-that float32 logits equal those of transformers to 1e-5, and that decoding row by row equals the full forward pass.
+This module owns the weights and the cache memory, but knows nothing of requests. Every HF tensor name maps to a view of
+the tensor that the forward pass uses. So a weight update is a `copy_` by HF name, and checksums cover the weights in
+use. Tests assert that float32 logits equal those of transformers to 1e-5, and that decoding row by row equals the full
+forward pass.
 """
 
 import math
@@ -25,9 +26,9 @@ from megatron_rl.weights.update_group import checksum
 class KVCache:
     """Keys and values of `rows` sequences: per layer `[rows, kv_heads, capacity, head_dim]`, zero where never written.
 
-    Masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and a row that received
-    NaN must be cleared with `clear_row`. Also holds the expert routes `[rows, capacity, layers, slots]`, int32 as
-    packed by megatron_rl/routes.py, so that a reused prefix has its routes too.
+    Values at masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and a row that
+    received NaN must be cleared with `clear_row`. The cache also holds the expert routes
+    `[rows, capacity, layers, slots]`, int32 as packed by megatron_rl/routes.py, so that a reused prefix has its routes.
 
         cache = KVCache(decoder.config, torch.float32, torch.device("cpu"))
         cache.resize(rows=4, capacity=64, kept=[])
@@ -48,7 +49,10 @@ class KVCache:
         return torch.zeros(rows, heads, capacity, head_dim, dtype=self.dtype, device=self.device)
 
     def resize(self, rows: int, capacity: int, kept: Sequence[tuple[int, int, int]]) -> None:
-        """Reallocate; `kept` lists (old row, new row, tokens). Needs extra memory for only one layer at a time."""
+        """Reallocate the cache, and copy the rows in `kept`: (old row, new row, number of tokens).
+
+        This needs extra memory for only one layer at a time.
+        """
         for layers in (self.keys, self.values):
             for i, old in enumerate(layers):
                 layers[i] = new = self._empty(rows, capacity)
@@ -70,7 +74,7 @@ class KVCache:
 
 
 PADDED_SHARE = 0.75
-"""Prompts of at least this share of the longest are padded to its length, and attend in one batch."""
+"""Prompts at least this fraction as long as the longest are padded to its length, to compute attention in one batch."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class Decoder:
     def memory_of(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Return a weight's memory, so that a whole tensor of this dtype can be received into it directly.
 
-        None if the weight has another dtype or is not contiguous; then `write` has to convert. Forgets its checksum.
+        None if the weight has another dtype or is not contiguous; `write` must then convert. Drops the cached checksum.
         """
         own = self.parameters.get(name)
         if own is None or own.dtype != dtype or not own.is_contiguous():
@@ -216,7 +220,7 @@ class Decoder:
         return own
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into its weight, unless it already is that memory, and compute the weight's checksum.
+        """Copy a tensor into its weight, unless it is the weight itself, and compute the weight's checksum.
 
         The checksum is cheapest now, while the data is in the CPU cache. A tied head is ignored.
         """
@@ -282,7 +286,7 @@ class Decoder:
         self._freed = []
 
     def checksums(self) -> dict[str, str]:
-        """Return HF name -> checksum of the bytes that the forward pass reads. Cached until the tensor changes."""
+        """Return, by HF name, checksums of the bytes that the forward pass reads. Cached until a tensor changes."""
         missing = self.parameters.keys() - self._checksums.keys()
         # Threads help, because torch releases the GIL while it sums.
         with ThreadPoolExecutor(max_workers=4) as pool:
@@ -363,7 +367,7 @@ class Decoder:
         return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache.routes, row)
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taken: Tensor, rows: Tensor) -> Tensor:
-        """Run all layers; return hidden states. taken: the cache's routes, written at [rows, positions]."""
+        """Run all layers; return hidden states. taken: the cache's routes, which are set at [rows, positions]."""
         c = self.config
         hidden = self.embedding[tokens]
         cos, sin = self.cos[positions], self.sin[positions]

@@ -1,10 +1,11 @@
 """The weight endpoints: update groups, update sessions, updates over a group or from disk, adapters, checksums.
 
-An update is validated as a whole before anything is received. It is then received in one of two ways:
+An update is validated as a whole before anything is received. Broadcasts are then received in one of two ways:
 
 - In place, if the server is paused and a bucket is not flattened: tensors are received into the weights themselves. A
   broken broadcast leaves old and new weights mixed; the weight version is then INCOMPLETE until an update succeeds.
-- Aside, otherwise: weights change only after all buckets have arrived. A broken broadcast leaves the old weights.
+- Aside, in separate memory, otherwise: the weights change only after all buckets have arrived. A broken broadcast
+  leaves the old weights.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ MOST_NUMBERS = 2**20
 """Maximum weight elements in one response."""
 HOST_NAME = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 MAX_DELTA_BYTES = 128 * 1024**2
-"""Maximum size of one delta update. The trainer's parcels are about half of it."""
+"""Maximum size of one request with a delta. The trainer sends deltas in parcels of about half this size."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class WeightEndpoints:
     """Endpoints that update and check weights. Runs in the event loop's thread; weights change in the batcher's thread.
 
-    One update is begin_weight_update, any number of update_weights_from_... and end_weight_update. The trainer pauses
-    generation before the update. After it, the trainer compares checksums with weights_checker and resumes generation.
+    One update consists of begin_weight_update, any number of update_weights_from_... and end_weight_update. The trainer
+    pauses generation before the update. After it, the trainer compares checksums with weights_checker and resumes
+    generation.
     """
 
     def __init__(self, batcher: Batcher, model_path: str):
@@ -62,7 +64,7 @@ class WeightEndpoints:
         """Names of groups that a thread is trying to join."""
         self._session_open = False
         self._wire = asyncio.Lock()
-        """Held while a request's buckets arrive. Requests receive one at a time, in the order they were made."""
+        """Held while a request's buckets arrive. So requests receive one at a time, in the order in which they came."""
 
     def routes(self) -> list[web.RouteDef]:
         posts = {
@@ -217,7 +219,7 @@ class WeightEndpoints:
     async def _receive_in_place(self, arrivals: list[Arrival], body: dict[str, Any]) -> str | None:
         """Receive buckets into the weights, in the batcher's thread. Return the error, or None.
 
-        Fails at once if a group member dies. If one hangs, it fails at the group's timeout, which the publisher shares.
+        If a group member dies, this fails at once. If one hangs, this and the publisher fail at the group's timeout.
         """
 
         def receive() -> str | None:
@@ -270,7 +272,7 @@ class WeightEndpoints:
         return success(f"Unloaded adapter {name}.")
 
     async def _write_matrices(self, folder: str, *, is_merged: bool) -> None:
-        """Write the matrices that an adapter changes: with the adapter merged, or as in the model's folder."""
+        """Write the matrices that an adapter changes: with the adapter merged, or as they are in the model's folder."""
 
         def write() -> None:
             matrices = AdaptedMatrices(self.model_path, folder)
@@ -282,7 +284,7 @@ class WeightEndpoints:
             raise ValueError(f"lora_path = {shown(folder)}: {error}") from error
 
     def _refuse_flush(self, body: dict[str, Any]) -> bool:
-        """Return True if the update flushes the cache; ValueError if paused requests still use the cache."""
+        """Return True if the update flushes the cache; ValueError if it cannot, because paused requests use it."""
         flush = field(body, "flush_cache", bool, True)
         if flush and self.batcher.running_requests:
             raise ValueError(
@@ -292,9 +294,9 @@ class WeightEndpoints:
         return flush
 
     def _update(self, change: Callable[[], str | None], body: dict[str, Any]) -> Future:
-        """Call `change` between two turns: when all requests have finished, or at once if paused.
+        """Call `change` between two turns, once all accepted requests have finished, or at once if paused.
 
-        `change` returns None, or an error if it failed halfway. The future returns the same.
+        `change` returns None, or an error if it failed halfway. That is also the future's result.
         """
         version = field(body, "weight_version", str, None)
 
@@ -352,7 +354,7 @@ class WeightEndpoints:
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Run `function` in a daemon thread: it may wait for a dead trainer, which must not block the process's exit."""
+    """Run `function` in a daemon thread. It may wait for a dead trainer, but must not delay the process's exit."""
     done: Future = Future()
 
     def run() -> None:
@@ -410,12 +412,13 @@ class Arrival:
     device: torch.device
     """Device on which the group's backend can receive."""
     flattened: bool
-    """All tensors arrive as one broadcast of bytes. Otherwise there is one broadcast per tensor, in order."""
+    """True if all tensors arrive as one broadcast of bytes. Otherwise there is one broadcast per tensor, in order."""
 
     def begin(self, memory: Mapping[str, torch.Tensor | None]) -> tuple[list[torch.Tensor], deque[dist.Work]]:
-        """Start the broadcasts. Return the tensors to be filled, and the pending works: one per tensor, or one for all.
+        """Start the broadcasts. Return the tensors to fill and the pending works: one per tensor, or one for all.
 
-        memory: tensors by name to receive into. None, or one on another device, is replaced by a new tensor.
+        memory: by tensor name, the memory to receive into. A new tensor is used if it is None, missing or on another
+        device, and for flattened buckets.
         """
         if self.flattened:
             pieces = [torch.empty(sum(spec.nbytes for spec in self.specs), dtype=torch.uint8, device=self.device)]
@@ -431,9 +434,9 @@ class Arrival:
 
 
 def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as each tensor arrives. `memory`: tensors by name to receive into, where usable.
+    """Yield (name, tensor) as each tensor arrives. memory: as for `Arrival.begin`.
 
-    All transfers run concurrently and are awaited in order: a tensor is written while later ones are still in transit.
+    All transfers run concurrently and are awaited in order. So the caller can write a tensor while later ones arrive.
     """
     begun: list[tuple[list[torch.Tensor], deque[dist.Work]]] = []
     try:

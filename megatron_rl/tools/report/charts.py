@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
 HOVER_POINTS = 50
 """Maximum hover points per curve. More would make a long run's page megabytes larger."""
 TINY = 1e-290
-"""Smaller axis ranges count as 0: the power of ten of their tick step would underflow a float."""
+"""Smaller axis ranges count as 0, because the power of ten of their tick step would underflow a float."""
 LONG_CURVE = 30
 """Curves with at least this many points are shown with their moving average."""
 NOTHING = '<p class="empty">no values</p>'
@@ -110,7 +110,7 @@ def draw_series(series: Series, frame: Frame) -> str:
 
 
 def hover_points(series: Series, frame: Frame) -> str:
-    """Draw invisible points that show their values on hover, at most HOVER_POINTS. None for faint and dashed curves."""
+    """Draw up to HOVER_POINTS invisible points that show their values on hover. Faint and dashed curves get none."""
     if "faint" in series.style or "dashed" in series.style:
         return ""
     color, points = series.style.split()[-1], series.points
@@ -157,7 +157,7 @@ def stacked_areas(
 ) -> str:
     """Draw (name, values) areas over `x`, stacked from the bottom up.
 
-    mark: hover text of the point where their sum is highest. spans: (start, name) of labelled sections of x.
+    mark: hover text of the point where the areas' sum is highest. spans: (start, name) of labelled sections of x.
     """
     totals = [sum(values) for values in zip(*(values for _, values in areas), strict=True)]
     if not totals:
@@ -209,9 +209,9 @@ def bars(rows: list[tuple[str, float, str, str]], *, width: int, title: str) -> 
 def heat_map(
     columns: list[dict[str, float]], x: list[float], classes: list[str], *, width: int, height: int, title: str
 ) -> str:
-    """Draw one column of cells per entry of `x`. A column maps class -> share in [0, 1]; `classes` run upwards.
+    """Draw one column of cells per entry of `x`. A column maps a class to its share in [0, 1].
 
-    The y axis shows the first word of a class, which is its lowest value.
+    classes: names of the rows from bottom to top. The y axis shows only a name's first word, the class's lowest value.
     """
     frame = frame_of_bars(x, [0.0, float(len(classes))], width=width, height=height)
     thick = (width - LEFT - RIGHT) / len(columns)
@@ -249,7 +249,7 @@ def svg(body: str, width: int, height: int, title: str) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Return about `wanted` + 1 round numbers that enclose [low, high]. If low = high, the ticks include 0."""
+    """Return about `wanted` + 1 round numbers that enclose [low, high]. If low equals high, the ticks include 0."""
     if high - low <= max(1e-6 * max(abs(low), abs(high)), TINY):  # differences of rounding only
         low, high = min(0.0, low), max(0.0, high)
         high = high if high - low > TINY else 1.0

@@ -45,7 +45,10 @@ def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Pat
 
 
 def distinct_names(folders: list[Path]) -> list[str]:
-    """Return the folders' names, with as many parent folders as needed to make them unique."""
+    """Return the folders' names, with as many parent folders as needed to make them unique.
+
+    If the same folder is listed twice, the names are numbered instead.
+    """
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = [str(Path(*part[-depth:])) for part in parts]

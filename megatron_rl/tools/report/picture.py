@@ -24,7 +24,10 @@ COLORS = ("#2563eb", "#e8590c", "#0f9d6e", "#9333ea", "#d6336c", "#0c8599", "#a0
 
 
 def write_picture(run: RunRecord, path: Path, title: str) -> None:
-    """Draw a run's picture into a file. Uses its own canvas: needs no display and changes no matplotlib settings."""
+    """Draw a run's picture into a file.
+
+    The picture has its own canvas, so this needs no display and changes no matplotlib settings.
+    """
     figure = Figure(figsize=(12, 4.6), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -55,7 +58,7 @@ def draw_aim(run: RunRecord, aim: Aim | None, axes: Axes) -> None:
 
 
 def draw_metric(run: RunRecord, key: str, label: str, axes: Axes) -> None:
-    """Draw a metric by step. A long one is drawn as faint values under their moving average."""
+    """Draw a metric by step. If it has many steps, draw faint values under their moving average."""
     x = numbers(run.steps)
     y = column(run.steps, key)
     if len(y) >= LONG_CURVE:

@@ -51,7 +51,7 @@ TITLES = {
     "rollout/tokens_per_s": "Generated tokens per second",
     "rollout/staleness": "Staleness (versions)",
 }
-"""Titles of the metrics that are charted first, in this order. All others follow under their own names."""
+"""Titles of the metrics that are charted first, in this order. All other metrics follow, titled by their keys."""
 HISTOGRAMS = {
     "histogram/reply_tokens": "Tokens that the model wrote in a trajectory",
     "histogram/token_age": "Age of the trained tokens (versions)",
@@ -185,7 +185,7 @@ def aim_section(run: RunRecord) -> str:
 
 
 def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
-    """Return a metric's curves. A long metric becomes faint values under their moving average."""
+    """Return a metric's curves. If it has many steps, they are faint values and their moving average."""
     x, y = numbers(steps), column(steps, key)
     if not has_values(y):
         return []
@@ -225,7 +225,10 @@ def trace_section(names: Sequence[str]) -> str:
 
 
 def histogram_section(run: RunRecord) -> str:
-    """Draw the distributions of reply length and token age by step. In long runs, neighbouring steps are summed."""
+    """Draw the distributions of reply length and of token age (in policy versions) by step.
+
+    In long runs, neighbouring steps are summed.
+    """
     figures = []
     per_column = -(-len(run.steps) // 120)
     for key, name in HISTOGRAMS.items():
@@ -248,7 +251,7 @@ def histogram_section(run: RunRecord) -> str:
 
 
 def mismatch_section(run: RunRecord) -> str:
-    """Draw the log-prob difference of trainer and servers for the same tokens, by token age and by position."""
+    """Draw how much the trainer's log-probs of tokens differ from the servers', by token age and by position."""
     figures = []
     for kind, name in MISMATCHES.items():
         start = f"mismatch/mean_{kind}_"
@@ -274,7 +277,7 @@ def _first_number(key: str) -> int:
 
 
 def metric_section(run: RunRecord) -> str:
-    """Draw one small chart per logged metric. Metrics without a title are folded."""
+    """Draw one small chart per logged metric. Metrics that are not in TITLES are folded."""
     aim = aim_of(run)
     hidden = {"step", "elapsed_s"} | ({aim.metric} if aim is not None else set())
     values: dict[str, set[float]] = {}
@@ -328,7 +331,7 @@ def evaluation_section(run: RunRecord) -> str:
 
 
 def pair_by_prompt(first: list[Row], last: list[Row]) -> list[tuple[Row, Row]]:
-    """Pair the n-th reply to a prompt in `first` with the n-th reply to it in `last`. Unpaired replies are dropped."""
+    """Pair each prompt's n-th reply in `first` with its n-th reply in `last`. Unpaired replies are dropped."""
     waiting: dict[str, list[Row]] = {}
     for sample in reversed(last):  # so that pop() takes the earliest
         waiting.setdefault(sample["prompt"], []).append(sample)

@@ -1,7 +1,7 @@
-"""Renders the report's table of logged samples. The reader can search its text and sort it, without a network.
+"""Renders the report's table of logged samples. Readers can search and sort it offline.
 
-The page contains the samples as JSON, with `<` escaped, and its script inserts them as text nodes only. So model output
-is never interpreted as markup.
+The page contains the samples as JSON, with `<` escaped, and its script inserts them as text nodes only. This way, model
+output is never interpreted as markup.
 """
 
 from __future__ import annotations

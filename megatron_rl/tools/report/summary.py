@@ -29,7 +29,7 @@ AIMS = (
     Aim(metric="preference/accuracy", name="accuracy", form=".0%"),
     Aim(metric="supervised/loss", name="loss", form=".3f", lower_is_better=True),
 )
-"""Candidates for a run's aim. The first one whose metric the run logs is chosen."""
+"""Candidates for a run's main metric. The first one that the run logs is chosen."""
 SCORES = {
     "accuracy": "accuracy",
     "greedy_reward": "greedy reward",
@@ -37,7 +37,7 @@ SCORES = {
     "reward": "reward",
     "loss": f"loss{LOWER_IS_BETTER}",
 }
-"""Metric -> display name of an evaluation's score. An evaluation's first metric in this order is its score."""
+"""Metrics that may be an evaluation's score, with display names. The first one that an evaluation has is its score."""
 UNMEASURED = "outside the phases"
 
 
@@ -67,7 +67,7 @@ def tenth_of(run: RunRecord, aim: Aim) -> int:
 
 
 def change_of(run: RunRecord, aim: Aim) -> str | None:
-    """Return the metric's means over the first and last tenth of steps, as text; None without this metric."""
+    """Return the metric's means over the first and last tenth of steps, as text. None if no step has the metric."""
     values = [value for value in column(run.steps, aim.metric) if value is not None]
     if not values:
         return None
@@ -106,7 +106,7 @@ def is_right_or_wrong(run: RunRecord, name: str) -> bool:
 
 
 def phase_seconds(line: dict[str, Any]) -> dict[str, float]:
-    """Return a step's seconds by phase. The rest of the step's time is UNMEASURED."""
+    """Return a step's seconds by phase. The rest of the step's time has the key UNMEASURED."""
     times = {k.removeprefix("time/"): v for k, v in line.items() if k.startswith("time/") and is_number(v)}
     whole = times.pop("step", 0.0)
     # Phases never overlap (telemetry.timers), so the rest was spent outside of them.

@@ -1,7 +1,7 @@
 """Serves a live web page of a running or finished run. All data comes from the files that the run writes.
 
     GET /            the page (watch_page.py)
-    GET /state.json  its data; the size is bounded, however long the run is and however many episodes are in flight
+    GET /state.json  the page's data; long runs and many episodes in flight do not make it larger than a fixed bound
 
 Listens on 127.0.0.1 only, and answers only requests whose Host is 127.0.0.1 or localhost.
 """
@@ -131,7 +131,7 @@ class Watch:
         return curves | {name: [self._lines.steps[step][name] for step in steps] for name in CURVES}
 
     def _lost(self) -> list[dict[str, str]]:
-        """Return the most recent prompts that were given up, without their tracebacks."""
+        """Return the time and error of the most recent prompts that were given up, without tracebacks."""
         found = []
         for path in self.folder.glob("dead_letters*.jsonl"):
             rows = []
@@ -154,7 +154,7 @@ def parsed(line: bytes) -> Any:
 
 
 def is_status(found: Any) -> bool:
-    """Return True if this has the types of a rollout status (rollout/status.py), which the page relies on."""
+    """Return True if the fields have the types of a rollout status (rollout/status.py), on which the page relies."""
     return (
         isinstance(found, dict)
         and is_number(found.get("time"))
@@ -173,7 +173,7 @@ def is_counts(found: Any) -> bool:
 
 
 def is_list_of(found: Any, kinds: dict[str, Any]) -> bool:
-    """Return True for a list of objects whose `kinds` keys have values of these types."""
+    """Return True for a list of objects that have all keys of `kinds`, with values of these types."""
     objects = found if isinstance(found, list) else [None]
     return all(isinstance(it, dict) and all(isinstance(it.get(k), kinds[k]) for k in kinds) for it in objects)
 
