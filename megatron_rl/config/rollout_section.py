@@ -192,9 +192,9 @@ class RolloutConfig(Section, name="rollout"):
     """
     part_tokens: int = at_least(0, "tokens", default=0, hint="0 requests whole replies")
     """Request a reply in parts of at most this many tokens. Each part is a request to the server that holds the KV
-    cache of the parts before. If a server dies, only the current part is lost. A reply without parts would have to start over.
-    Meant for replies that take minutes. Replies with `generation.stop`, a JSON schema or a forced tool are always
-    requested whole."""
+    cache of the parts before. If a server dies, only the current part is lost. A reply without parts would have to
+    start over. Meant for replies that take minutes. Replies with `generation.stop`, a JSON schema or a forced tool are
+    always requested whole."""
     max_cache_age: int = at_least(0, default=0)
     """Number of weight publications that a server's prefix cache may survive; 0 flushes it at each one."""
     request_timeout_s: float = above(0, "seconds", default=600.0)
