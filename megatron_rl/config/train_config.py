@@ -313,7 +313,7 @@ class TrainConfig:
 
     @property
     def chosen_data(self) -> str:
-        """The setting that makes the run learn from data, as shown in messages."""
+        """Name and value, for messages, of the setting that makes this run train on stored data instead of rollouts."""
         if self.supervised.answer:
             return f"supervised.answer = {self.supervised.answer!r}"
         return f"preference.loss = {self.preference.loss!r}"

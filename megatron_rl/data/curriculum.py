@@ -1,7 +1,7 @@
 """Chooses training prompts by their success rate, measured by `megatron-rl eval` or during the run.
 
 Rates from a file filter and order the prompts once. Rates measured during the run decide whether a prompt is trained
-each time it comes up in the endless order.
+each time the stream of prompts reaches it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_measured(path: str) -> list[dict[str, Any]]:
 
 
 Outcome = Sequence[float]
-"""A finished prompt: its number in the endless order, its index in the list, and the mean reward of its group."""
+"""A finished prompt: its position in the stream of prompts, its index in the list, and its group's mean reward."""
 
 
 class SuccessRates:

@@ -127,7 +127,7 @@ def row_multiple(*, context: int, sequence_split: int) -> int:
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if variable-length kernels support this device and dtype.
 
-    They support 16-bit dtypes on CUDA. float32 on CUDA is only for checks against a reference.
+    They support 16-bit dtypes on CUDA. Everything else takes the slower path; float32 on CUDA is used only in checks.
     """
     return device.type == "cuda" and dtype != torch.float32
 

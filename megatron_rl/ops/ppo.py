@@ -70,7 +70,7 @@ class PpoOptions:
     entropy_coefficient: float = 0.0
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
-    """sapo's s: sapo_positive for rows with A > 0, sapo_negative for the others."""
+    """SAPO's temperatures: `sapo_positive` for rows with A > 0, this one for all others."""
 
     def __post_init__(self) -> None:
         for name, value, right, rule in (

@@ -44,7 +44,10 @@ class FailureRate:
             self._counts[self._tries.popleft()[1]] -= 1
 
     def excess(self) -> str | None:
-        """Return a message with the failures if they exceed the limit, else None. Always None before NEWEST tries."""
+        """Return a message with the failures if they exceed the limit.
+
+        None otherwise, and until NEWEST tries have ended.
+        """
         tries, failed = len(self._tries), len(self._tries) - self._counts[""]
         if tries < NEWEST or failed <= self._most * tries:
             return None

@@ -134,7 +134,7 @@ def dry_run(config: TrainConfig) -> str:
 
 
 def check_fields(key: str, prompts: Prompts) -> None:
-    """Raise ValueError if a prompt lacks `answer` or `tests` but at least 90 % of the prompts of its source have it.
+    """Raise ValueError for a prompt without `answer` or `tests` if 90 % of the prompts from its source have that field.
 
     An empty field counts as missing.
     """

@@ -3,8 +3,9 @@
 A reply is checked against its request: counts, ids, log-probabilities, finish reason and weight versions, each by type
 and range and for mutual consistency. ValueError names the field, its value and the rule.
 
-    bytes -> the operator reply_tokens: tensors, and the rest without them -> orjson -> check_reply
-          -> orjson alone, if the operator finds anything unusual: this path has a message for each fault
+    usual      the operator reply_tokens splits the bytes into token tensors and the remaining JSON; orjson parses that,
+               and check_reply checks both
+    otherwise  orjson parses everything, and check_reply has a message for each fault
 """
 
 from __future__ import annotations
@@ -309,7 +310,8 @@ def version_of(name: str, asked: Asked) -> int:
 
 
 def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
-    """Return the version for all tokens of a reply without spans: the oldest that can have sampled one of them.
+    """Return the version for all tokens of a reply without spans: the oldest version that can have sampled
+    any of its tokens.
 
     A server that reports spans may omit them if its weights did not change.
     """

@@ -20,7 +20,7 @@ CHECKSUMS_SINCE = (0, 5, 17)
 GPU_CHECKSUMS_UNTIL = (0, 5, 23)
 """Newest SGLang version whose hash kernel was verified to match the trainer's checksums."""
 QUANTIZING = ("quantization", "modelopt_quant", "torchao_config")
-"""Fields of /server_info, which are SGLang options, that quantize weights."""
+"""SGLang options in /server_info that make the server quantize its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -211,7 +211,8 @@ class Picture:
         """Shared by process and thread ids: a thread with its process's id would be taken for the main thread."""
 
     def add(self, process: str, label: str, spans: list[Span]) -> None:
-        """Add a process. Each row has as many lanes as spans overlap; a child is on its parent's lane."""
+        """Add a process. A row gets one lane for each span that is open at the same time. A child is drawn
+        on its parent's lane."""
         pid = next(self._numbers)
         self._name(pid, 0, "process", process)
         self._names.append({"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}})

@@ -129,7 +129,7 @@ HOOKS: dict[str, tuple[Callable[[], None], str | None]] = {
     "sglang.srt.models.deepseek_v2": (keep_to_latent_attention, None),
     "sglang.srt.utils.weight_checker": (replace_synchronize, "0.5.23"),
 }
-"""By module: what it needs on a CPU, and the version of SGLang that does without it, None where 0.5.23 does not."""
+"""Module name -> (hook that makes it work on a CPU, first SGLang version without need of it). None: 0.5.23."""
 
 gc.set_threshold(100_000, 10, 10)
 sys.meta_path.insert(0, BeforeImport(dict(HOOKS)))
