@@ -127,7 +127,7 @@ class Fleet:
             on_failure=on_failure,
         )
         self.open = asyncio.Event()
-        """Set while requests may be sent. A request sent during a pause would be recorded with the version before it."""
+        """Set while requests may be sent. A request sent during a pause would get the old version."""
         self.open.set()
         self.update_is_whole = True
         """False from the start of an update until every participating server has received all of it."""
