@@ -1,12 +1,12 @@
 """Estimates activation memory: the tensors that a training pass keeps for its backward pass.
 
 Covers megatron.core's local layers with this package's norms and attention (model.transformer_impl = local), as
-measured on CPU in tests/megatron/test_plan_memory.py, and Transformer Engine's layers, as rehearsed in
-test_plan_rehearsed.py. The latter keep less: no float32 input of a norm, no rotation of queries and keys, and only
-gate, up and their product of a feed-forward block.
+measured on CPU in tests/megatron/test_plan_memory.py. Also covers Transformer Engine's layers, as rehearsed in
+test_plan_rehearsed.py. Those keep less: neither a norm's float32 input nor the cosines and sines that rotate queries
+and keys. Of a feed-forward block they keep only gate, up and their product.
 
-On CUDA, bfloat16 attention uses the variable-length kernel. float32 on CUDA is for checks, and may keep all attention
-scores. Routed tokens are assumed to spread evenly over the experts.
+On CUDA, bfloat16 attention uses the variable-length kernel. float32 runs on CUDA are meant for checks only; their
+attention may keep all scores, which are not counted here. Routed tokens are assumed to spread evenly over the experts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ DELTA_CHUNK = 64
 
 @dataclass(frozen=True)
 class Run:
-    """A run of layers that are recomputed together, or a single layer. `kept` bytes per row wait for the backward pass;
-    `formed_again` are added during it."""
+    """Consecutive layers that are recomputed together, or a single layer. Sizes are bytes per row.
+
+    kept: activations kept for the backward pass. formed_again: activations that recomputation adds during that pass.
+    """
 
     kept: float
     formed_again: float
@@ -46,9 +48,10 @@ class Activations:
     megatron: dict[str, Any] = field(default_factory=dict)
     """The config's `megatron:` section, for its recomputation and pipeline layout."""
     uses_kernel: bool = True
-    """True for attention by CUDA's variable-length kernel; False for SDPA over pieces of one shape."""
+    """True if attention uses CUDA's variable-length kernel; False if it uses SDPA, on pieces of equal shape."""
     keys_per_row: float = 1.0
-    """Keys that attention reads per computed row: more than 1 if replies share a prompt's rows."""
+    """Number of keys gathered per computed row. More than 1 if replies share their prompt's rows, because the prompt's
+    keys are then gathered once for each reply."""
 
     has_fused_layers: bool = False
     """True for Transformer Engine's layers, False for megatron.core's local ones."""
@@ -65,15 +68,16 @@ class Activations:
 
     @property
     def own(self) -> float:
-        """Share of the rows that this rank's norms process: 1 / tensor with sequence parallelism, else 1."""
+        """Share of the rows that this rank's norms process: 1 / parallel.tensor with sequence parallelism, else 1."""
         parallel = self.config.parallel
         return 1 / parallel.tensor if parallel.sequence_parallel else 1.0
 
     def of_stage(self, stage: int, rows: int, microbatches: int) -> tuple[float, float]:
         """Return the bytes at the two fullest moments of a pipeline stage, for all its microbatches in flight.
 
-        The first is after the last forward pass, when the head's memory is needed in addition. The second is during the
-        following backward pass, which recomputes activations. rows: of one microbatch on one context rank.
+        The first moment is the end of the last forward pass, when the head needs memory in addition. The second is in
+        the backward pass that follows, which recomputes activations. rows: number of rows of one microbatch on one
+        context rank.
         """
         parallel = self.config.parallel
         chunks = [self._runs(chunk) for chunk in layers_of_stages(self.arch, parallel, self.megatron)[stage]]
@@ -102,7 +106,8 @@ class Activations:
         return rows * self.itemsize * (width + 3 * arch.hidden)
 
     def between_stages(self, stage: int, rows: int, microbatches: int) -> float:
-        """Return the bytes that the pipeline schedule keeps: input and output rows of each pass in flight."""
+        """Return the bytes of the stage inputs and outputs that the pipeline schedule keeps, one of each per pass in
+        flight."""
         parallel = self.config.parallel
         if parallel.pipeline == 1:
             return 0.0
@@ -110,7 +115,7 @@ class Activations:
         return 2 * flying * rows * self.itemsize * self.own * self.arch.hidden
 
     def _runs(self, chunk: range) -> list[Run]:
-        """Return the layers of a model chunk, grouped as they are recomputed."""
+        """Return a model chunk's layers, grouped into the runs that are recomputed together."""
         options = self.megatron
         kinds = [self.arch.kind(number) for number in chunk]
         by_kind = {kind: self.layer(chunk[kinds.index(kind)]) for kind in set(kinds)}  # layers of a kind are identical
@@ -129,7 +134,7 @@ class Activations:
         return [Run(first, sum(whole[run]) + max(inside[run]) - again) for run in runs]
 
     def layer(self, number: int) -> float:
-        """Return the bytes per row of a layer that is not recomputed. number: counted over the whole model."""
+        """Return the bytes per row of a layer that is not recomputed. number: the layer's index in the whole model."""
         if self.arch.has_delta_net(number):
             attention = self._delta_net()
         else:
@@ -141,9 +146,9 @@ class Activations:
         return inputs + attention + feed_forward + after + self._adapters(number)
 
     def _adapters(self, number: int) -> float:
-        """Return the bytes per row between the two matrices of a layer's adapters.
+        """Return the bytes per row of the low-rank activations between the A and B matrices of a layer's adapters.
 
-        If the second matrix is sharded by its rows, each rank keeps the rows of all tensor ranks.
+        If B is sharded over the tensor axis, each rank keeps these activations for the rows of all tensor ranks.
         """
         lora, kept = self.config.lora, 0.0
         for rule in layer_rules(self.arch, number) if lora.rank > 0 else ():
@@ -158,8 +163,8 @@ class Activations:
     def norm(self, width: int, *, count: float = 1.0, share: float | None = None, keeps_input: bool = True) -> float:
         """Return the bytes per row of `count` norms of `width` elements.
 
-        A norm keeps its float32 input, its result before the weight, and its scale. A fused norm keeps its input in
-        the model's dtype, and its scale.
+        A norm keeps its float32 input, the normalized row before the weight is applied, and the row's scale. A fused
+        norm keeps only its input, in the model's dtype, and the scale.
         """
         share = self.own if share is None else share
         if self.has_fused_layers:
@@ -212,13 +217,16 @@ class Activations:
         return kept + self._core(query, query, projected / b, heads * latent.value_dim, projected, heads)
 
     def _delta_net(self) -> float:
-        """Return the bytes per row of the first matrix's output and the second one's input. The rest is recomputed."""
+        """Return the bytes per row that a delta net keeps: its first matrix's output and its second matrix's input.
+
+        Everything in between is recomputed.
+        """
         delta, b = self.arch.delta_net, self.itemsize
         assert delta is not None
         return b * (delta.in_rows + delta.value_heads * delta.value_dim) / self.config.parallel.tensor
 
     def inside_delta_net(self) -> float:
-        """Return the bytes per row between the two matrices of a delta net, mostly in float32."""
+        """Return the bytes per row of the activations between the two matrices of a delta net, mostly in float32."""
         delta, b = self.arch.delta_net, self.itemsize
         assert delta is not None
         keys, values = delta.key_heads, delta.value_heads
@@ -234,9 +242,10 @@ class Activations:
         return (convolution + pairs + rows + state + behind + 40 * values) / self.config.parallel.tensor
 
     def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
-        """Return the bytes per row of core attention and its result, which the output matrix keeps.
+        """Return the bytes per row that core attention keeps, including its result, which the output matrix keeps.
 
-        Widths are in elements per row. projected: bytes of the projection's output that contains the values.
+        query, key, value, result: widths in elements per row. projected: bytes of the projection's output, which
+        contains the values.
         """
         b = self.itemsize
         # Cosines and sines in bfloat16, for queries and for keys.
@@ -253,15 +262,16 @@ class Activations:
     def _dense(self, width: int) -> float:
         """Return the bytes per row of a gated feed-forward block, without its input.
 
-        Kept are gate and up, the gate's activation, up once more, and their product. A fused activation keeps three.
+        It keeps five tensors: gate, up, the activated gate, another copy of up, and their product. With a fused
+        activation it keeps three.
         """
         return (3 if self.has_fused_activation else 5) * self.itemsize * width / self.config.parallel.tensor
 
     def _mixture(self) -> float:
         """Return the bytes per row of a mixture of experts.
 
-        The routed rows are gathered once. Each expert's product is kept before and after it is scaled by the router's
-        weight. Fused layers scale it in the same kernel and keep it once.
+        The routed rows are gathered and kept once. Each expert's product is kept before and after it is scaled by the
+        router's weight. Fused layers scale it in the same kernel and keep it once.
         """
         mixture, parallel, b = self.arch.mixture, self.config.parallel, self.itemsize
         assert mixture is not None
@@ -275,10 +285,11 @@ class Activations:
 
 
 def chunks_in_flight(stage: int, stages: int, chunks: int, microbatches: int) -> int:
-    """Return the maximum number of a stage's forward passes, each of one model chunk, that wait for their backward.
+    """Return the maximum number of a stage's forward passes that wait for their backward pass.
 
-    As in Megatron's schedules: 1F1B warms up with one pass per later stage; the interleaved schedule with two per later
-    stage, and one per stage for each further chunk.
+    A pass covers one model chunk. The numbers are those of Megatron's schedules. 1F1B warms up with one pass per later
+    stage. The interleaved schedule warms up with two passes per later stage, plus one pass per stage for each further
+    chunk.
     """
     if stages == 1:
         return 1

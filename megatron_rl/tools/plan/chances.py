@@ -16,27 +16,29 @@ GPU_FAILURES_PER_S = 419 / (54 * 86_400 * 16_384)
 SERVER_CRASHES_PER_S = 1 / (7 * 86_400)
 """Rate of software crashes of one server: out of memory, a hung scheduler. Assumed."""
 SERVER_RESTART_S, TRAINER_RESTART_S = (300.0, 0.5), (600.0, 0.5)
-"""Seconds from a death to the end of start-up, log-normal: (median, standard deviation of the logarithm). Assumed."""
+"""Seconds from the death of a server or of the trainer until its restart is complete. Log-normal: (median, standard
+deviation of the logarithm). Assumed."""
 SLOW_SERVERS_PER_S = 1 / (1000 * 3600)
 """Rate at which a GPU begins to slow down its server. Assumed. arXiv 2505.05713 shows that large jobs have
 stragglers."""
 SLOW_FOR_S, SLOWNESS = (1800.0, 1.0), (1.1, 2.0)
-"""Duration of a slowdown in seconds, log-normal: (median, standard deviation of the logarithm); and its factor, uniform
-between two bounds. Assumed."""
+"""SLOW_FOR_S: seconds that a slowdown lasts, log-normal: (median, standard deviation of the logarithm). SLOWNESS: range
+of the uniformly distributed factor by which decoding slows down. Assumed."""
 UPDATE_SLOWNESS = 0.1
-"""Mean relative delay of an update caused by its slowest rank, exponential. Assumed."""
+"""Mean relative delay of an update due to its slowest rank. The delay is exponentially distributed. Assumed."""
 PUBLICATION_SPREAD = 0.25
-"""Standard deviation of the logarithm of a publication's time. The median is the planned time. Assumed."""
+"""Standard deviation of the logarithm of a publication's duration. The median is the planned duration. Assumed."""
 REPLY_SPREAD, OF_PROMPTS, LONGEST = 0.8, 0.5, 0.05
-"""Reply lengths are log-normal. Standard deviation of the logarithm; share of its variance between prompts; share of
-replies that are cut off at the maximum length. Assumed."""
+"""Reply lengths are log-normal. REPLY_SPREAD: standard deviation of the logarithm. OF_PROMPTS: share of the logarithm's
+variance that lies between prompts. LONGEST: share of replies that are cut off at the maximum length. Assumed."""
 Z_LONGEST = 1.6449
 """A standard normal variable exceeds this value with probability LONGEST."""
 
 
 @dataclass(frozen=True)
 class Chances:
-    """The random draws of one run. Each kind has its own generator, so one more failure does not change the lengths."""
+    """The random draws of one run. Each kind of event has its own generator, so an additional failure does not change
+    the reply lengths."""
 
     seed: int
 

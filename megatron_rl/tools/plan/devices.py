@@ -1,4 +1,4 @@
-"""Data sheet figures of GPUs, and the assumed usable shares: every number of a plan that is not derived."""
+"""GPUs' data-sheet figures and the assumed efficiencies: all numbers in a plan that are not computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU's data sheet figures, dense, without sparsity."""
+    """Data-sheet figures of one GPU. FLOPS are those of dense matrices, without sparsity."""
 
     name: str
     memory: float
@@ -49,16 +49,17 @@ DECODE_OVERHEAD_S = 2e-3
 PUBLICATION_BANDWIDTH = 20e9
 """Bytes per second from the trainer to all servers."""
 NODE_LINK, CLUSTER_LINK = 450e9, 50e9
-"""Bytes per second of a GPU, one way: NVLink of an H100, and one 400 Gb/s port per GPU."""
+"""Bytes per second that a GPU can send: over an H100's NVLink within a node, and over one 400 Gb/s port per GPU between
+nodes."""
 LINKS = {"in a node": NODE_LINK, "between nodes": CLUSTER_LINK}
 HOST_BANDWIDTH = 25e9
 """Bytes per second between a GPU and host memory."""
 HOST_TRAFFIC = 2.25
 """Bytes that an update moves between GPU, host memory and CPU, per byte that a CPU optimizer holds."""
 MEAN_PROMPT = 0.5
-"""Mean prompt length over the longest, if no file of lengths is given."""
+"""Mean prompt length as a share of the maximum prompt length, if no file of lengths is given."""
 MEAN_REPLY = 0.5
-"""Mean reply length over generation.max_new_tokens. Lengths are uniform between 0 and that maximum."""
+"""Mean reply length as a share of generation.max_new_tokens. Lengths are uniform between 0 and that maximum."""
 
 
 def assumptions() -> dict[str, str]:

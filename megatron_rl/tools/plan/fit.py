@@ -18,9 +18,9 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout, nearly_even
 
 MOST_DOUBLINGS = 5
-"""How many cluster sizes are tried in search of a plan that fits: 1, 2, 4, ... times the given nodes."""
+"""Number of cluster sizes tried in search of a plan that fits: 1, 2, 4, ... times the given nodes."""
 MOST_SPLITS = 32
-"""Maximum splits tried. If there are more, evenly spaced ones are tried."""
+"""Maximum number of splits tried. If more are possible, evenly spaced ones are tried."""
 LAYOUT = ("parallel.tensor", "parallel.pipeline", "parallel.expert")
 SELECTIVE = {"recompute_granularity": "selective"}
 ON_CPU = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
@@ -36,7 +36,7 @@ def check_models(models: list[Model], config: TrainConfig) -> None:
 
 
 def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Plan:
-    """Return the plan of the fastest split that fits. If none fits, return the one with the lowest trainer memory peak.
+    """Return the plan of the fastest split that fits. If none fits, return the one whose trainer has the lowest peak.
 
     Raises ValueError if no number of trainer ranks suits the layout.
     """
@@ -51,7 +51,7 @@ def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Pl
 
 
 def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> list[Plan]:
-    """Return a plan of each split to try. Raises ValueError if none gives every replica a prompt."""
+    """Return a plan for each split to try. Raises ValueError if every split leaves some replica without a prompt."""
     models = models_of(config)
     check_models(models, config)
     gpus, each = cluster.gpus, config.rollout.gpus_per_server
@@ -164,8 +164,9 @@ def nearest_plan(
 ) -> tuple[list[str], Plan] | None:
     """Return the fewest `key=value` overrides with which the run fits, and its plan; None if nothing tried fits.
 
-    Among equally many overrides, choose those with the lowest bound on the step time. Tries the changes of `_options`;
-    if none helps, tries them on more nodes. Keys in `given` are not changed.
+    Of equally short lists of overrides, the one with the lowest `least_s` is returned. Tries the changes of `_options`.
+    If none helps, tries them with more nodes, and puts `--nodes=` before the overrides. Keys in `given` are not
+    changed.
     """
     for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
         found = _nearest(config, tokens, replace(cluster, nodes=nodes), given)
@@ -214,7 +215,7 @@ def _nearest(
 
 
 def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[str, list[Any]]:
-    """Return the values to try for each key, the one that saves most memory last. Omits keys in `given`."""
+    """Return {key: values to try}, with the value that saves most memory last. Omits keys in `given`."""
 
     def powers(most: int, other_than: int) -> list[int]:
         return [2**n for n in range(most.bit_length()) if 2**n <= most and 2**n != other_than]

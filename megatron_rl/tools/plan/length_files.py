@@ -1,7 +1,7 @@
 """Reads a file with the token counts of the user's own trajectories, for a plan or a rehearsal.
 
-Each line is one trajectory: the tokens of its prompt, then the tokens of its reply. Without the second number, the
-reply may have any length up to generation.max_new_tokens.
+Each line is one trajectory: the number of tokens of its prompt, then that of its reply. If the second number is
+missing, the reply may have any length up to generation.max_new_tokens.
 
     812 1530
     344 96
@@ -21,8 +21,8 @@ UNKNOWN = 0
 def read_lengths(path: Path, config: TrainConfig, context: int) -> list[tuple[int, int]]:
     """Return (prompt tokens, reply tokens) of each line.
 
-    context: the model's maximum sequence length in tokens. Raises ValueError for a line that is impossible with this
-    config, and for a file that is empty or unreadable.
+    context: the model's maximum sequence length in tokens. Raises ValueError for a line that is malformed or exceeds a
+    limit of the config or the model, and for a file that is empty or unreadable.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

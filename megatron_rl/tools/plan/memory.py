@@ -2,8 +2,8 @@
 
 Weights, gradients and optimizer states are as in megatron.core: float32 gradients, AdamW's two float32 states, and
 float32 main weights in addition to bfloat16 weights, unless `optimizer.megatron` says otherwise. The distributed
-optimizer shards its states over the replicas, but not gradients and weights. Each model counts with its fullest
-pipeline stage.
+optimizer shards its states over the replicas, but not gradients and weights. For each model, the pipeline stage that
+needs most memory counts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def has_fused_layers(self) -> bool:
-        """True if its layers are Transformer Engine's on a cluster that has it installed."""
+        """True if the model uses Transformer Engine's layers on a cluster where Transformer Engine is installed."""
         wants_them = self.engine.model.transformer_impl != "local" and self.engine.lora.rank == 0
         return wants_them and self.arch.fits_transformer_engine
 
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def share_on_cpu(self) -> float:
-        """Share of the optimizer that is on the CPU."""
+        """Share of the optimizer that is offloaded to the CPU."""
         given = self.engine.optimizer.megatron
         return float(given.get("optimizer_offload_fraction", 1.0)) if given.get("optimizer_cpu_offload") else 0.0
 
@@ -75,9 +75,9 @@ class Model:
         return float(self.itemsize * adapters_of_stage(self.arch, self.engine.lora, ParallelConfig(), 0).total)
 
     def trained_of_stage(self, stage: int, parallel: ParallelConfig | None = None) -> Shares:
-        """Return the trained parameters on each rank of a stage: all, or only those of adapters.
+        """Return the number of trained parameters on each rank of a stage: with LoRA only those of adapters, else all.
 
-        parallel: replaces the model's own layout.
+        parallel: a layout to use instead of the model's own.
         """
         layout = (parallel or self.engine.parallel, stage, self.megatron)
         if self.engine.lora.rank > 0:
@@ -86,7 +86,7 @@ class Model:
 
 
 def models_of(config: TrainConfig) -> list[Model]:
-    """Return the policy and, if configured, its reference, teachers, critic and reward model. Reads their
+    """Return the policy and, if configured, its reference, teachers, critic and reward model. Read their
     config.json."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor, megatron=config.megatron)]
@@ -109,13 +109,13 @@ def models_of(config: TrainConfig) -> list[Model]:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of a model on its fullest rank: permanent `states`, and temporary memory."""
+    """Memory of a model on its fullest rank, in bytes: permanent `states`, and temporary memory."""
 
     states: dict[str, float]
     update: dict[str, float] = field(default_factory=dict)
-    """Temporary memory, by part, after the last microbatch's forward pass. These parts exist together."""
+    """Temporary memory, by part, after the last microbatch's forward pass. All parts exist at the same time."""
     moments: dict[str, float] = field(default_factory=dict)
-    """Temporary memory at other moments of a step. No two of these, nor one and `update`, coincide."""
+    """Temporary memory at other moments of a step, by moment. No two moments coincide, nor does any with `update`."""
     on_cpu: float = 0.0
     """Host memory of the optimizer's part on the CPU, including float32 copies of its gradients."""
     checkpoint: float = 0.0
@@ -131,7 +131,7 @@ class ModelMemory:
 
 
 def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, float]:
-    """Return weights, gradients and optimizer states of each rank of a stage after the first update."""
+    """Return the bytes of weights, gradients and optimizer states on each rank of a stage after the first update."""
     shares = parameters_of_stage(model.arch, model.engine.parallel, stage, model.megatron)
     weights = {"weights": float(shares.total * model.itemsize)}
     if not model.is_trained:
@@ -152,10 +152,10 @@ def _optimizer_bytes(model: Model, shares: Shares, world_size: int) -> float:
 
 
 def float32_copies(model: Model) -> int:
-    """Return how many temporary float32 tensors of all parameters an optimizer step allocates.
+    """Return the temporary memory of an optimizer step, as a number of float32 copies of all parameters.
 
-    torch's AdamW allocates one. Transformer Engine's Adam allocates one for each state that is not float32, and
-    megatron.core one for 16-bit gradients.
+    torch's AdamW allocates one copy. Transformer Engine's Adam allocates one for each state that is not float32.
+    megatron.core adds one for 16-bit gradients, unless the optimizer is precision-aware.
     """
     if not model.has_fused_layers:
         return 1
@@ -172,7 +172,7 @@ def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> floa
 
 
 def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
-    """Return a rank's number of parameters if they are sharded over the replicas."""
+    """Return the number of parameters in one rank's shard if its parameters are sharded over the replicas."""
     parallel = engine.parallel
     replicas = world_size // (parallel.tensor * parallel.pipeline)  # context ranks are replicas too
     expert_replicas = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
@@ -180,7 +180,7 @@ def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
 
 
 def head_bytes(model: Model, rows: int) -> tuple[float, float]:
-    """Return bytes of output layer and loss: those kept for the backward pass, and those needed only temporarily."""
+    """Return the bytes of the output layer and the loss: (kept for the backward pass, needed only temporarily)."""
     arch, b = model.arch, model.itemsize
     if arch.head == "value":
         return 4.0 * rows * arch.hidden, 0.0
@@ -203,18 +203,24 @@ def rows_of_chunk(columns: int) -> int:
 
 
 def rows_of_gradient(columns: int) -> int:
-    """Return the number of rows whose 16-bit logit gradient `lm_head_loss` holds, with the logits of one of PARTS."""
+    """Return the number of rows whose 16-bit logit gradients `lm_head_loss` holds at the same time.
+
+    In addition, it holds the float32 logits of one of the PARTS parts of these rows.
+    """
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def rows_of_microbatch(config: TrainConfig, batch: BatchPlan) -> int:
-    """Return the maximum rows of one microbatch: the budget, unless a replica has fewer or one sequence has more."""
+    """Return the maximum number of rows of a microbatch.
+
+    This is the token budget, unless a replica has fewer rows or a single sequence has more.
+    """
     whole = batch.trajectories_per_replica.most * batch.longest_sequence
     return max(min(config.batch.tokens_per_microbatch, whole), batch.longest_sequence)
 
 
 def keys_per_row(config: TrainConfig, tokens: PromptTokens) -> float:
-    """Return the keys gathered for attention per computed row: more than 1 if replies share their prompt's rows."""
+    """Return the number of keys gathered per computed row: more than 1 if replies share their prompt's rows."""
     samples, reply = config.generation.n_samples, config.generation.max_new_tokens
     # Rows: the prompt once, and each reply. Keys: prompt and reply once for each sample.
     if samples == 1 or not config.batch.share_prompts:
@@ -234,7 +240,7 @@ def memory_of(
 def memory_of_stage(
     model: Model, stage: int, config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, world_size: int
 ) -> ModelMemory:
-    """Return a model's memory on a rank of a pipeline stage, including publication on the ranks that do it."""
+    """Return a model's memory on a rank of a pipeline stage, including publication buffers if the rank publishes."""
     states = states_of_stage(model, stage, world_size)
     if not model.is_trained:  # a pass without gradients keeps little compared with a trained model's
         return ModelMemory(states)
@@ -269,7 +275,8 @@ def memory_of_stage(
 
 
 def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
-    """Return the bytes of a checkpoint that one rank writes. Replicas share the writing. shares: its parameters."""
+    """Return the bytes of a checkpoint that one rank writes. Replicas share the writing. shares: the rank's
+    parameters."""
     has_main_weights = model.itemsize == 2 or model.engine.optimizer.distributed
     # Weights, two moments and main weights. Optimizer states are always float32 in a checkpoint.
     return (model.itemsize + 8 + 4 * has_main_weights) * _of_replica(shares, model.engine, world_size)
@@ -278,9 +285,9 @@ def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
 def publication_bytes(model: Model) -> float:
     """Return the temporary bytes of a publication on a rank that sends to servers.
 
-    These are two buckets (one is filled while the other is sent) and two tensors for them. A matrix with a merged
-    adapter, and the parts it is made of, are computed in float32. Publishing only adapters needs no extra memory,
-    because they are sent one by one.
+    They consist of two buckets, one being filled while the other is sent, and of two tensors that fill them. If
+    adapters are merged, the merged matrix and the parts it is computed from are in float32. Publishing only adapters
+    needs no extra memory, because they are sent one by one.
     """
     if model.engine.publication == "adapters":
         return 0.0
@@ -291,17 +298,17 @@ def publication_bytes(model: Model) -> float:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of the fullest trainer GPU: `peak`, its `parts`, and the `fullest_moment` when they are reached."""
+    """Memory of the fullest trainer GPU, in bytes: its `peak`, the `parts` of the peak, and its `fullest_moment`."""
 
     by_model: dict[str, ModelMemory]
     offload: bool
     available: float
     reserved: float = float(RESERVED_BYTES)
-    """Memory outside of tensors, of all processes on the GPU."""
+    """Memory that is not in tensors, for all processes on the GPU."""
 
     @property
     def fullest_moment(self) -> str:
-        """The work that needs most memory, e.g. `update` or `critic: optimizer step`."""
+        """The moment at which most memory is needed, e.g. `update` or `critic: optimizer step`."""
         name = max(self.by_model, key=lambda name: self._working(self.by_model[name]))
         memory = self.by_model[name]
         at = {"update": sum(memory.update.values())} | memory.moments
@@ -366,11 +373,11 @@ class ServerMemory:
     longest_sequence: int
     available: float
     state_per_reply: float = 0.0
-    """State of a model with delta nets, in addition to the KV cache."""
+    """Bytes of a reply's delta net states, which are needed in addition to the KV cache."""
 
     @property
     def replies(self) -> int:
-        """Number of replies of full length, each with its own longest prompt, whose KV cache fits at the same time."""
+        """Number of full-length replies, each with its own longest prompt, whose KV cache fits at the same time."""
         if self.state_per_reply == 0:
             return self.replicas * max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
         one = self.state_per_reply + self.kv_per_token * self.longest_sequence
@@ -384,7 +391,7 @@ class ServerMemory:
 def kv_bytes_per_token(arch: Architecture, itemsize: int, gpus: int = 1) -> float:
     """Return the KV cache bytes of one token on one GPU.
 
-    If GPUs share a KV head, each stores it. Likewise, each stores the compressed rows of latent attention.
+    If several GPUs share a KV head, each of them stores it. With latent attention, each GPU stores all compressed rows.
     """
     if arch.latent is not None:  # one compressed row for all heads, and the key's rotary part
         return float(arch.layers * (arch.latent.kv_rank + arch.head_dim) * itemsize)

@@ -28,10 +28,10 @@ from megatron_rl.tools.plan.throughput import (
 from megatron_rl.tools.plan.traffic import RankTraffic, Traffic
 
 REPLIES_SIMULATED = 256
-"""Maximum replies simulated per step. If a step has more, servers and groups are scaled down together."""
+"""Maximum number of replies simulated per step. If a step has more, servers and groups are scaled down together."""
 STEPS_SIMULATED = 6
 LONGEST_FILLING = 16
-"""Maximum steps simulated before the measured ones to fill the pipeline."""
+"""Maximum number of steps simulated before the measured ones, to fill the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class Split:
     update_s: float
     publish_s: float
     turns_s: float
-    """Time in which servers and trainer hand the GPUs to each other (rollout.colocated)."""
+    """Time to hand the GPUs over between servers and trainer (rollout.colocated)."""
     reply_tokens: float
-    """Mean total tokens of a step's replies."""
+    """Mean total number of tokens in a step's replies."""
 
     @property
     def step_s(self) -> float:
@@ -100,12 +100,12 @@ class Plan:
     servers: int
     trainer_gpus: int
     shares_gpus: bool
-    """Whether servers use the trainers' GPUs: in turns (rollout.colocated), or because GPUs are too few. In the latter
-    case the plan does not fit."""
+    """Whether servers use the trainers' GPUs. They do so in turns (rollout.colocated), or because there are too few
+    GPUs for both. In the latter case the plan does not fit."""
 
     @property
     def slots(self) -> int:
-        """Replies that fit on a server at the same time, at least 1."""
+        """Number of replies that fit on a server at the same time, at least 1."""
         return max(1, self.server.replies)
 
     @property
@@ -120,7 +120,7 @@ class Plan:
 
     @cached_property
     def read_s(self) -> float:
-        """Seconds a server takes to prefill one prompt token. On average a token attends to half of the prompt."""
+        """Seconds that a server takes to prefill one prompt token, which on average attends to half of the prompt."""
         policy = self.models[0]
         peak = self.server.gpus * self.cluster.device.flops(policy.engine.model.dtype)
         return forward_flops(policy, 1, 0, self.tokens.mean / 2) / (peak * devices.PREFILL_EFFICIENCY)
@@ -135,16 +135,19 @@ class Plan:
 
     @cached_property
     def traffic(self) -> dict[str, list[Traffic]]:
-        """Traffic of one update by trained model, for the rank whose links are busy for longest."""
+        """{trained model: traffic of one update}, for the rank whose links are busy longest."""
         return {model.name: self._sent(model, RankTraffic.of_update) for model in self.models if model.is_trained}
 
     @cached_property
     def publication_traffic(self) -> list[Traffic]:
-        """Trainer traffic to assemble the published weights, for the rank whose links are busy for longest."""
+        """Traffic between trainer ranks to assemble published weights, for the rank whose links are busy longest."""
         return self._sent(self.models[0], lambda rank, rows, labels: rank.of_publication())
 
     def _sent(self, model: Model, of_rank: Callable[[RankTraffic, float, float], list[Traffic]]) -> list[Traffic]:
-        """Return the traffic of the busiest rank for one replica's rows of an update."""
+        """Return the traffic of the busiest rank for one replica's rows of an update.
+
+        of_rank: computes one rank's traffic from its RankTraffic, rows and label rows.
+        """
         layout, world = model.engine.parallel, self.trainer_gpus
         share = layout.tensor * layout.pipeline * layout.context / world / self.batch.updates
         rows, labels = (share * count for count in rows_of_step(self.config, self.batch, self.tokens))
@@ -184,7 +187,7 @@ class Plan:
 
     @property
     def least_s(self) -> float:
-        """A lower bound of the step time, from the servers' work with all slots full and the trainer's work."""
+        """Lower bound of the step time, from the trainer's work and the servers' work with all slots full."""
         longest = self.config.generation.max_new_tokens
         # The cheapest token: a full batch of replies that have just begun.
         one = self.decoder.seconds(self.slots, self.tokens.mean) / self.slots
@@ -196,7 +199,7 @@ class Plan:
     def split(self) -> Split:
         """The simulated time of a step. Large runs are simulated with fewer servers and groups.
 
-        Much slower to compute than `least_s`.
+        This is much slower to compute than `least_s`.
         """
         batch, servers, groups = self.batch, self.servers, self.batch.prompts
         # Servers and groups are scaled by the same factor, so each server has as much work as in the run.

@@ -42,10 +42,10 @@ def make_plan(
     models: Path | None = None,
     lengths: Path | None = None,
 ) -> Plan:
-    """Return the best plan of a run. It chooses the number of servers unless an override sets it.
+    """Return the best plan of a run. The number of servers is chosen unless an override sets it.
 
     models, lengths: the options of `megatron-rl plan`. Raises ValueError for bad input and for a plan that does not
-    fit. The message then names the nearest plan that fits and keeps the overrides.
+    fit. In the latter case, the message names the nearest plan that fits and keeps to the overrides.
     """
     config = load_config(path, overrides)
     if config.learns_from_data:
@@ -64,7 +64,7 @@ def make_plan(
 def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
     """Return the config with each model path replaced by the folder that has its config.json.
 
-    A path without that file is looked up in `models`. Raises ValueError if it is not there either.
+    If a path has no such file, the model is looked up in `models`. Raises ValueError if it is not there either.
     """
 
     def located(key: str, path: str) -> str:
@@ -99,7 +99,7 @@ def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
 
 
 def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
-    """Return the words of the command that starts the run with the plan's split. Run it in the repository's folder."""
+    """Return the words of the command that starts the run with the plan's split, from the repository's folder."""
     cluster, config = plan.cluster, plan.config
     settings = [str(path), *(word for word in overrides if not word.startswith("rollout.server_count="))]
     if not config.rollout.servers:

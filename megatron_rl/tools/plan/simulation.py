@@ -1,9 +1,9 @@
 """Simulates a run's steps as events: servers decode, a gate admits groups by staleness, the trainer waits for groups.
 
 The loop is that of train.py: wait for a step's groups, update, pause the servers, publish, repeat. All replies of a
-group are on one server. A publication interrupts running replies. They resume after their tokens have been prefilled
+group are on one server. A publication interrupts running replies. When they resume, their tokens are first prefilled
 again, unless the KV cache is kept. Groups are admitted by the executor's AdmissionGate. As in the executor, a stale
-group is sampled again, and a step waits for such a group if it would otherwise become stale once more.
+group is sampled again. A step waits for such a group if it would otherwise become stale once more.
 
 All times are inputs; nothing here depends on a GPU. benchmarks/bench_async.py compares the simulation with the real
 loop, and `week.py` adds faults.
@@ -33,39 +33,40 @@ class Workload:
 
     servers: int
     slots: int
-    """Maximum replies that a server decodes at the same time; others wait in its queue."""
+    """Maximum number of replies that a server decodes at the same time; others wait in its queue."""
     token_s: Callable[[float, float], float]
     """(replies in the batch, mean tokens of each so far) -> time to decode one token of each."""
     read_s: float
-    """Prefill time of one token: of a prompt, or of a reply after an interruption."""
+    """Time to prefill one token, either of a prompt or of a reply that resumes after an interruption."""
     prompt_tokens: float
     groups: Iterator[list[int]]
     """Endless iterator over groups; each item has the lengths of the group's replies."""
     groups_per_step: int
     groups_at_once: int
-    """Maximum groups that are with the servers at the same time."""
+    """Maximum number of groups that have requests at servers at the same time."""
     max_staleness: int
     drops_stale: bool = True
-    """Sample a group again if it has a token older than max_staleness."""
+    """Whether a group is sampled again if one of its tokens is older than max_staleness."""
     update_s: float
     publish_s: float
-    """Duration of a publication. The servers are paused."""
+    """Duration of a publication, during which the servers are paused."""
     max_cache_age: int = 0
-    """Publications that the KV cache of running replies survives. The next one makes servers prefill them again."""
+    """For this many publications in a row, running replies keep their KV cache. At the next one, servers prefill these
+    replies again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Means over the measured steps, per step. busy and slots are shares of the time, over all servers."""
+    """Results averaged over the measured steps. busy and slots are also averaged over all servers."""
 
     step_s: float
     wait_s: float
     """Time that the trainer waits for groups."""
     tokens: float
     busy: float
-    """Share of time in which a server decodes or prefills."""
+    """Share of time that a server spends decoding or prefilling."""
     slots: float
-    """Share of the slots' time in which they hold a reply."""
+    """Share of slots that hold a reply, averaged over time."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,9 +76,9 @@ class Group:
     asked_at: int = 0
     """Policy version when its replies were requested."""
     oldest: int | None = None
-    """Policy version of its first token."""
+    """Policy version at which its first token was sampled."""
     left: int = 0
-    """Unfinished replies."""
+    """Number of unfinished replies."""
 
 
 class Server:
@@ -95,14 +96,15 @@ class Server:
         self.generated = 0.0
         self.busy_s = self.slot_s = 0.0
         self.ends_at = float("inf")
-        """Time when the next reply is done."""
+        """Time at which the next reply is done."""
         self.slowness = 1.0
-        """Factor on the time of a token."""
+        """Factor that multiplies the time of a token."""
         self.cache_age = 0
         self.running: list[tuple[float, int, Group, int, int]] = []
-        """A heap of (count at its end, number, group, length, tokens it had when it was sent here)."""
+        """A heap of replies: (`count` at the reply's end, number, group, length, tokens it had when it was sent to this
+        server)."""
         self.queue: deque[tuple[int, Group, int, int]] = deque()
-        """(number, group, length, tokens it had when it was sent here)."""
+        """Waiting replies: (number, group, length, tokens it had when it was sent to this server)."""
 
     @property
     def load(self) -> int:
@@ -128,7 +130,7 @@ class Server:
         return group
 
     def fill(self, version: int) -> None:
-        """Start queued replies while slots are free, and recompute when the next reply ends."""
+        """Start queued replies while slots are free, and recompute the end of the reply that ends next."""
         while self.queue and len(self.running) < self.work.slots:
             number, group, length, begun = self.queue.popleft()
             heapq.heappush(self.running, (self.count + length - begun, number, group, length, begun))
@@ -143,7 +145,7 @@ class Server:
             self.ends_at = self.now + self.stall_s + left * self.token_s
 
     def interrupt(self) -> None:
-        """Apply new weights: all running replies are prefilled again from the start, unless the KV cache is kept."""
+        """Apply new weights. Unless the KV cache is kept, all running replies are prefilled again from the start."""
         if self.cache_age < self.work.max_cache_age:  # as Fleet.pause decides it
             self.cache_age += 1
         else:
@@ -160,11 +162,11 @@ class Run:
         self.servers = [Server(work) for _ in range(work.servers)]
         self.gate = AdmissionGate(work.groups_at_once, work.max_staleness)
         self.with_servers: dict[Group, None] = {}
-        """Groups with the servers, in the order of their requests. A dict used as an ordered set."""
+        """Groups that have replies at servers, in the order of their requests. The dict serves as an ordered set."""
         self.again: deque[Group] = deque()
         """Groups that were too stale. They are started again before new groups."""
         self.done: list[Group] = []
-        """Complete groups that are not trained yet."""
+        """Complete groups that have not been trained on."""
         self.numbers = itertools.count()
 
     def admit(self) -> None:
@@ -187,7 +189,7 @@ class Run:
         return self.servers
 
     def go_on(self, until: float, *, to_a_group: bool = False) -> bool:
-        """Let the servers work until a time. to_a_group: stop at the first complete group, and return True."""
+        """Let the servers work until time `until`. to_a_group: stop as soon as a group is complete, and return True."""
         while (server := min(self.servers, key=attrgetter("ends_at"))).ends_at <= until:
             self.now = server.ends_at
             server.advance(self.now)
@@ -247,7 +249,7 @@ class Run:
         self.again.extend(stale)
 
     def _is_due(self) -> bool:
-        """Return whether a resampled group is still with the servers and would be too stale for any later step."""
+        """Return whether a resampled group is still unfinished and would be too stale for any later step."""
         oldest = self.version + 1 - self.work.max_staleness
         return any(group.requeues and group.asked_at < oldest for group in self.with_servers)
 

@@ -67,18 +67,18 @@ class BatchPlan:
     trajectories_per_replica: Bounds
     """Trajectories per replica in one update, if all trajectories cost the same."""
     microbatches: Bounds
-    """Microbatches of one update on the replica that has most, if all trajectories cost the same."""
+    """Microbatches of one update on the replica that has the most, if all trajectories cost the same."""
     updates: int
     groups_in_flight: int
-    """Maximum prompts that are with servers or wait to be trained, at the same time."""
+    """Maximum number of prompts that have requests at servers or wait to be trained on."""
     episodes_running: int
-    """Maximum of these that are with servers."""
+    """Maximum number of prompts that have requests at servers at the same time."""
     replies_running: int
     evaluations: int
     all_requests: int
-    """Requests of the whole run, without evaluations, a warm start's checks, and retries."""
+    """Requests of the whole run, not counting evaluations, a warm start's checks, and retries."""
     epochs: float | None
-    """None if the number of prompts is unknown."""
+    """Passes over the prompts in the whole run. None if the number of prompts is unknown."""
 
 
 def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> BatchPlan:
@@ -123,7 +123,7 @@ def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> Batc
 
 
 def longest_sequence(config: TrainConfig, tokens: PromptTokens) -> int:
-    """Return the maximum tokens of a trajectory: a prompt with its reply, or a dialogue of several turns."""
+    """Return the maximum number of tokens of a trajectory: a prompt with its reply, or a dialogue of several turns."""
     dialogue = config.rollout.workflow_args.get("max_tokens", 0)
     reply = tokens.longest + config.generation.max_new_tokens
     return max(reply, dialogue) if isinstance(dialogue, int) else reply
@@ -147,10 +147,11 @@ def evaluation_count(config: TrainConfig) -> int:
 
 
 def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds) -> Bounds:
-    """Return bounds of what `least_microbatches` returns for a replica's trajectories of any lengths.
+    """Return bounds on the result of `least_microbatches` for a replica's trajectories, whatever their lengths.
 
-    Best fit opens a bin only if an item fits in no other. So every bin but the last holds more than the budget minus
-    the longest item, and at least `budget // longest` items; any two bins together hold more than the budget.
+    Best-fit packing opens a new bin only if an item fits in no existing one. So every bin but the last holds more than
+    the budget minus the longest item, and at least `budget // longest` items. Any two bins together hold more than the
+    budget.
 
     With shared prompts, an item is a part of a group. It has at most `budget` rows and may hold a single reply. A group
     of identical replies needs hardly more rows than one reply, which gives the lower bound.

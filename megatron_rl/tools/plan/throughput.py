@@ -17,7 +17,10 @@ SELECTING = ("m2po", "clip_cov", "kl_cov")
 
 
 def matrix_parameters(model: Model) -> float:
-    """Return the matrix parameters used by one token, without embedding and head. Only its routed experts count."""
+    """Return the number of matrix parameters that one token uses, without embedding and head.
+
+    Of the experts, only those that the token is routed to count.
+    """
     arch = model.arch
     outside = arch.hidden * arch.vocab * (1 if arch.tied or arch.head == "value" else 2)
     total = model.parameters - outside
@@ -87,7 +90,7 @@ def rows_of_step(config: TrainConfig, batch: BatchPlan, tokens: PromptTokens) ->
 def update_seconds(
     models: list[Model], config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, gpus: int, device: Device
 ) -> float:
-    """Return the seconds of all trainer computation in a step. A reward model and a critic process the same rows."""
+    """Return the seconds of all trainer computation in a step. All models are assumed to process the same rows."""
     reply = devices.MEAN_REPLY * config.generation.max_new_tokens
     rows, labels = rows_of_step(config, batch, tokens)
     total = 0.0
@@ -119,7 +122,8 @@ class Decoder:
     """KV cache bytes of one token on one GPU."""
 
     def seconds(self, replies: float, sequence_tokens: float) -> float:
-        """Return the seconds to decode one token of each of `replies` replies, which have `sequence_tokens` each."""
+        """Return the seconds to decode one token of each of `replies` replies that have `sequence_tokens` tokens
+        each."""
         # Each decoding step reads all weights once, and the keys and values of each reply.
         weights = self.model.itemsize * self._weights_read(replies) / self.gpus
         read = weights + replies * sequence_tokens * self.kv_per_token
@@ -129,7 +133,8 @@ class Decoder:
         return max(memory_s, flops / (peak * devices.DECODE_EFFICIENCY)) + devices.DECODE_OVERHEAD_S
 
     def _weights_read(self, replies: float) -> float:
-        """Return the parameters read for a batch. A small batch does not use all experts."""
+        """Return the number of parameters read to decode a batch's next tokens. A small batch does not use all
+        experts."""
         arch, total = self.model.arch, float(self.model.parameters)
         if not arch.tied:
             total -= arch.hidden * arch.vocab  # only single rows of the embedding are read

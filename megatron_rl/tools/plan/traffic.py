@@ -44,7 +44,7 @@ class Traffic:
 def ranks_along(axis: str, parallel: ParallelConfig, rank: int, world_size: int) -> list[int]:
     """Return the ranks of a rank's group along an axis, itself included, in megatron.core's rank order.
 
-    The axis `data` has all ranks that reduce gradients together, including context ranks.
+    The axis `data` comprises all ranks that reduce gradients together, including context ranks.
     """
     a_stage, tensor, context = world_size // parallel.pipeline, parallel.tensor, parallel.context
     experts = parallel.expert * parallel.expert_tensor
@@ -89,11 +89,12 @@ class RankTraffic:
         return self._by_link(self._passes(rows, labels, is_training=False))
 
     def of_publication(self) -> list[Traffic]:
-        """Return the traffic before weights can be sent to the servers.
+        """Return the traffic between trainer ranks before weights can be sent to the servers.
 
-        A rank that sends to the servers receives the parameters that it sends. With group publication this is the first
-        rank of each stage, with its stage's parameters. Otherwise it is rank 0, with the whole model. If optimizer
-        overlap delays the gathering of updated weights until now, each rank also sends its part of them.
+        A rank that sends parameters to servers first receives them from the other ranks; this counts as its traffic.
+        With group publication, the first rank of each stage sends its stage's parameters. Otherwise, rank 0 sends the
+        whole model. If optimizer overlap delays the gathering of updated weights until now, each rank also sends its
+        part of them.
         """
         arch, parallel, b = self.model.arch, self.model.engine.parallel, self.model.itemsize
         sent: Counter[str] = Counter()
@@ -182,8 +183,10 @@ class RankTraffic:
         return sent
 
     def _attention(self, rows: float, forwards: int, core_forwards: int, backwards: int) -> Counter[str]:
-        """Return the bytes of an attention block. core_forwards: passes of core attention, which may be recomputed
-        alone."""
+        """Return the bytes of an attention block.
+
+        core_forwards: number of forward passes of core attention, which may be recomputed alone.
+        """
         arch, parallel = self.model.arch, self.model.engine.parallel
         all_rows, latent = rows * parallel.context, arch.latent
         if latent is None:
@@ -200,7 +203,7 @@ class RankTraffic:
         return sent
 
     def _adapters(self, rows: float, number: int, forwards: int, backwards: int) -> Counter[str]:
-        """Return the bytes of the rows between the two matrices of a layer's adapters.
+        """Return the bytes of the low-rank activations between the A and B matrices of a layer's adapters.
 
         forwards: 2 if the whole layer is recomputed, else 1.
         """

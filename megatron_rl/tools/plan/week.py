@@ -46,17 +46,17 @@ class Record:
     """The results of a simulated period. Shares are between 0 and 1."""
 
     groups_per_s: float
-    """Groups trained and not lost again, per second."""
+    """Groups trained per second, without those whose training a trainer failure undid."""
     server_deaths: int
     trainer_deaths: int
     lost_tokens: float
-    """Share of generated tokens that were lost with a server or with the trainer."""
+    """Share of generated tokens that were lost because a server or the trainer died."""
     stale_tokens: float
     """Share of generated tokens in groups that became too stale and were sampled again."""
     lost_time: float
     """Share of time in which the trainer was down, repeated lost steps, or worked on a step that was then lost."""
     wait: float
-    """Share of time the trainer waited for replies."""
+    """Share of time that the trainer waited for replies."""
 
 
 class TrainerDied(Exception):
@@ -71,13 +71,13 @@ class Days(Run):
         self.job = job
         self._of_updates, self._of_publications = chances.of("updates"), chances.of("publications")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        """A heap of (time, number, action): faults and recoveries, which do not depend on the loop."""
+        """A heap of (time, number, action): faults and recoveries, which happen independently of the loop."""
         self._down: dict[Server, float] = {}
-        """{server that is down: time when it has restarted}."""
+        """{server that is down: time at which its restart is complete}."""
         self._published = dict.fromkeys(self.servers, 0.0)
-        """{server: its token count at the last publication}."""
+        """{server: its `count` at the last publication}."""
         self._homeless: dict[Group, Replies] = {}
-        """Replies that wait because no server is up."""
+        """{group: its replies that wait because no server is up}."""
         self._checkpoint, self._newest = 0, 0
         """Policy version of the newest checkpoint, and the highest version ever reached."""
         self._since: list[Group] = []

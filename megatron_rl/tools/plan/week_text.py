@@ -16,9 +16,10 @@ from megatron_rl.tools.plan.week import Days, Job, Record
 
 DAY_S = 86_400.0
 REPLIES_OF_STEP, REPLIES_OF_DAY = 512, 350_000
-"""Maximum replies simulated per step and per day. If the run has more, each simulated reply stands for several."""
+"""Maximum number of replies simulated per step and per day. If the run has more, each simulated reply stands for
+several."""
 KEYS = 64
-"""Tokens to which a server's mean reply length is rounded, so that its decoding times can be cached."""
+"""A server's mean sequence length is rounded to buckets of this many tokens, so that decoding times can be cached."""
 COMPARED_DAYS = 1.0
 """Simulated days of each setting in the comparison."""
 NOTE = "Simulated: no run on GPUs has checked these figures. The times of a token and of an update are the plan's."
@@ -43,8 +44,8 @@ class Scale:
 
 
 def simulate_days(plan: Plan, days: float, *, seed: int = 0) -> tuple[float, Record]:
-    """Return the samples trained per second, and the full record. The same seed draws the same faults and lengths for
-    all settings."""
+    """Return the samples trained per second, and the full record. Equal seeds draw the same faults and lengths for
+    every setting."""
     chances, samples = Chances(seed), plan.batch.requests / plan.batch.prompts
     record = Days(workload(plan, chances), job(plan), chances).run(days * DAY_S)
     simulated = max(1, plan.batch.prompts // Scale.of(plan).groups)
@@ -52,7 +53,7 @@ def simulate_days(plan: Plan, days: float, *, seed: int = 0) -> tuple[float, Rec
 
 
 def workload(plan: Plan, chances: Chances) -> Workload:
-    """Return a plan's workload with fewer replies, each of which costs a server as much as the replies it replaces."""
+    """Return a plan's workload with fewer replies. Each costs a server as much as the replies it stands for."""
     scale, batch, rollout = Scale.of(plan), plan.batch, plan.config.rollout
     each = scale.replies * scale.groups
     slots = max(1, round(plan.slots / each))

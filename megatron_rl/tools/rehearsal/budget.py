@@ -17,14 +17,14 @@ TARGETS = {
     "kernels of a layer, of Transformer Engine's": 1.3,
     "GiB beside weights, gradients, optimizer and activations": 2.0,
 }
-"""Maximum value of each figure."""
+"""{figure: its maximum}."""
 
 
 def budget(found: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return the update's figure for each target (None if it was not observed), and what causes overhead.
+    """Return each target's figure in the update (None if it was not observed), and what causes the overhead.
 
-    `waits`: {sync and code line: count per step}, for lines of this package and of megatron.core. `exposed`: the
-    collectives that do not overlap with computation, by code line.
+    `waits`: {host sync and its code line: count in the update}, for lines of this package and of megatron.core.
+    `exposed`: the collectives that do not overlap with computation, by kind, group and code line.
     """
     phase = found["phases"]["update"]
     microbatches = max(phase["microbatches"], 1)

@@ -1,7 +1,7 @@
 """Records what a rehearsed rank does: its device's memory, kernels, copies, syncs and FLOPs, and its collectives.
 
-Each entry has the step's phase and a code line: the innermost one of this package or of megatron.core. In torch's own
-backward pass, this is the line that called backward.
+Each entry has the step's phase and a code line: the innermost line of this package or of megatron.core on the stack.
+During torch's own backward pass, this is the line that called backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOT_SHOWN = (os.path.dirname(os.path.abspath(__file__)), os.path.join(PACKAGE, "
 
 @dataclass
 class Collective:
-    """One call of torch.distributed on this rank. sizes: elements of each input and output tensor."""
+    """One call of torch.distributed on this rank. sizes: number of elements of each input and output tensor."""
 
     phase: str
     kind: str
@@ -63,7 +63,7 @@ class Phase:
     syncs: Counter[str] = field(default_factory=Counter)
     """{kind of sync and code line: count}."""
     in_microbatches: Counter[str] = field(default_factory=Counter)
-    """The part of `syncs` between the packing of the first microbatch and the end of the last one's backward."""
+    """The syncs that occur between the packing of the first microbatch and the end of the last one's backward pass."""
     microbatches: int = 0
     copies: Counter[str] = field(default_factory=Counter)
     copied_bytes: Counter[str] = field(default_factory=Counter)
@@ -79,17 +79,17 @@ class Ledger:
         self.phase = "start"
         self.collectives: list[Collective] = []
         self.groups: list[tuple[str, list[int]]] = []
-        """(description, ranks) of each group that was used."""
+        """(description, ranks) of each process group that a collective has used."""
         self.buckets: list[int] = []
         """Bytes of each bucket of the publication. Each bucket is one request to every server."""
         self.page_locked: list[range] = []
-        """Address ranges of host memory that the code pinned with cudaHostRegister."""
+        """Address ranges of host memory pinned with cudaHostRegister."""
         self.made_groups: Counter[str] = Counter()
         """{backend: number of groups created}."""
         self.checkpoint_bytes = 0.0
         """Bytes of a checkpoint that this rank writes."""
         self.peers: dict[str, set[int]] = defaultdict(set)
-        """{backend: ranks of this rank's groups, itself included}."""
+        """{backend: all ranks that share a process group with this rank, itself included}."""
         self.reduces_by = dist.ReduceOp.SUM
         """Operation of the current all-reduce."""
         self.layers = ""
@@ -97,11 +97,12 @@ class Ledger:
         self.assumed: Counter[str] = Counter()
         self.is_in_microbatch = False
         self.overlaps = False
-        """Whether coalesced calls overlap with computation. They are DDP's and have no argument that says so."""
+        """Whether coalesced collectives overlap with computation. Only DDP issues them; their arguments do not show
+        it."""
         self._is_compiled = False
         self.memory = DeviceMemory()
         self.host_memory = DeviceMemory()
-        """Memory of large tensors on the host."""
+        """Memory of large host tensors."""
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
         self._lines: dict[tuple[Any, int], str] = {}
@@ -130,7 +131,7 @@ class Ledger:
     # -- the device ---------------------------------------------------------------------------------------------------
 
     def note_kernel(self, func, args, kwargs, made: Any) -> None:
-        """Count an operation's kernel launches, FLOPs, and the memory of its results."""
+        """Record an operation's kernel launches, its FLOPs, and the memory of its results."""
         if self._is_compiled:
             return
         is_new = False
@@ -155,7 +156,7 @@ class Ledger:
             phase.flops[op.name] += count(*given, **({} if is_product else kwargs), out_val=made)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that a real device compiles: it counts as one kernel that allocates only its results."""
+        """Wrap a function that a GPU run compiles. Each call counts as one kernel that allocates only its results."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -176,14 +177,14 @@ class Ledger:
         return run
 
     def note_sync(self, what: str) -> None:
-        """Count a wait of the host for the device."""
+        """Count an event at which the host waits for the device."""
         where = f"{what} at {self.line()}"
         self.phases[self.phase].syncs[where] += 1
         if self.is_in_microbatch:
             self.phases[self.phase].in_microbatches[where] += 1
 
     def note_copy(self, direction: str, host: Tensor, *, is_blocking: bool) -> None:
-        """Count a copy between host and device. host: the tensor on the host. A blocking copy is also a sync."""
+        """Count a copy between host and device. host: the host tensor. A blocking copy also counts as a sync."""
         if host.numel() == 0:
             return
         kind = f"{direction}, {'pinned' if self.is_pinned(host) else 'pageable'}, at {self.line()}"
@@ -196,12 +197,12 @@ class Ledger:
             self.note_sync(f"a blocking copy {direction}")
 
     def note_on_host(self, tensor: Tensor) -> None:
-        """Count a large host tensor, unless the rehearsal itself created it."""
+        """Record the memory of a large host tensor, unless the rehearsal itself created it."""
         if (line := self.line()) != ELSEWHERE:
             self.host_memory.note(tensor, lambda: line)
 
     def mark(self, part: str, tensors: Iterable[Any]) -> None:
-        """Assign tensors, on device or host, to a part (see device_memory.PARTS)."""
+        """Assign tensors, whether on the device or on the host, to a part (see device_memory.PARTS)."""
         tensors = list(tensors)
         self.memory.mark(part, tensors)
         self.host_memory.mark(part, tensors)
@@ -230,7 +231,7 @@ class Ledger:
         return self._group_numbers[name]
 
     def note_group(self, group: dist.ProcessGroup, backend: str) -> None:
-        """Count a process group that the code creates. This rank need not be a member."""
+        """Count a process group when it is created, whether or not this rank is a member."""
         self.made_groups[backend] += 1
         if isinstance(group, dist.ProcessGroup):
             self.peers[backend] |= set(dist.get_process_group_ranks(group))
@@ -304,7 +305,7 @@ def _fill(out: Tensor, value: Tensor, times: int) -> None:
 
 
 def _attention_flops(func, args) -> int:
-    """Return the FLOPs of attention over packed rows. Like torch's counter, ignores savings by masks."""
+    """Return the FLOPs of attention over packed rows. Like torch's FLOP counter, ignore what masks save."""
     given = dict(zip(operation(func).arguments, args, strict=False))
     queries, keys = known(given["cu_seq_q"]), known(given["cu_seq_k"])
     if queries is None or keys is None:
@@ -316,7 +317,7 @@ def _attention_flops(func, args) -> int:
 
 
 def shown(filename: str, line: int) -> str:
-    """Return a code line's name for reports, or '' if it is not in this package or in megatron.core."""
+    """Return the text with which reports show a code line, or '' if it is not in this package or in megatron.core."""
     if filename.startswith(NOT_SHOWN):
         return ""
     if filename.startswith(OURS):

@@ -1,7 +1,7 @@
 """Records allocations and frees on a rehearsed device by code line and part, and finds the peak.
 
-A storage's part is its final use, and applies from its allocation on. For example, a tensor that autograd keeps is an
-activation from the forward pass on. So parts, peak and timeline are computed when the rank is done.
+A storage's part is what it is finally used for, and counts from its allocation on. For example, a tensor that autograd
+keeps is an activation from the forward pass on. So parts, peak and timeline are computed after the rank has finished.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ EXCHANGE = ("megatron_rl/weights/",)
 BLOCK_BYTES = 512
 """torch's caching allocator rounds every allocation up to a multiple of this size."""
 MOST_POINTS = 2_000
-"""Maximum points of the timeline."""
+"""Maximum number of points of the timeline."""
 
 
 class DeviceMemory:
-    """A record of the device's storages, and when each was allocated and freed. Time is counted in kernels."""
+    """A record of the device's storages: when each was allocated and freed, counted in kernels launched."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
         self.kernels = 0
         """Kernels launched so far."""
         self._numbers: dict[int, tuple[weakref.ref, int]] = {}
-        """{address: (reference, number)} of each live storage."""
+        """{address of a live storage: (reference, storage number)}."""
         self._lines: list[str] = []
-        """By storage number: the code line that allocated it."""
+        """The code line that allocated each storage, by storage number."""
         self._parts: list[str] = []
-        """By storage number: its part, one of PARTS."""
+        """The part of each storage, one of PARTS, by storage number."""
         self._sizes: list[int] = []
-        """By storage number: its current bytes."""
+        """The current bytes of each storage, by storage number."""
         self._events = array("q")
-        """Four entries per event: storage number, bytes allocated (negative: freed), kernels so far, phase number."""
+        """Four entries per event: storage number, bytes allocated (negative if freed), kernels launched so far, phase
+        number."""
         self._phases: dict[str, int] = {"start": 0}
         self._phase = 0
 
@@ -76,7 +77,7 @@ class DeviceMemory:
         return True
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Record a new size of a storage, if it is one of the device's."""
+        """Record a storage's new size, if the storage is one of the device's."""
         if found := self._numbers.get(storage._cdata):
             self._set(found[1], nbytes)
 
@@ -129,7 +130,10 @@ class DeviceMemory:
         }
 
     def _points(self, totals: list[int], names: list[str]) -> list[list[Any]]:
-        """Return points [kernels launched, phase, bytes of each of PARTS]: the highest and lowest of each time span."""
+        """Return the timeline's points: [kernels launched, phase, bytes of each of PARTS].
+
+        Each time span yields two points: its highest and its lowest.
+        """
         span = max(1, -(-2 * len(totals) // MOST_POINTS))
         chosen = set()
         for start in range(0, len(totals), span):
@@ -145,7 +149,7 @@ class DeviceMemory:
 
 
 class NotedBackwards:
-    """A replacement of torch's autograd engine that marks activations: what the graph holds when backward begins."""
+    """A replacement for torch's autograd engine. It marks as activations what the graph holds when backward begins."""
 
     def __init__(self, engine: Any, memory: DeviceMemory) -> None:
         self.engine, self.memory = engine, memory

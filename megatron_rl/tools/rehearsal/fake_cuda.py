@@ -1,14 +1,14 @@
-"""Simulates a CUDA device without memory. Its tensors have shapes, dtypes and autograd; a Ledger records each call.
+"""Simulates a CUDA device whose tensors have shapes, dtypes and autograd, but no data. A Ledger records each call.
 
 The shim (csrc/rehearsal) makes torch believe that the device exists. torch's FakeTensorMode computes shapes and rejects
-operations on tensors of two devices. Host tensors are real, except for large ones copied from the device and tensors
-derived from them, which are parts of a CPU optimizer. These have no memory and no known values.
+operations on tensors of two devices. Host tensors are real, with one exception: large tensors copied from the device,
+and tensors derived from them, which are parts of a CPU optimizer. They have neither data nor known values.
 
-Values are not computed on the device, with one exception. Tensors that were copied from the host, and tensors that
-depend only on such, are *known*: token counts, masks, positions, routes. Their values are kept on the host, and
-operations on them are also executed there. So a mask selects the real number of rows, and only values that depend on
-weights are unknown. If the code reads an unknown value, it gets 1 (0 in a copy to the host), and the ledger counts it.
-If a shape depends on an unknown value, UnknownShape is raised.
+Values on the device are not computed, again with one exception. Tensors copied from the host, and tensors that depend
+only on those, are *known*: token counts, masks, positions, routes. Their values are kept on the host, where each
+operation on them is also executed. So a mask selects the real number of rows, and only values that depend on weights
+are unknown. Code that reads an unknown value gets 1, and a copy of unknown values to the host contains 0. The ledger
+counts both. If a shape depends on an unknown value, UnknownShape is raised.
 
     mode = FakeCuda(ledger)
     with mode:
@@ -55,7 +55,7 @@ class UnknownShape(RuntimeError):
 
 
 class FakeCuda(TorchDispatchMode):
-    """A dispatch mode that runs operations on the device without computing values. Use only one per process."""
+    """A dispatch mode that runs device operations without computing values. Use only one per process."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class FakeCuda(TorchDispatchMode):
     # -- running without computing ------------------------------------------------------------------------------------
 
     def run(self, func, args, kwargs) -> Any:
-        """Return an operation's result on the device, with its values if they are known, and record the call."""
+        """Return an operation's result, with its values if they are known, and record the call."""
         if operation(func).is_view and isinstance(args[0], FakeTensor):  # neither a kernel nor memory
             made = self.results.view(func, args, kwargs)
             values = None if known(args[0]) is None else self._known_result(func, args, kwargs)
@@ -158,9 +158,10 @@ class FakeCuda(TorchDispatchMode):
         return None if any(is_large(value) for value in tensors_in(values)) else values
 
     def _round_robin(self, func, args) -> Any:
-        """Return topk's result for a mixture's router, whose real routes depend on weights.
+        """Return the result of a mixture router's topk, whose real routes depend on weights.
 
-        Routes are spread evenly over the experts: token t goes to experts t * k to t * k + k - 1, modulo their number.
+        Routes are spread evenly over the experts: token t goes to experts t * k to t * k + k - 1, modulo the number of
+        experts.
         """
         scores, k = args[0], args[1]
         if scores.dim() != 2 or scores.shape[0] * k > MOST_KNOWN:
@@ -227,7 +228,7 @@ class FakeCuda(TorchDispatchMode):
             target.copy_(value)
 
     def _index(self, func, source: Tensor, indices: list, *rest, **kwargs) -> Any:
-        """Index by a mask as CUDA does: first find the True positions. The host waits for their number."""
+        """Index by a mask as CUDA does: first find the True positions, while the host waits for their number."""
         places: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):

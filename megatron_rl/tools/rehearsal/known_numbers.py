@@ -1,7 +1,7 @@
-"""Tracks known values of tensors on a device without memory: values that came from the host.
+"""Tracks the values of device tensors that are known because they came from the host.
 
-They are stored on the host, in the tensor's attribute `known`. A tensor that is overwritten with unknown values becomes
-unknown, together with its views: they share a storage, which is marked.
+They are stored on the host, in the tensor's attribute `known`. If a tensor is overwritten with unknown values, it
+becomes unknown, and so do its views. For this, the storage that their `known` tensors share is marked.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 MOST_KNOWN = 1 << 23
-"""Elements of the largest tensor whose values are tracked."""
+"""Maximum number of elements of a tensor whose values are tracked."""
 MOST_ROWS = 1 << 18
-"""Elements of the largest floating-point vector whose values are tracked. No microbatch has so many rows: longer
-vectors are shards of gradients and moments, which would fill the host's memory with zeros."""
+"""Maximum number of elements of a floating-point vector whose values are tracked. No microbatch has so many rows.
+Longer vectors are shards of gradients and moments, which would fill the host's memory with zeros."""
 
 
 MOST_ON_HOST = 1 << 20
-"""Elements of the largest floating-point tensor of unknown values that gets host memory when copied to the host."""
+"""Copies of floating-point tensors with unknown values to the host get real memory up to this number of elements."""
 
 
 def on_device(tensor: Any) -> bool:
-    """Return True for a tensor on the device. Other tensors without memory belong to an optimizer on the host."""
+    """Return True for a tensor on the simulated device. All other FakeTensors belong to an optimizer on the host."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
@@ -46,7 +46,7 @@ def forget(tensor: Tensor) -> None:
 def values_in(given: Any) -> Any:
     """Return an operation's arguments with each tensor replaced by its known values. All must be known.
 
-    Used instead of tree_map, which is slower, because it runs for every operation on known tensors.
+    This runs for every operation on known tensors, and is faster than tree_map.
     """
     if isinstance(given, Tensor):
         return known(given)

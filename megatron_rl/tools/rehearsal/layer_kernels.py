@@ -1,12 +1,13 @@
 """Counts the kernels of one layer, forward and backward without recomputation: the engine's, and a reference layer's.
 
-The reference consists of Transformer Engine's modules: LayerNormLinear, norms of queries and keys if the model has
-them, rotation, attention, Linear; then LayerNormLinear, SwiGLU, Linear; each half with a residual. In a mixture, the
-second half is RMSNorm, the router (a matrix product and one kernel, in each direction), permutation, sorting by expert,
-GroupedLinear, weighted SwiGLU, GroupedLinear, and the way back.
+The reference consists of Transformer Engine's modules. Its first half is LayerNormLinear, norms of queries and keys if
+the model has them, rotation, attention, Linear. Its second half is LayerNormLinear, SwiGLU, Linear. In a mixture, the
+second half is RMSNorm, the router, permutation, sorting by expert, GroupedLinear, weighted SwiGLU, GroupedLinear, and
+the inverse sorting and permutation. The router is a matrix product and one kernel, in each direction. Each half has a
+residual.
 
 Matrix products accumulate into the gradient buffers, SwiGLU is one kernel in each direction, and both layers use
-torch's attention. The reference has no collectives, nor the token counts that they need.
+torch's attention. The reference has neither collectives nor the token counts that collectives need.
 """
 
 from __future__ import annotations

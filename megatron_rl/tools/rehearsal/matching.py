@@ -1,4 +1,4 @@
-"""Checks that the collectives and messages of rehearsed ranks match. If they do not, NCCL waits for ever."""
+"""Checks that the collectives and messages of rehearsed ranks match. If they do not, NCCL waits forever."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import combinations, zip_longest
 from typing import Any
 
 ANY_SIZE = ("alltoall_base", "alltoall", "gather", "scatter")
-"""Collectives in which ranks may have tensors of different sizes."""
+"""Collectives in which the ranks' tensors may differ in size."""
 NAMED = 3
-"""Maximum mismatches reported for a pair of ranks."""
+"""Maximum number of mismatches reported for a pair of ranks."""
 
 Call = dict[str, Any]
 
 
 def differences(by_rank: dict[int, dict[str, Any]]) -> list[str]:
-    """Return the mismatches as sentences. by_rank: the ledger's content of each rehearsed rank."""
+    """Return the mismatches as sentences. by_rank: {rehearsed rank: content of its ledger}."""
     found = []
     for first, second in combinations(sorted(by_rank), 2):
         found += _of_groups(first, by_rank[first], second, by_rank[second])

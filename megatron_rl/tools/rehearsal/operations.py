@@ -1,4 +1,4 @@
-"""Caches facts about torch operators, read from their schemas, because they are needed for every call."""
+"""Caches facts about torch operators, read from their schemas. They are needed for every call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Operation:
     """Name with namespace, without overload."""
     arguments: tuple[str, ...]
     written: tuple[tuple[int, str], ...]
-    """(position, name) of each argument that it writes to."""
+    """(position, name) of each argument that the operator writes to."""
     returns_argument: bool
     """True if its first result is an argument or a view of one."""
     is_view: bool
-    """True if it only returns views of its first argument: it allocates and writes nothing."""
+    """True if the operator only returns views of its first argument: it allocates and writes nothing."""
     changes_form: bool
     """True if it may change its arguments' shapes or storages."""
     launches: bool
@@ -60,7 +60,8 @@ def operation(func: OpOverload) -> Operation:
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return all tensors in arguments or results. Faster than tree_leaves; called several times per operation."""
+    """Return all tensors in arguments or results. This runs several times per operation, and is faster than
+    tree_leaves."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
 """`megatron-rl rehearse`: rehearses some ranks of a job, each in a separate process, and compares their results.
 
-A rank runs one optimizer update with the code of a real run (step.py). Ranks of later pipeline stages run first,
-because earlier stages need the Python objects that they send.
+Each rank runs one optimizer update with the code of a real run (step.py). Ranks of later pipeline stages run first,
+because they send Python objects that earlier stages need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = ("first", "last", "stage-boundaries", "all-distinct")
 
 
 class RehearsalError(ValueError):
-    """A failure that the job would have on its cluster."""
+    """Raised for a failure that the job would have on its cluster."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class World:
         return self.ranks // self.stages
 
     def chosen(self, wanted: str) -> list[int]:
-        """Return the ranks that `wanted` names, later stages first. wanted: kinds (`KINDS`) or ranks, comma-separated.
+        """Return the ranks that `wanted` names, those of later stages first.
 
-        The world's last rank is always included, because the others need the loss that it sends.
+        wanted: kinds (`KINDS`) or ranks, comma-separated. The world's last rank is always included, because the others
+        need the loss that it sends.
         """
         size, last = self.ranks_of_stage, self.stages - 1
         found = {self.ranks - 1}
@@ -73,7 +74,7 @@ class World:
 
 @dataclass
 class Rehearsal:
-    """The results of a rehearsal. by_rank: what each rank's found.json has."""
+    """The results of a rehearsal. by_rank: {rank: content of its found.json}."""
 
     config: TrainConfig
     world: World
@@ -91,9 +92,9 @@ class Rehearsal:
 
 
 def world_of(config: TrainConfig, *, nodes: int, gpus_per_node: int, trainer_gpus: int = 0) -> World:
-    """Return the trainer's world: `trainer_gpus`, or (0) all GPUs that servers leave.
+    """Return the trainer's world: `trainer_gpus` ranks, or if that is 0, one for each GPU that no server uses.
 
-    Raises ValueError if servers leave none, or the layout does not suit the number of ranks.
+    Raises ValueError if servers use all GPUs, or the layout does not suit the number of ranks.
     """
     own_servers = 0 if config.rollout.servers or config.rollout.colocated else config.rollout.server_count
     gpus = nodes * gpus_per_node

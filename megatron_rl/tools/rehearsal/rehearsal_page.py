@@ -12,7 +12,7 @@ from megatron_rl.tools.report.charts import bars, stacked_areas
 from megatron_rl.tools.report.report import card, figure, html_page, render_legend, table
 
 SHOWN = 12
-"""Maximum bars of each chart."""
+"""Maximum number of bars in each chart."""
 WIDTH = 960
 LINKS = {"in a node": "c0", "between nodes": "c1"}
 

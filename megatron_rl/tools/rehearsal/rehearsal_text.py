@@ -21,11 +21,11 @@ LAYERS = {
     "local": "layers of torch's operators, optimizer of Transformer Engine 2.9.",
 }
 SHOWN = 6
-"""Maximum lines of each list."""
+"""Maximum number of lines of each list."""
 
 
 def rehearsal_text(path: Path, overrides: list[str], *, folder: Path, **options: Any) -> str:
-    """Rehearse a job, write the results to `folder` and return them as text. Options and errors are `rehearse`'s."""
+    """Rehearse a job, write the results to `folder` and return them as text. Options and errors: see `rehearse`."""
     result = rehearse(path, overrides, folder=folder, **options)
     return f"{as_text(result)}\n{write(result, path, folder)}"
 
@@ -35,7 +35,7 @@ def plan_and_rehearsal_text(
 ) -> str:
     """Plan a run, rehearse the first and last rank of the chosen plan, and return both as text or JSON.
 
-    Takes make_plan's options; raises errors of make_plan and `rehearse`.
+    Takes the options of make_plan; raises the errors of make_plan and `rehearse`.
     """
     plan = make_plan(path, overrides, **options)
     chosen = [word for word in overrides if not word.startswith("rollout.server_count=")]
@@ -57,7 +57,7 @@ def write(result: Rehearsal, config: Path, folder: Path) -> Path:
 
 
 def as_dict(result: Rehearsal) -> dict[str, Any]:
-    """Return all results under Ledger's names. Collectives are summed up instead of listed."""
+    """Return all results, named as in Ledger. Collectives are summed up instead of listed."""
     by_rank, world = {}, result.world
     for rank, found in result.by_rank.items():
         rest = {name: value for name, value in found.items() if name not in ("collectives", "groups")}

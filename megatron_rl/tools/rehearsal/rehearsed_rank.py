@@ -1,4 +1,4 @@
-"""Runs one rank's part of one step with the code of a real run, on a device without memory."""
+"""Runs one rank's part of one step with the code of a real run, on a simulated device (fake_cuda.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.tools.rehearsal.te_package import install
 
 
 def main(folder: str) -> None:
-    """Rehearse the ranks listed in `folder/orders.json`. The interpreter must have loaded the shim, but not torch."""
+    """Rehearse the ranks listed in `folder/orders.json`. The process must have loaded the shim, but not torch."""
     orders = json.loads((Path(folder) / "orders.json").read_text())
     rehearse_orders(Path(folder), prepare(orders[0][0]["memory_bytes"]))
 
@@ -31,7 +31,7 @@ def rehearse_orders(folder: Path, ledger: Ledger) -> None:
     """Rehearse the ranks listed in `folder/orders.json`, each in a fork of this process.
 
     The file has a list of lists. Ranks of one inner list run in parallel, at most one per core. The next list starts
-    when they are done.
+    when all of them are done.
     """
     for together in json.loads((folder / "orders.json").read_text()):
         under_way: set[int] = set()
@@ -47,7 +47,7 @@ def rehearse_orders(folder: Path, ledger: Ledger) -> None:
 
 
 def leave(work: Callable[[], None]) -> NoReturn:
-    """Run `work` in a forked process and end the process, without running the parent's exit handlers."""
+    """Run `work` in a forked process, then end this process without running the parent's exit handlers."""
     code = 1
     try:
         work()
@@ -61,7 +61,8 @@ def leave(work: Callable[[], None]) -> NoReturn:
 
 
 def prepare(memory_bytes: int) -> Ledger:
-    """Set up the fake device and import what a rank needs, before forking. Return the empty ledger for each fork."""
+    """Prepare the simulated device and a rank's imports before forking. Return an empty ledger, which each fork
+    copies."""
     ledger = Ledger()
     stand_in_for_device(ledger, memory_bytes=memory_bytes)
     install()
@@ -78,7 +79,7 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
     """Rehearse one rank in this process, which must not be used for anything else. Write the results to `place`.
 
     found.json: the ledger's content. said.pickle: Python objects that the rank sent to others. fault.txt: the error
-    that ended it. output.txt: its stdout and stderr.
+    that ended the rank. output.txt: its stdout and stderr.
     """
     from megatron_rl.tools.rehearsal.layer_kernels import kernels_of_layers
     from megatron_rl.tools.rehearsal.step import rehearse_step
@@ -111,7 +112,7 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
 
 
 def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
-    """Return an order's config, with kernels that cannot be rehearsed replaced. The ledger notes the replacement."""
+    """Return an order's config. Kernels that cannot be rehearsed are replaced, and the ledger notes this."""
     config = load_config(order["config"], order["overrides"])
     if config.model.delta_kernel == "torch":
         return config
@@ -120,7 +121,7 @@ def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
 
 
 def innermost(error: Exception) -> str:
-    """Return the innermost line of this package or of megatron.core in the error's traceback."""
+    """Return the innermost code line of this package or of megatron.core in the error's traceback."""
     places = [shown(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return next((place for place in reversed(places) if place), "elsewhere")
 

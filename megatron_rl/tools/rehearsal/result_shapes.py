@@ -1,8 +1,8 @@
-"""Computes the results of operations on a device without memory, with a cache over torch's FakeTensorMode.
+"""Computes the results of operations on FakeTensors, with a cache in front of torch's FakeTensorMode.
 
-FakeTensorMode takes 0.1 ms or more per operation, and layers and microbatches repeat the same operations. So shapes,
-strides, dtypes and devices of results are cached, by operation and by those of its arguments. Views are made by the
-meta device's kernels.
+FakeTensorMode takes 0.1 ms or more per operation, and layers and microbatches repeat the same operations. So the
+shapes, strides, dtypes and devices of results are cached. The key consists of the operation and the same properties of
+its arguments. Views are made by the meta device's kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from megatron_rl.tools.rehearsal.operations import Operation, operation, tensors_in
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types of arguments that can be part of a cache key. Operations with other arguments are not cached."""
+"""Types of non-tensor arguments that can be part of a cache key. Operations with other arguments are not cached."""
 
 
 class Form(NamedTuple):
@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 
 class ResultShapes:
-    """Runs operations on tensors without memory. Host tensors among the arguments are treated as such, too."""
+    """Runs operations on FakeTensors. Host tensors among the arguments are treated as FakeTensors, too."""
 
     def __init__(self) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -81,7 +81,7 @@ class ResultShapes:
         return made
 
     def view(self, func, args, kwargs) -> Any:
-        """Return the result of an operation that only views its first argument, a tensor without memory."""
+        """Return the result of an operation that only returns views of its first argument, a FakeTensor."""
         device = args[0].fake_device
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             self.fake.in_kernel_invocation = True
@@ -99,7 +99,7 @@ class ResultShapes:
         return self._wrapped(made, form.device)
 
     def _wrapped(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """Return FakeTensor(self.fake, meta, device) in an eighth of the time."""
+        """Return FakeTensor(self.fake, meta, device), but in an eighth of the time."""
         attributes = self._attributes.get(device)
         if attributes is None:
             made = FakeTensor(self.fake, meta, device)

@@ -28,7 +28,7 @@ def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
 def exposed(found: dict[str, Any], world: World) -> dict[str, dict[str, Any]]:
     """Return the collectives of an update that do not overlap with computation, by kind, group and code line.
 
-    These are the synchronous calls, because their stream computes nothing meanwhile. Each entry has the number of
+    These are the synchronous calls, because no computation runs on their stream meanwhile. Each entry has the number of
     calls, bytes on the wire, and transfer seconds.
     """
     rows: dict[str, dict[str, Any]] = {}
@@ -46,7 +46,7 @@ def exposed(found: dict[str, Any], world: World) -> dict[str, dict[str, Any]]:
 def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
     """Return the bytes that each rank sends in a ring collective, or that the root of a gather receives.
 
-    nbytes: size of the whole tensor. Messages and broadcasts count in full.
+    nbytes: size of the whole tensor. Messages and broadcasts count with their whole size.
     """
     share = (ranks - 1) / ranks
     if kind.startswith("allreduce"):

@@ -1,6 +1,6 @@
 """Stand-ins for torch.cuda, process groups and a model's files during a rehearsal.
 
-They are installed once in a process, which must not be used for anything else.
+They are installed for the lifetime of a process, which must not be used for anything else.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class _Runtime:
 def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     """Replace the functions of torch.cuda that need a driver.
 
-    The current device is LOCAL_RANK, which may be set later. memory_bytes: memory of the device.
+    The current device is the environment variable LOCAL_RANK, which may be set later. memory_bytes: memory of the
+    device.
     """
     cuda = torch.cuda
 
@@ -120,7 +121,10 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     make = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Read device values one by one, as torch.tensor does. FakeTensors would not notice its reads."""
+        """Create a tensor like torch.tensor, but read device values one by one with recorded reads.
+
+        torch.tensor also reads them one by one, but FakeTensors would not notice its reads.
+        """
         if isinstance(data, list | tuple):
             data = tree_map(lambda item: item.item() if isinstance(item, FakeTensor) else item, data)
         return make(data, *args, **kwargs)
@@ -144,7 +148,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
 def _apply(self: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
     """Replace nn.Module._apply, which Module.to and others use.
 
-    torch's version swaps a parameter's data in place, which tensors without memory do not support.
+    torch's version swaps a parameter's data in place, which FakeTensors do not support.
     """
     for child in self.children() if recurse else ():
         child._apply(change)
@@ -161,7 +165,7 @@ def _apply(self: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: b
 
 
 def stand_in_for_world(ledger: Ledger, *, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
-    """Make this process rank `rank` of a world without other processes. The ledger records the groups it creates."""
+    """Make this process rank `rank` of a world without other processes. The ledger records the groups created here."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -190,14 +194,14 @@ def stand_in_for_world(ledger: Ledger, *, rank: int, world_size: int, local_rank
 class Objects:
     """The exchange of Python objects between ranks. Installs itself in torch.distributed.
 
-    A rank receives what previously rehearsed ranks sent (`heard`). Any other rank is assumed to send the same as this
-    one.
+    A rank receives what previously rehearsed ranks sent (`heard`). Ranks that were not rehearsed before are assumed to
+    send the same as this one.
     """
 
     def __init__(self, ledger: Ledger, heard: list[dict[Any, Any]]) -> None:
         self.ledger, self.heard = ledger, heard
         self.said: dict[Any, Any] = {}
-        """Objects that this rank sent: {((ranks of the group, number of the call in it), this rank): object}."""
+        """Objects that this rank sent: {((ranks of the group, call number in the group), this rank): object}."""
         self._calls: collections.Counter[tuple[int, ...]] = collections.Counter()
         dist.all_gather_object = self._all_gather
         dist.broadcast_object_list = self._broadcast
@@ -234,12 +238,12 @@ class Objects:
 
 
 class NoWeights:
-    """A replacement for HFFolder and RandomWeights: all weights are zeros, expanded without memory."""
+    """A replacement for HFFolder and RandomWeights. All weights are zeros: a single element, expanded to each shape."""
 
     def __init__(self, *args: Any, **_: object) -> None:
         (self.shapes,) = (argument for argument in args if isinstance(argument, dict))
         self.file_of: dict[str, str] = {}
-        """Empty: there are no tensors in addition to those that the model needs."""
+        """Empty, because the model folder has no tensors in addition to those that the model needs."""
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = list(self.shapes[name])

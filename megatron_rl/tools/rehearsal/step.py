@@ -1,4 +1,4 @@
-"""Rehearses one RL step without servers, prompts and weights: calls the parts of RLRun in the order of its loop."""
+"""Rehearses one RL step without servers, prompts or weights. Calls the parts of RLRun in the order of its loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_rl.weights.update_group import TensorSpec
 
 
 class RehearsedRun(RLRun):
-    """An RL run with engines only, without servers and rollouts."""
+    """An RL run that has only engines, without servers and rollouts."""
 
     packed: PackedRows
     """The rows of the policy's last microbatch."""
@@ -46,14 +46,14 @@ class RehearsedRun(RLRun):
 
     @property
     def engines(self) -> list[MegatronEngine]:
-        """All models of this rank."""
+        """The engines of all models on this rank."""
         # With adapters, the reference is the policy's own model.
         others = [engine for engine in (self.reference, self.reward_model) if isinstance(engine, MegatronEngine)]
         others += self.teachers.own_engines.values()
         return [*self.trained.values(), *others]
 
     def say(self, text: str) -> None:
-        """Discard the text. Nobody reads the output of one rank among a thousand."""
+        """Discard the text, because nobody reads the output of one rank among a thousand."""
 
 
 @contextlib.contextmanager
@@ -137,9 +137,9 @@ def host_gradients(engine: MegatronEngine) -> Iterator[Tensor]:
 
 
 def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
-    """Make the ledger know which part of a step repeats with every microbatch.
+    """Make the ledger record which part of a step repeats with every microbatch, and count the microbatches.
 
-    Also stores the rows of the update's last microbatch in run.packed.
+    Also store the rows of the update's last microbatch in run.packed.
     """
     pack, finalize, run_all = schedule.own_rows, schedule.finalize_model_grads, schedule.run
 
@@ -166,8 +166,8 @@ def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
 
 @dataclass(kw_only=True)
 class RehearsedBatch(StepBatch):
-    """A step's trajectories on a rank without peers. It has the tokens of all ranks and derives from them what the
-    others would send."""
+    """A step's trajectories on a rank without peers. The rank has the tokens of all ranks, and derives from them what
+    the others would send."""
 
     whole: TrajectoryBatch
 
@@ -199,8 +199,8 @@ class RehearsedBatch(StepBatch):
     def _noted(
         self, own: list[TrajectoryBatch], parts_of: Callable[[StepBatch], list[TrajectoryBatch]]
     ) -> list[TrajectoryBatch]:
-        """Record for each of this rank's parts, in SHARES_OF_ALL, the parts of all ranks that are computed at the same
-        time. Return this rank's parts."""
+        """Store each of this rank's parts in SHARES_OF_ALL, with the parts that all ranks compute at the same time.
+        Return this rank's parts."""
         groups = self.plan.groups
         for rank in range(groups.data.size):
             of_rank = replace(groups, data=replace(groups.data, rank=rank))
@@ -211,20 +211,20 @@ class RehearsedBatch(StepBatch):
 
 
 def rehearsed_batch(whole: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool) -> RehearsedBatch:
-    """Distribute a step with one update over the ranks of a layout."""
+    """Distribute the trajectories of a step with a single update over the ranks of a layout."""
     begin = packing.beginnings(whole) if share_prompts else None
     options: dict[str, Any] = {"updates": 1, "seed": 0, "begin": begin}
     return RehearsedBatch.shared_out(whole, exchange.plan_step(whole.sequences, whole.lengths, groups, **options))
 
 
 SHARES_OF_ALL: dict[int, list[TrajectoryBatch]] = {}
-"""{id of a share's `sequences`: [that share, then every rank's share that is computed at the same time]}."""
+"""{id of a share's `sequences`: [that share, then the shares that all ranks compute at the same time]}."""
 
 
 def count_for_all_replicas() -> None:
-    """Make a rank compute the number of microbatches that it would agree on with all other ranks.
+    """Make a rank compute the number of microbatches that all ranks would agree on.
 
-    On a cluster, ranks exchange their numbers. A rehearsed rank instead computes the number of every data-parallel
+    On a cluster, ranks exchange their numbers. A rehearsed rank instead computes the number for every data-parallel
     rank's share, and takes the maximum.
     """
     least = exchange.least_alone
@@ -250,7 +250,7 @@ class NoServers:
 class BucketsAlone(WeightPublisher):
     """A publisher that gathers weights and fills buckets, but sends nothing.
 
-    It keeps two buckets alive, as many as would be in flight.
+    It keeps two buckets alive, as many as would be in flight in a real publication.
     """
 
     def __init__(self, receiver: Any, ledger: Ledger, bucket_bytes: int, specs: Sequence[TensorSpec]) -> None:
@@ -267,10 +267,10 @@ class BucketsAlone(WeightPublisher):
 def made_batch(
     config: TrainConfig, replicas: int, vocab: int, lengths: Sequence[tuple[int, int]] = ()
 ) -> TrajectoryBatch:
-    """Draw a step's trajectories, enough for each replica's microbatches: two, or one per pipeline stage if more.
+    """Draw a step's trajectories: enough to fill two microbatches per replica, or one per pipeline stage if more.
 
-    lengths: as returned by read_lengths. A group's prompt and reply lengths are drawn from them. Without them, prompts
-    have data.max_prompt_tokens (512 if that is 0), and replies a random length from a quarter of
+    lengths: as returned by read_lengths. If given, each group's prompt and reply lengths are drawn from them. Otherwise
+    prompts have data.max_prompt_tokens (512 if that is 0), and replies a random length from a quarter of
     generation.max_new_tokens up to all of it.
     """
     samples = config.generation.n_samples

@@ -1,6 +1,6 @@
 """A stand-in for Transformer Engine's FusedAdam that keeps the same state in the same places.
 
-The step count is in the parameter group from the first update on; so is the additional option `bias_correction`. A
+A parameter group has the additional option `bias_correction` and, from the first update on, the step count. A
 parameter's state has two moments and, with `master_weights`, a main weight. Loading a state with another name raises
 KeyError.
 """
@@ -16,7 +16,7 @@ from megatron_rl.tools.rehearsal.te_kernels import adam_
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW over lists of tensors. States are float32, bfloat16, or float16 with one scale per tensor."""
+    """AdamW that updates lists of tensors. States are float32, bfloat16, or float16 with one scale per tensor."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Stand-ins for Transformer Engine's autograd functions that match its memory use.
 
-Each saves for backward what the original saves, gathers the same tensors again in backward, and frees the same ones
-early. The kernels are in te_kernels.
+Each function saves the same tensors for backward as the original. It also gathers the same tensors again in backward,
+and frees the same ones early. The kernels are in te_kernels.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _unused: dict[Any, Tensor] = {}
 
 
 def unused_gradient(weight: Tensor) -> Tensor:
-    """Return the dummy gradient for autograd when the real one was added to `main_grad`.
+    """Return the dummy gradient that autograd gets if the real one was added to `main_grad`.
 
-    All weights of a shape, dtype and device share it.
+    All weights of the same shape, dtype and device share one dummy.
     """
     key = weight.shape, weight.dtype, weight.device
     if key not in _unused:
@@ -49,8 +49,8 @@ def unused_gradient(weight: Tensor) -> Tensor:
 class LinearFunction(torch.autograd.Function):
     """A product of `[..., H]` rows and a matrix, preceded by an RMSNorm if `norm_weight` is given.
 
-    It keeps this rank's rows before and after the norm, and the norm's factors. Under sequence parallelism, backward
-    gathers the normed rows again.
+    It keeps this rank's rows before and after the norm, and the norm's factor for each row. Under sequence parallelism,
+    backward gathers the normed rows again.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """A product of each split of `[rows, H]` with a separate matrix. It keeps the rows."""
+    """A product of each split of the `[rows, H]` input with the split's own matrix. It keeps the input rows."""
 
     @staticmethod
     def forward(ctx, x, splits, module, *weights) -> Tensor:
@@ -200,7 +200,7 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class PermuteFunction(torch.autograd.Function):
-    """Permutation of tokens into the order of their experts. It keeps the map and returns it as last result."""
+    """Permutation of tokens into the order of their experts. It keeps the map and returns it as the last result."""
 
     @staticmethod
     def forward(ctx, x, probs, routes, rows):

@@ -1,7 +1,7 @@
 """Stand-ins for Transformer Engine's kernels as torch operators, `torch.ops.te_stand_in`.
 
-On the host they compute with plain torch. On a device without memory, each call counts as one launch, or as many as
-LAUNCHES says, and allocates the kernel's results.
+On the host they compute with plain torch. On the rehearsal's simulated device, whose tensors have no data, each call
+only allocates the kernel's results. It counts as one launch, or as many as LAUNCHES says.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "te_stand_in"
 LAUNCHES: dict[Any, Callable[..., int]] = {}
-"""{operator that is not a single launch: function of its arguments that returns the number of launches}."""
+"""{operator whose call is not a single launch: function of its arguments that returns the number of launches}."""
 CHUNK, BLOCKS, TENSORS = 2048 * 32, 320, (110, 64, 48, 36, 30)
-"""Limits of one launch over lists of tensors: elements per block, blocks, and tensors, the latter for 1 to 5 lists."""
+"""Limits of one launch over lists of tensors. CHUNK: elements per block. BLOCKS: number of blocks. TENSORS: number of
+tensors per list, for 1 to 5 lists."""
 
 _ROWS = torch.contiguous_format
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _kernel(schema: str, *, without_memory: Callable, launches: Callable | None = None, flops: Callable | None = None):
-    """Decorate a host implementation as a torch operator.
+    """Register the decorated host implementation as a torch operator.
 
-    without_memory: returns tensors like the results, given the arguments. launches: returns the number of launches.
-    flops: returns the FLOPs, given shapes instead of tensors.
+    without_memory: replaces it for FakeTensors; returns empty tensors that have the results' shapes and dtypes.
+    launches: returns the number of launches. flops: returns the FLOPs, given shapes instead of tensors.
     """
 
     def define(compute: Callable | None) -> Any:
@@ -160,7 +161,7 @@ def rms_norm_backward(gradient, x, factor, weight, zero_centered):
     without_memory=lambda x, angles, back: x.new_empty(x.shape),
 )
 def rotate(x, angles, back):
-    """Rotate `[s, b, heads, D]` in float32 by the angles `[s, 1, 1, <= D]` of its rows. back: by their negatives."""
+    """Rotate `[s, b, heads, D]` in float32 by the angles `[s, 1, 1, <= D]` of its rows. back: rotate backwards."""
     rotated, rest = x[..., : angles.shape[-1]].float(), x[..., angles.shape[-1] :]
     low, high = rotated.chunk(2, dim=-1)
     sines = -angles.sin() if back else angles.sin()
@@ -172,9 +173,9 @@ def rotate(x, angles, back):
 
 
 def _rows_of_statistics(tokens: int) -> int:
-    """Return the number of rows of cuDNN's execution plan for `tokens` rows.
+    """Return the number of rows of softmax statistics that cuDNN's execution plan has for `tokens` rows.
 
-    It is the next power of 2, at least 1,024, and above 32,768 the next multiple of 32,768.
+    It is the next power of 2, at least 1,024. Above 32,768 it is the next multiple of 32,768.
     """
     return max(1024, 1 << (tokens - 1).bit_length()) if tokens <= 1 << 15 else -(-tokens >> 15) << 15
 
@@ -212,8 +213,8 @@ attention_backward = _kernel(
 def permute(x, probs, routes, rows):
     """Group tokens by expert.
 
-    Returns the tokens, their probabilities, and the map for the other kernels. The map has one row per token, which on
-    the host contains the token's position at each expert, or -1.
+    Returns the tokens, their probabilities, and the map that the other kernels use. The map has one row per token. On
+    the host, a row contains for each expert the token's position in the result, or -1.
     """
     chosen = routes.bool().t()  # [experts, tokens]
     places = chosen.nonzero()[:, 1]
@@ -231,7 +232,7 @@ def permute(x, probs, routes, rows):
     ),
 )
 def unpermute(x, probs, places, tokens):
-    """Sum the rows of each token, and restore the original order of the probabilities."""
+    """Sum the rows of each token, and return the probabilities to their original order."""
     places = places[:, : places.shape[1] // 2]
     token, expert = (places >= 0).nonzero().unbind(1)
     rows = places[token, expert]
@@ -286,7 +287,7 @@ def sort_chunks_back(x, probs, places):
 
 
 def launches_over(lists: int, tensors: list[Tensor]) -> int:
-    """Return the number of launches of a multi-tensor kernel over `lists` lists of tensors with these sizes.
+    """Return the number of launches of a multi-tensor kernel over `lists` lists, each with tensors of these sizes.
 
     A launch takes a limited number of tensors and blocks (see CHUNK, BLOCKS, TENSORS).
     """
@@ -312,7 +313,7 @@ def launches_over(lists: int, tensors: list[Tensor]) -> int:
     launches=lambda tensors, each: launches_over(1, tensors) + 2,  # also zero the sums of blocks, and reduce them
 )
 def l2_norm(tensors, each):
-    """Return the norm of all tensors together, and with `each` also the norm of each tensor."""
+    """Return the norm of all tensors together and, if `each` is True, the norm of each tensor."""
     norms = torch.stack([tensor.float().norm() for tensor in tensors])
     return norms.norm()[None], norms if each else norms.new_empty(0)
 
@@ -323,7 +324,7 @@ def l2_norm(tensors, each):
     launches=lambda sources, *_: launches_over(2, sources),
 )
 def scale(sources, targets, factor):
-    """Write `factor` times each source to its target, which may be the source itself."""
+    """Multiply each source by `factor` into its target, which may be the source itself."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source * factor)
 

@@ -1,6 +1,6 @@
 """Stand-ins for the modules of Transformer Engine 2.9, with the same parameters, extra states and arguments.
 
-Parameters agree in names, shapes, dtypes, order and attributes. They were compared with Transformer Engine's own
+Parameters agree in names, shapes, dtypes, order and attributes. This was checked against Transformer Engine's own
 classes, with stubs for its compiled parts.
 """
 
@@ -25,7 +25,7 @@ def _mark_split(parameter: Tensor, dim: int) -> None:
 
 
 class TransformerEngineBaseModule(nn.Module):
-    """Base class with an initialiser per parameter. The state of a quantisation recipe is empty."""
+    """Base class with an initialiser per parameter. The extra state, which belongs to quantisation, is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,8 @@ class TransformerEngineBaseModule(nn.Module):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters and set their attributes.
 
-        Parameters on the meta device are deferred until this is called again, and have no attributes until then.
+        With `defer_init`, do nothing. Parameters on the meta device then wait, without attributes, until this is called
+        again.
         """
         if defer_init:
             return
@@ -203,7 +204,7 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Matrices `weight0`, `weight1`, ..., each applied to its split of the rows. There are no collectives."""
+    """Matrices `weight0`, `weight1`, ..., each applied to its split of the rows. It uses no collectives."""
 
     def __init__(
         self,
@@ -299,7 +300,7 @@ class LayerNorm(nn.Module):
 class DotProductAttention(TransformerEngineBaseModule):
     """Attention over packed rows, by cuDNN on a device and segment by segment on the host.
 
-    A segment's queries are the last ones of its keys.
+    A segment's queries are at the positions of its last keys.
     """
 
     def __init__(

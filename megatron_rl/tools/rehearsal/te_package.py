@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine 2.9, so that megatron.core builds and runs a cluster's layers without it.
+"""A stand-in for Transformer Engine 2.9. With it, megatron.core builds and runs a cluster's layers on any machine.
 
 It models bfloat16 without quantisation, according to Transformer Engine's published sources at v2.9:
 
@@ -9,20 +9,22 @@ It models bfloat16 without quantisation, according to Transformer Engine's publi
 - RMSNorm is one kernel, two in backward. It keeps its input and one factor per row.
 - Attention is cuDNN's, as on GPUs from Hopper on. It keeps queries, keys, values, its result and four bytes per row and
   head. Non-contiguous keys and values are copied unless they are interleaved in one tensor. It is one kernel, two in
-  backward. Zeros, lengths, offsets and a random state take four more launches, five in backward.
-- Rotation is one kernel and keeps the angles. Permuting tokens takes four kernels, three of them for the map, which is
-  kept: per token, int32 entries of twice the experts plus one. Unpermuting takes one, sorting chunks of tokens two.
+  backward. In addition, launches fill tensors with zeros and prepare lengths, offsets and a random state: four launches
+  in forward, five in backward.
+- Rotation is one kernel and keeps the angles. Permuting tokens takes four kernels, three of them for the map. The map
+  is kept; per token, it has int32 entries of twice the number of experts plus one. Unpermuting takes one kernel,
+  sorting chunks of tokens two.
 - Adam, the gradient norm and gradient scaling take a launch per 320 blocks of 65,536 elements or per 30 to 110 tensors.
   16-bit moments are unpacked to float32 for the whole step.
 - With `fuse_wgrad_accumulation`, products accumulate into `main_grad`.
-- `multi_tensor_scale_tensor` exists from 2.14 on. megatron.core imports it together with the fused norm from 0.17 on;
-  without it, it reads the norm of each tensor separately. It is never called here, because the engine reads the norm
-  before it clips.
+- `multi_tensor_scale_tensor` is provided, although Transformer Engine has it only from 2.14 on. megatron.core from 0.17
+  on imports the fused norm only together with it, and otherwise reads the norm of each tensor separately. It is never
+  called here, because the engine reads the norm before it clips.
 
 Not modelled: cuBLAS's workspaces (32 MiB for each of up to 5 streams), cuDNN's workspace, and the fusion of a bias
-gradient into the product. Not supported, so that ImportError, NotImplementedError or AssertionError is raised:
-quantisation, LayerNorm, cross entropy, overlapped communication, biases of experts. On the host, everything is computed
-with plain torch.
+gradient into the product. Quantisation, LayerNorm, cross entropy, overlapped communication and biases of experts are
+not supported: they raise ImportError, NotImplementedError or AssertionError. On the host, everything is computed with
+plain torch.
 
 Call `install()` before megatron.core is imported, in a separate process.
 """
@@ -48,7 +50,7 @@ VERSION = "2.9.0"
 
 
 class _SilentState:
-    """FP8GlobalStateManager with quantisation always off."""
+    """A stand-in for FP8GlobalStateManager whose quantisation is always off."""
 
     is_fp8_enabled = staticmethod(lambda: False)
 
