@@ -325,9 +325,9 @@ class WeightReceiver(Protocol):
         """
 
     def change_forms(self) -> dict[str, str | None]:
-        """Return how each server accepts weight changes.
+        """Return, by server URL, the form in which the server accepts weight changes.
 
-        `body`, or `pickle` for an SGLang with SGLANG_DELTA_LOADER, or None if it accepts none.
+        `pickle` for an SGLang with SGLANG_DELTA_LOADER, None if it accepts no changes, else `body` (of the request).
         """
 
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:

@@ -73,7 +73,8 @@ class AgentWorkflow(RolloutWorkflow):
         tool_format: the model's format for calls, a key of `tool_formats.FORMATS`, or auto to detect it from the chat
         template.
         proxy: fields of ProxyAddress, for agents on other hosts.
-        log_folder: folder for the agents' output, one file per sample; a config uses `agents` in run.folder.
+        log_folder: folder for the agents' output, one file per sample. With a config it is
+        `agents` in run.folder.
         constrained: what to do if an agent demands a JSON format, a tool by name or any tool (`required`). `refuse`
         rejects JSON formats and tools by name, and samples freely for `required`. `untrained` enforces all three by a
         grammar on the server and does not train the replies.

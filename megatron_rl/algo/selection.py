@@ -44,7 +44,7 @@ def _share_of(share: float, count: Tensor) -> Tensor:
 
 
 def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
-    """Drop the trained tokens with the largest d^2 until its mean over the kept tokens is at most `bound`: `[N]` bool.
+    """Drop tokens with the largest d^2 until the mean of d^2 over the kept ones is at most `bound`: `[N]` True = kept.
 
     d = log p(policy before the updates) - log p(behaviour policy).
     Source: arXiv 2510.01161

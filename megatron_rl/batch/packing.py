@@ -1,6 +1,6 @@
 """Packs trajectories into microbatches and shifts the labels. No other module shifts.
 
-In a trajectory entry t belongs to token t; in a microbatch row t is the prediction made after reading token t, and
+In a trajectory, entry t belongs to token t. In a microbatch, row t is the prediction made after reading token t, and
 every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts, and `MicroBatch.source` maps back. Two
 trajectories, a b C D (capital letters are trained) and e F G, as one microbatch:
 
@@ -386,7 +386,7 @@ def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:
-    """Undo packing and shift: `[T]` results of each microbatch -> `[token_count]`, 0 if nothing was predicted.
+    """Undo the packing and the shift: `[T]` results per microbatch -> `[token_count]`, 0 for tokens not predicted.
 
     Runs on the host, where the microbatches are: selecting by a mask on a device would synchronize.
     """
@@ -477,10 +477,10 @@ def pack(
     share_prompts: bool = False,
     final_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Pack a rank's trajectories into exactly `count` microbatches, dividing their units with `plan`.
+    """Pack a rank's trajectories into exactly `count` microbatches.
 
-    `count` must be at least every rank's `least_microbatches`, so ranks agree on the maximum. Microbatches that get no
-    trajectory hold one untrained token.
+    `plan` divides the units: trajectories, or groups that share a prompt. All ranks pass the same `count`, at least the
+    largest `least_microbatches` of any rank. Microbatches that get no trajectory hold one untrained token.
     """
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     parts = units(batch, tokens_per_microbatch, **options)

@@ -199,7 +199,7 @@ class CheckpointWriter:
 
 
 def _in_words(reason: BaseException) -> str:
-    """Return an error's text. If it is Megatron's error for a killed writer, say so instead."""
+    """Return an error's text, or that the writer was killed if it is Megatron's error for that."""
     return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
 
 

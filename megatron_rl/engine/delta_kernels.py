@@ -142,7 +142,7 @@ def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, calls: Calls
 ) -> Tensor:
-    """Return `[R, V heads, D_v]` in the queries' dtype. Other arguments: see delta_rule.gated_delta_rule."""
+    """Do what delta_rule.gated_delta_rule does, in the queries' dtype. calls: how the rows are divided into calls."""
     rule, inputs = kernels()[1], [query, key, value, log_decay, beta]
     if calls.by_depth is not None:
         inputs = [x.index_select(0, calls.by_depth) for x in inputs]

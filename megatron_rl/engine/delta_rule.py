@@ -116,7 +116,7 @@ def gated_delta_rule(
 
     Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Queries and
     keys are normalized to unit length, and queries are scaled by D_k**-0.5.
-    query, key: `[R, K heads, D_k]`. V heads / K heads value heads share each of them.
+    query, key: `[R, K heads, D_k]`. Each head is shared by (V heads / K heads) value heads.
     value: `[R, V heads, D_v]`.
     log_decay, beta: `[R, V heads]`; log_decay is at most 0.
     """

@@ -51,7 +51,7 @@ def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     """Describe every missing or modified file. Returns [] if all files match the manifest.
 
     A file without an entry is a fault too, because its origin is unknown. Hidden files are ignored.
-    part, parts: check only part number `part` of `parts` equal parts of the files.
+    part, parts: divide the files into `parts` equal shares, and check only share number `part`, from 0.
     """
     try:
         entries = _read(folder)

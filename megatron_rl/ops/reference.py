@@ -43,7 +43,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p), with q/p at most exp(LOG_RATIO_BOUND): unbiased, never negative."""
+    """Return the k3 estimate of KL(policy || reference): r - 1 - log r, r = exp(ref_logprobs - logprobs), bounded."""
     log_ratio = (ref_logprobs - logprobs).clamp_max(LOG_RATIO_BOUND)
     return log_ratio.exp() - 1 - log_ratio
 

@@ -19,7 +19,7 @@ from typing import Any
 
 NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 PART = re.compile(r"(?:[0-9)}\]]\s*/\s*|\^\s*[{(]?|[0-9.][eE]|\}\s*\{\s*|(?:\u2260|!=|\\neq?)\s*\$?)[-+\u2212]?\s*$")
-"""Matches text directly before a number that makes the number a divisor, an exponent or a negated value."""
+"""Matches text that makes the number directly after it a divisor, an exponent or a negated value."""
 BEGIN, END = "<answer>", "</answer>"
 BOXED = "\\boxed{"
 THINK, THOUGHT = "<think>", "</think>"

@@ -264,10 +264,10 @@ def mask_cut_off(group: TrajectoryBatch, result: list[Trajectory]) -> None:
 
 
 def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:
-    """Raise RuntimeError for tokens that were already too stale when the episode began at `version`.
+    """Raise RuntimeError for tokens more than `max_staleness` versions older than `version`, when the episode began.
 
-    Retrying would repeat this forever, because no later try has fresher tokens. Tokens that are older than `version`
-    but within `max_staleness` are valid, because they may come from a journal.
+    A server still has old weights then, or the workflow sets versions itself: a retry would get tokens as old, and fail
+    again. Older tokens within `max_staleness` are valid, because they may come from a journal.
     """
     versions = trained_runs(group).values if group is not None else torch.empty(0)
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:

@@ -87,7 +87,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
                 self.passed_over += 1
 
     def _take_number(self) -> tuple[int, bool]:
-        """Return the next number, and whether an earlier process has already handed out its prompt."""
+        """Return the next prompt number, and whether an earlier process has already handed out that prompt."""
         if self._again:
             number = self._again.pop(0)
             is_decided = number not in self._undecided

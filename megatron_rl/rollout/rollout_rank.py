@@ -126,7 +126,7 @@ class RolloutRank(RolloutService):
         """Connect to the servers, and check that they accept weights and that the rewards' servers answer.
 
         In addition to RolloutService's errors, raises ValueError for a server that accepts no weights. Raises
-        InfrastructureFailure if a reward's server does not answer. Otherwise its first use would fail, minutes later.
+        InfrastructureFailure if a reward's server does not answer. Without the check, the run would fail minutes later.
         """
         await self.recipe.reach(REWARDS_START_S)
         await super().connect(urls)

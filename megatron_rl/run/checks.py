@@ -30,7 +30,7 @@ from megatron_rl.weights.mapping import weight_source
 
 Prompts = list[dict[str, Any]]
 CHECKPOINT_COPIES = 7
-"""Bytes of a checkpoint per byte of bfloat16 weights: the weights, and in float32 main weights and two Adam moments."""
+"""Bytes of a checkpoint per byte of bfloat16 weights: 1, and 2 each for main weights and two moments in float32."""
 
 
 def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:

@@ -132,7 +132,7 @@ def callables_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
-    """Return `value` with each part whose dotted key is in `paths` replaced by that path. `key` is that of `value`."""
+    """Return `value`, replacing each part whose dotted key is in `paths` by the path there. key: that of `value`."""
     if isinstance(value, Mapping):
         return {name: replaced(part, paths, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
     if isinstance(value, list | tuple):

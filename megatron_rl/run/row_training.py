@@ -149,7 +149,7 @@ class RowSteps:
         resumed: dict[str, Any] | None,
         check: Callable[[StepStats, str], None],
     ) -> None:
-        """resumed: state of the checkpoint after whose rows to continue; None or empty to start with the first row.
+        """resumed: a checkpoint's state, whose rows are skipped; None or empty to start with the first row.
 
         check: called with the statistics of each update and a description of its rows.
         """

@@ -160,7 +160,9 @@ class Teachers:
 def behind_prompts(
     batch: TrajectoryBatch, chosen: list[int], prompts: list[list[int] | None]
 ) -> tuple[TrajectoryBatch, Tensor]:
-    """Return the chosen trajectories as a teacher reads them, and for each token its index in the batch, or -1.
+    """Return the chosen trajectories as a teacher reads them, and where their tokens are in `batch`.
+
+    The second result has an index for each token, -1 for those of a replaced prompt.
 
     prompts: for each chosen trajectory, token ids that replace everything before the first token that the policy wrote.
     None leaves the trajectory unchanged.

@@ -71,7 +71,7 @@ class WarmStart:
         """Folder of the warm-started weights, written by `run` or `save`."""
 
     def run(self) -> bool:
-        """Train, or load the weights that an earlier run warm-started with the same settings.
+        """Train on answers, or load the result if an earlier run has done so with the same settings.
 
         Return False if no warm start is configured.
         """

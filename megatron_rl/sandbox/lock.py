@@ -171,9 +171,9 @@ class Threads:
         """Whether the process has reported that it is locked."""
 
     def take_listener(self) -> None:
-        """Receive the listener. Call this once the process is locked or has exited.
+        """Receive the descriptor by which the locked process asks for threads.
 
-        If the process sent no listener, the program gets no threads.
+        Call this after that process was locked or has exited. If it sent none, its program cannot start threads.
         """
         self.theirs.close()
         # Does not wait: the listener was sent before the process was locked, or never, if the kernel cannot ask.
@@ -244,7 +244,9 @@ def answer_question(listener: int, question: bytearray, error: int = 0) -> None:
 
 
 def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
-    """Install the filter that asks about each new thread, and send the filter's listener through `asked`.
+    """Install the seccomp filter that asks the supervisor about each new thread.
+
+    The filter's listener is sent to the supervisor through `asked`.
 
     Return False if the kernel does not support such filters.
     """

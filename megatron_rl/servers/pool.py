@@ -48,8 +48,8 @@ KEEPALIVE_S = 2.0
 the server is closing would be lost."""
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
-"""Timeout of the first health check, after which the server is resumed. A paused SGLang would report that it is
-unhealthy only after 20 s. Resuming a server that is merely slow does no harm."""
+"""Timeout of the first health check. If it expires, the server is resumed in case it was paused. A paused SGLang needs
+20 s to report that it is unhealthy, and resuming a server that is merely slow does no harm."""
 REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0

@@ -126,7 +126,7 @@ class ServerHttp:
         at_most: int = MAX_ANSWER_BYTES,
         stream: Stream | None = None,
     ) -> list[bytes]:
-        """Make one call, and return the body's pieces, of at most `at_most` bytes.
+        """Make one call, and return the answer's body in pieces, which together have at most `at_most` bytes.
 
         With a stream, the pieces are passed to it as they arrive, and none are returned.
         """

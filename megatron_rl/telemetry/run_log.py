@@ -359,7 +359,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_line(row: Any, *, of_samples: bool) -> bool:
-    """Return True for a valid step or evaluation, or sample if `of_samples`. All readers of the log rely on this."""
+    """Return True if `row` is a valid step or evaluation; with `of_samples`, a valid sample instead.
+
+    All readers of the log rely on this.
+    """
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
         return False
     if not of_samples:

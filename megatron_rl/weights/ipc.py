@@ -115,9 +115,9 @@ class IPCPublisher(WeightPublisher):
     def _filled(
         self, plan: list[list[TensorSpec]], tensors: Tensors, buckets: list[SharedBucket]
     ) -> Iterator[tuple[list[TensorSpec], SharedBucket, dict[str, Any]]]:
-        """Yield each bucket of the plan, with the handles of its copies on other nodes, by server.
+        """Yield each bucket of the plan with its specs and, for each server, the handle of its node's copy.
 
-        buckets: receives the buckets that are not yet released, two at most.
+        buckets: list to which each bucket is added until it is released. It never has more than two.
         """
         stream = iter(tensors)
         for specs in plan:

@@ -508,7 +508,7 @@ class GroupPublisher(WeightPublisher):
                 self._lose(blamed)
 
     def _leave(self) -> None:
-        """Leave the groups on rank 0, the other senders and the servers. The groups may be broken."""
+        """Make rank 0, the other senders and the servers leave the groups, which may be broken."""
         if self.stages is not None:
             c10d._get_default_store().set(self._names[0], "given up")
         self.sender.leave()

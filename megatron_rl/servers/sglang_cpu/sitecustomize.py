@@ -3,12 +3,12 @@
 Python imports a module of this name first thing in every process that has this folder on PYTHONPATH; the supervisor
 puts it there for SGLang servers on hosts without CUDA, and for nothing else.
 
-Each hook runs just before the module that needs it is imported, and HOOKS says from which version of SGLang it is
-unneeded: it does not run there.
+Each hook runs just before the module that needs it is imported. HOOKS has the version of SGLang from which a hook is no
+longer needed; from then on it is skipped.
 
-Its imports make millions of objects that stay, and Python's collector would spend a third of the start on looking
-through these: here it looks less often. They take ten seconds of CPU time, in each of its three processes or more, as
-SGLang spawns them for CUDA's sake: here they are forked from the first, which has imported all that they need.
+SGLang's imports create millions of long-lived objects. Python's collector would spend a third of the start on scanning
+them, so it runs less often here. The imports also take ten seconds of CPU time. SGLang has at least three processes,
+and spawns them because of CUDA, so that each would repeat the imports. Here they are forked from the first process.
 """
 
 import gc

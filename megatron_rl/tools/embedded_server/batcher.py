@@ -109,7 +109,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._accepted: set[Request] = set()
-        """All requests that have left the door and are not finished."""
+        """Requests that were admitted from `_door` and are not finished."""
         self._commands: deque[_Command] = deque()
         self._stopping = False
         self._has_ended = False

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 60.0
 MOST_IN_WINDOW = 20
 MOST_KINDS = 256
-"""LogRate passes MOST_IN_WINDOW lines of one wording per WINDOW_S, and tracks at most MOST_KINDS wordings."""
+"""LogRate logs MOST_IN_WINDOW lines of the same message per WINDOW_S seconds, for at most MOST_KINDS messages."""
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
 """Paths that need no token."""
 GENERATION_PATHS = (

@@ -1,4 +1,4 @@
-"""Decoder-only models (Llama, Mistral, Qwen2, Qwen3 and its mixtures) in plain torch, with a KV cache of rows.
+"""Decoder-only models (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE) in plain torch, with a KV cache.
 
 This module owns the weights and the cache memory, but knows nothing of requests. Every HF tensor name maps to a view of
 the tensor that the forward pass uses. So a weight update is a `copy_` by HF name, and checksums cover the weights in

@@ -89,12 +89,12 @@ class RankTraffic:
         return self._by_link(self._passes(rows, labels, is_training=False))
 
     def of_publication(self) -> list[Traffic]:
-        """Return the traffic between trainer ranks before weights can be sent to the servers.
+        """Return the traffic between trainer ranks that a publication needs before it sends weights to the servers.
 
         A rank that sends parameters to servers first receives them from the other ranks; this counts as its traffic.
         With group publication, the first rank of each stage sends its stage's parameters. Otherwise, rank 0 sends the
-        whole model. If optimizer overlap delays the gathering of updated weights until now, each rank also sends its
-        part of them.
+        whole model. If optimizer overlap postpones the gathering of updated weights to the publication, each rank also
+        sends its part of them.
         """
         arch, parallel, b = self.model.arch, self.model.engine.parallel, self.model.itemsize
         sent: Counter[str] = Counter()

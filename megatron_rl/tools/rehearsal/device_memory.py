@@ -149,7 +149,8 @@ class DeviceMemory:
 
 
 class NotedBackwards:
-    """A replacement for torch's autograd engine. It marks as activations what the graph holds when backward begins."""
+    """A replacement for torch's autograd engine. When a backward pass begins, it marks
+    the memory that the graph holds as activations."""
 
     def __init__(self, engine: Any, memory: DeviceMemory) -> None:
         self.engine, self.memory = engine, memory

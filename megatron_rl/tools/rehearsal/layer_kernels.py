@@ -55,7 +55,7 @@ def kernels_of_layers(engine: MegatronEngine, packed: PackedRows, ledger: Ledger
 
 
 class ModulesAlone(nn.Module):
-    """The reference layer: Transformer Engine's modules in the shapes of the engine's layers."""
+    """Bare Transformer Engine modules with the shapes of the trainer's layers, to compare these with."""
 
     def __init__(self, engine: MegatronEngine, *, is_mixture: bool) -> None:
         super().__init__()
