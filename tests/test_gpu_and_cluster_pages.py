@@ -78,7 +78,7 @@ def test_recomputation_is_what_the_planner_proposes():
 
 
 def test_what_the_table_shows_stands_in_the_code():
-    table = PAGES["cluster"].split("## What goes wrong")[1]
+    table = PAGES["cluster"].split("## Common problems")[1]
     shown = re.findall(r"`([^`]+)`", " ".join(row.split("|")[2] for row in table.splitlines() if row.startswith("| ")))
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "megatron_rl").rglob("*.py"))
     code = re.sub(r'"\s*\n\s*f?"', "", code)
