@@ -98,7 +98,13 @@ def kill_in_the_third_step(folder):
         assert process.poll() is None
         return (folder / "notes").exists() and "hangs" in (folder / "notes").read_text()
 
+    def is_written():  # by a thread: of a process that is killed before, the last ones would be lost
+        (path,) = (folder / journal.FOLDER).glob("*.journal")
+        events = [record.event["event"] for record in journal.read_file(path)[0]]
+        return events.count("stepped") == 3 and events.count("replied") == 3
+
     wait_until(hangs, "it does not come to the third step")
+    wait_until(is_written, "its journal lacks what it has done")
     process.send_signal(signal.SIGKILL)
     process.wait()
     (folder / "hangs").unlink()
