@@ -72,8 +72,8 @@ class Origins:
         try:
             task = asyncio.current_task()
         except RuntimeError:  # no event loop runs here
-            task = None
-        return stack() if task is None else self._of.get(task, []) + stack()[self._below :]
+            return stack()
+        return ([] if task is None else self._of.get(task, [])) + stack()[self._below :]
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Note who starts which task from now on. Called by who made the loop and is going to run it."""
