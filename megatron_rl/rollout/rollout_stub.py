@@ -107,8 +107,15 @@ class RolloutStub(abc.ABC):
         version: int,
         flattened: bool = True,
     ) -> dict[str, Future[None]]:
-        bucket: Buckets = {"names": names, "dtypes": dtypes, "shapes": shapes, "flattened": flattened}
-        return self._call(RolloutService.load_bucket, group=group, version=version, **bucket)
+        return self._call(
+            RolloutService.load_bucket,
+            names=names,
+            dtypes=dtypes,
+            shapes=shapes,
+            group=group,
+            version=version,
+            flattened=flattened,
+        )
 
     def load_round(self, buckets: list[Buckets], version: int, pickled: str) -> dict[str, Future[None]]:
         return self._call(RolloutService.load_round, buckets, version, pickled)

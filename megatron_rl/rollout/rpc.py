@@ -154,11 +154,11 @@ Key = tuple[str, int]
 class RpcServer:
     """Answers the peer's calls, on the event loop that `serve` runs on.
 
-    find(name) returns the function that answers calls of that name. Calls are answered one after the other; an
-    awaitable is awaited before the next call. Only calls named in `at_once` are answered by the reading thread, even if
-    the event loop is blocked, and coroutine functions named in `beside` run concurrently with others. PULSE is
-    answered at once, with the seconds that each current call has lasted. Another thread sends the results of futures,
-    because sending a batch takes long.
+    find(name) returns the function that answers calls of that name. Calls are answered one after the other, and an
+    awaitable is awaited before the next call. There are two exceptions. Calls named in `at_once` are answered by the
+    reading thread, even if the event loop is blocked. Coroutine functions named in `beside` run concurrently with other
+    calls. PULSE is answered at once, with the seconds that each current call has lasted. Another thread sends the
+    results of futures, because sending a batch takes long.
     """
 
     def __init__(

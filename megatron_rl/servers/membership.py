@@ -172,7 +172,10 @@ class Membership:
             return
         self.serving = [server for server, other in self._members.items() if other.state is ServerState.SERVING]
         self.changed.set()
-        (self._some_serve.set if self.serving else self._some_serve.clear)()
+        if self.serving:
+            self._some_serve.set()
+        else:
+            self._some_serve.clear()
 
     def forget(self, server: ServerClient) -> None:
         """Remove a server permanently. Its requests move to others."""
