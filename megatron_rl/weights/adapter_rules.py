@@ -229,6 +229,19 @@ class AdaptedMatrices:
         )
         if unknown := [name for name in self.names if name not in self.shapes]:
             raise ValueError(f"{adapter_folder}: adapts {min(unknown)}, which {model_folder} has not.")
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        """Raise ValueError unless every adapter's product has its matrix's shape; it may belong to a larger model."""
+        for name in self.names:
+            (rows, *columns), rank = self.shapes[name], self.config.rank_of(name.removesuffix(".weight"))
+            for part, wanted in (("lora_A", (rank, *columns)), ("lora_B", (rows, rank))):
+                found = self.adapters.shape(PEFT_PREFIX + _adapter_name(name, part))
+                if found != wanted:
+                    raise ValueError(
+                        f"{self.adapters.folder}: {_adapter_name(name, part)} has shape {found}, but {name} of "
+                        f"{self.model.folder} needs {wanted}; give the adapter of this model."
+                    )
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the matrices as in the model folder, before merging."""

@@ -519,6 +519,32 @@ def test_a_bad_folder_leaves_the_old_weights(server, tmp_path, models):
     assert server.checksums() == before and server.get("/model_info").json()["model_path"] == str(models["first"])
 
 
+def test_weights_that_an_error_left_half_written_are_named_incomplete(models, monkeypatch):
+    with embedded.in_a_thread(models["first"], TOKEN) as it:
+
+        def post(path, body):
+            return requests.post(f"{it.url}{path}", json=body, headers=AUTHORIZED, timeout=LATE_S)
+
+        def version():
+            found = requests.get(f"{it.url}/model_info", headers=AUTHORIZED, timeout=LATE_S)
+            return found.json()["weight_version"]
+
+        def write_some(name, tensor):
+            if name == "model.norm.weight":
+                raise OSError("the disk is gone")
+            write(name, tensor)
+
+        write = it.server.batcher.model.write
+        load = {"model_path": str(models["second"]), "weight_version": "2"}
+        assert not post("/update_weights_from_disk", load | {"model_path": "nowhere"}).ok and version() == "default"
+        monkeypatch.setattr(it.server.batcher.model, "write", write_some)
+        response = post("/update_weights_from_disk", load)
+        assert response.status_code == 400 and "the disk is gone" in response.json()["message"]
+        assert version() == "incomplete"
+        monkeypatch.undo()
+        assert post("/update_weights_from_disk", load).ok and version() == "2"
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_request_that_lives_through_an_update_reports_both_versions(server, pool, models, mode):
     reply = pool.submit(server.generate, sampling=LONG)

@@ -43,7 +43,7 @@ def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
     def write() -> None:
         for run, places, values in decoded:
             if run.name in model.parameters:  # a tied head has no parameter of its own
-                model.forget_checksum(run.name)
+                model.mark_changed(run.name)
                 part = model.part(run.name, run.start, run.change.count)
                 put(part, places.to(model.device), values.to(model.device), is_added=run.change.values == "added")
 

@@ -119,6 +119,8 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
+        self.changes = 0
+        """Number of times that a weight was changed, or that its memory was given away to be written."""
         self._checksums: dict[str, str] = {}
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self.embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -216,7 +218,7 @@ class Decoder:
         own = self.parameters.get(name)
         if own is None or own.dtype != dtype or not own.is_contiguous():
             return None
-        self._checksums.pop(name, None)
+        self.mark_changed(name)
         return own
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -226,6 +228,7 @@ class Decoder:
         """
         own = self.parameters.get(name)
         if own is not None:
+            self.mark_changed(name)
             if own is not tensor:
                 own.copy_(tensor)
             self._checksums[name] = checksum(own)
@@ -241,7 +244,9 @@ class Decoder:
             raise ValueError(f"{name}: numbers {start} to {start + count} were sent; the model has {size}")
         return own.view(-1)[start : start + count]
 
-    def forget_checksum(self, name: str) -> None:
+    def mark_changed(self, name: str) -> None:
+        """Count a change of a weight, and drop its cached checksum."""
+        self.changes += 1
         self._checksums.pop(name, None)
 
     def load(self, folder: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 
-from megatron_rl.tools.embedded_server.batcher import Batcher
+from megatron_rl.tools.embedded_server.batcher import Batcher, Stopped
 from megatron_rl.tools.embedded_server.bodies import BODIES
 from megatron_rl.tools.embedded_server.direct_updates import changes, shared_tensors
 from megatron_rl.tools.embedded_server.fields import MOST_LETTERS, field, integer, shown
@@ -161,11 +161,15 @@ class WeightEndpoints:
         if self.batcher.paused:
             self._refuse_flush(body)
         if self.batcher.paused and not all(arrival.flattened for arrival in arrivals):
-            broken = await self._receive_in_place(arrivals, body)
+            receive = self._receive_in_place
         else:
-            broken = await self._receive_aside(arrivals, body)
-        if broken is not None:
-            raise ValueError(f"Failed to update weights: {broken}")
+            receive = self._receive_aside
+        try:
+            await receive(arrivals, body)
+        except Stopped:
+            raise
+        except RuntimeError as error:  # the sender died
+            raise ValueError(f"Failed to update weights: {error}") from error
         return success(f"Succeeded to update {sum(len(arrival.specs) for arrival in arrivals)} tensors.")
 
     def _arrival(self, part: dict[str, Any]) -> Arrival:
@@ -206,33 +210,29 @@ class WeightEndpoints:
         if not self._session_open:
             raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
-    async def _receive_aside(self, arrivals: list[Arrival], body: dict[str, Any]) -> str | None:
-        """Receive buckets while the server generates, then write them between two turns. Return the error, or None."""
-        try:
-            async with self._wire:
-                tensors = await in_thread(lambda: list(arriving(arrivals, {})))
-        except RuntimeError as error:  # the sender died
-            return str(error)
+    async def _receive_aside(self, arrivals: list[Arrival], body: dict[str, Any]) -> None:
+        """Receive buckets while the server generates, then write them between two turns.
+
+        RuntimeError, with the weights unchanged, if a broadcast breaks.
+        """
+        async with self._wire:
+            tensors = await in_thread(lambda: list(arriving(arrivals, {})))
         await wait(self._update(lambda: self._write(tensors), body))
-        return None
 
-    async def _receive_in_place(self, arrivals: list[Arrival], body: dict[str, Any]) -> str | None:
-        """Receive buckets into the weights, in the batcher's thread. Return the error, or None.
+    async def _receive_in_place(self, arrivals: list[Arrival], body: dict[str, Any]) -> None:
+        """Receive buckets into the weights, in the batcher's thread.
 
-        If a group member dies, this fails at once. If one hangs, this and the publisher fail at the group's timeout.
+        RuntimeError, with old and new weights mixed, if a broadcast breaks: at once if a group member dies, and at the
+        group's timeout, as for the publisher, if one hangs.
         """
 
-        def receive() -> str | None:
+        def receive() -> None:
             specs = [spec for arrival in arrivals if not arrival.flattened for spec in arrival.specs]
             memory = {spec.name: self.batcher.model.memory_of(spec.name, spec.dtype) for spec in specs}
-            try:
-                self._write(arriving(arrivals, memory))
-            except RuntimeError as error:
-                return str(error)
-            return None
+            self._write(arriving(arrivals, memory))
 
         async with self._wire:
-            return await wait(self._update(receive, body))
+            await wait(self._update(receive, body))
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
@@ -293,22 +293,27 @@ class WeightEndpoints:
             )
         return flush
 
-    def _update(self, change: Callable[[], str | None], body: dict[str, Any]) -> Future:
+    def _update(self, change: Callable[[], None], body: dict[str, Any]) -> Future:
         """Call `change` between two turns, once all accepted requests have finished, or at once if paused.
 
-        `change` returns None, or an error if it failed halfway. That is also the future's result.
+        If `change` raises after it has changed a weight, the weight version becomes INCOMPLETE.
         """
         version = field(body, "weight_version", str, None)
 
         # Check again here: since the request the server may have been paused, or its memory released.
-        def run() -> str | None:
+        def run() -> None:
             self.batcher.require("weights")
             flush = self._refuse_flush(body)
-            broken = change()
-            self.batcher.weights_changed(version if broken is None else INCOMPLETE)
+            changes_before = self.batcher.model.changes
+            try:
+                change()
+            except BaseException:
+                if self.batcher.model.changes > changes_before:
+                    self.batcher.weights_changed(INCOMPLETE)
+                raise
+            self.batcher.weights_changed(version)
             if flush:
                 self.batcher.flush_now()
-            return broken
 
         return self.batcher.call(run, exclusive=True)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -154,6 +155,19 @@ def test_an_adapter_scaled_by_the_root_of_its_rank_is_taken_by_the_alpha_that_gi
     name = "model.layers.0.self_attn.q_proj.lora_A.weight"
     found = PeftFolder(tmp_path, read_architecture(model[0]), lora).read(name, 0, 0, 4)
     assert torch.equal(found, load_file(tmp_path / "adapter_model.safetensors")[f"base_model.model.{name}"])
+
+
+@pytest.mark.parametrize("part, dim", [("lora_A", 1), ("lora_B", 0), ("lora_B", 1)])
+@pytest.mark.parametrize("longer", [1, -1])
+def test_an_adapter_of_a_larger_or_smaller_model_is_refused_and_not_cut(part, dim, longer, model, adapter, tmp_path):
+    file = copied(adapter, tmp_path) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.1.mlp.down_proj.{part}.weight"
+    shape = list(tensors[f"base_model.model.{name}"].shape)
+    shape[dim] += longer
+    save_file(tensors | {f"base_model.model.{name}": torch.ones(shape)}, file)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} has shape \({shape[0]}, {shape[1]}\), but .* needs "):
+        AdaptedMatrices(model[0], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.lora_embedding_A", "{q}.lora_magnitude_vector"])
