@@ -105,7 +105,7 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
             if path.is_symlink():
                 name_once(path, "it is a link to nothing")
         # Another user's file, or not a registration.
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             name_once(path, repr(error))
     return urls
 
@@ -113,7 +113,7 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
 def read_entry(path: Path) -> tuple[dict[str, Any], float]:
     """Return a registration file's content and modification time.
 
-    Raises ValueError, KeyError or RecursionError if the file is not a valid registration.
+    Raises ValueError or RecursionError if the file is not a valid registration.
     """
     # Opening a named pipe must not block. The file is opened before stat so that NFS refreshes its age.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
@@ -127,7 +127,7 @@ def read_entry(path: Path) -> tuple[dict[str, Any], float]:
         raise ValueError(f"it has more than {MOST_BYTES} bytes")
     raw = json.loads(content)
     kinds = {"url": str, "run": str, "protocol": int, "lease_s": (int, float)}
-    if not isinstance(raw, dict) or not all(isinstance(raw[name], kind) for name, kind in kinds.items()):
+    if not isinstance(raw, dict) or not all(isinstance(raw.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"it must be an object with {', '.join(kinds)} of the right types")
     return raw, found.st_mtime
 

@@ -298,8 +298,8 @@ class Fleet:
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Run `act` on all participating servers and drop those that fail. Raises NoServerLeft if none is left.
 
-        A healthy server that refuses is dropped only if another server succeeded. If all refuse, the command is at
-        fault, and CommandRefused is raised.
+        A healthy server that refuses is dropped only if another server succeeded. If no server succeeded and some
+        refused, the command is at fault, and CommandRefused is raised.
         """
         servers = list(self.members.publishing)  # a copy, because drop() below modifies the list
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
@@ -311,8 +311,8 @@ class Fleet:
                 self.members.drop(server, str(error))
         if not self.members.publishing:
             raise NoServerLeft("no rollout server is left. " + " ".join(map(str, failures.values())))
-        if len(failures) == len(servers):
-            raise next(iter(failures.values()))
+        if len(failures) == len(servers):  # those that are left have refused
+            raise failures[self.members.publishing[0]]
 
     async def pause(self) -> None:
         """Pause generation as configured. Flush each cache that has outlived the allowed number of publications."""

@@ -304,6 +304,8 @@ def test_a_live_rid_is_refused_and_free_again_afterwards(server, pool):
     refused = server.post("/generate", {"input_ids": PROMPT, "rid": "twin"})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == "Duplicate request ID detected: twin"
+    refused = server.post("/generate", {"input_ids": [PROMPT] * 3, "rid": ["one", "two", "two"]})
+    assert refused.json()["error"]["message"] == "Duplicate request ID detected: two"
     server.ok("/abort_request", {"rid": "twin"})
     first.result()
     server.generate(rid="twin")

@@ -5,7 +5,7 @@ from concurrent.futures import wait
 import pytest
 
 from megatron_rl.api import NoServerLeft
-from megatron_rl.servers.server_http import ServerError
+from megatron_rl.servers.server_http import CommandRefused, ServerError
 from tests.kit.client_calls import ask, finish, load, start, update, wait_until_selected, wait_until_serving
 from tests.kit.scripted_server import counting, never, overloaded
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
@@ -162,6 +162,16 @@ def test_redirect_of_a_command_is_not_taken_for_its_success(scripted, connect):
     server.refusals["/pause_generation"] = (302, {})
     with pytest.raises(NoServerLeft, match=f"{server.url}/pause_generation: HTTP 302"):
         update(engine)
+
+
+def test_a_refusal_is_reported_and_not_the_failure_of_a_server_that_is_dropped(scripted, connect):
+    broken, refusing = scripted(), scripted()
+    engine = connect([broken.url, refusing.url])
+    broken.refusals["/pause_generation"] = (302, {})
+    refusing.refusals["/pause_generation"] = (400, {"success": False, "message": "no such mode"})
+    with pytest.raises(CommandRefused, match=f"{refusing.url}/pause_generation: .*no such mode"):
+        update(engine)
+    assert list(engine.server_ranks) == [refusing.url]
 
 
 def test_nothing_is_sent_to_servers_with_a_part_of_the_weights(scripted, connect):

@@ -146,9 +146,11 @@ class RolloutServer:
     def _submit(self, requests: list[Request]) -> list[asyncio.Future]:
         if not self.batcher.paused:  # a paused server queues requests, whether or not its memory is released
             self.batcher.require(*MEMORY)
-        own = {request.rid for request in requests}
-        if twice := next((r.rid for r in requests if r.rid in self.live or len(own) < len(requests)), None):
-            raise ValueError(f"Duplicate request ID detected: {twice}")
+        known = set(self.live)
+        for request in requests:
+            if request.rid in known:
+                raise ValueError(f"Duplicate request ID detected: {request.rid}")
+            known.add(request.rid)
         tokens = sum(len(request.prompt) for request in requests)
         # An idle server accepts a call of any size: one above the limits would otherwise never be accepted.
         if self.live and (
