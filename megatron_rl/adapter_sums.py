@@ -1,4 +1,4 @@
-"""Sums of published adapters: a file beside them, with which servers compare what they have read of the folder."""
+"""Checksums of a published adapter, in a file in its folder. Servers compare them with what they have read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "checksums.json"
 
 
 def sum_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's numbers as they lie in memory."""
+    """Return the SHA-256 of a tensor's bytes in memory."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
@@ -22,9 +22,9 @@ def write_sums(folder: Path, sums: dict[str, str]) -> None:
 
 
 def check_sums(folder: str | Path, found: dict[str, str]) -> None:
-    """Raise ValueError where tensors of a folder are others than were written, by their names in its files.
+    """Raise ValueError if a folder's tensors differ from what was published. found: checksum by tensor name.
 
-    Folders that others have made have no sums, and are believed.
+    A folder without the file, which another program wrote, is not checked.
     """
     path = Path(folder) / FILE
     if not path.is_file():

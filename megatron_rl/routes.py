@@ -1,7 +1,8 @@
-"""The routes of tokens through a mixture's experts, as servers tell them and the trainer replays them.
+"""Routes: the experts that a server chose for each token, which the trainer replays (algo.routing_replay).
 
-A route is that of one row, the token that a model reads: its experts in each mixture layer, in the order of the
-server's slots, and with `experts_and_weights` the weight of each. A row without a route has NO_ROUTE in every slot.
+A row is one token that the model reads. Its route has the row's experts in each mixture layer, in the order of the
+server's slots. With `experts_and_weights` it also has each expert's weight. A row without a route has NO_ROUTE in every
+slot.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ import torch
 from torch import Tensor
 
 COLUMN = "routes"
-"""The column of a batch's tokens: `[N, layers, slots]`, of which row t is the one that reads token t."""
+"""Name of the batch's column with routes, `[N, layers, slots]`. Row t is the route of token t when it is read."""
 NO_ROUTE = -1
 EXPERT_BITS, WEIGHT_BITS = 10, 21
-"""A slot with a weight is one int32: the expert in its lowest bits, above them the weight in steps of 2^-21."""
+"""Bits of a slot with a weight, an int32: the expert is in the lowest bits, then the weight in steps of 2^-21."""
 LARGEST_WEIGHT = (1 << WEIGHT_BITS) - 1
 SHIFT_MARGIN = 0.1
-"""By how much more of the choices the trainer's router would have to agree with a neighbour's."""
+"""The map is shifted if the trainer's router agrees with a neighbouring row in this share more of the choices."""
 SHIFT_ROWS = 32
-"""Fewer rows say nothing about a shift."""
+"""Minimum number of choices for a statement about a shift."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteForm:
-    """The form of a model's routes.
+    """Shape, dtype and wire format of a model's routes.
 
     form = RouteForm(total_layers=4, layers=(0, 2, 3), slots=2, experts=8, has_weights=False)
-    form.bytes_per_token  # 12: int16, of the mixture's layers alone
+    form.bytes_per_token  # 12: int16, only mixture layers
     routes = form.read(meta_info["routed_experts"], rows=prompt + reply - 1)  # [rows, 3, 2]
     """
 
     total_layers: int
-    """Layers of the model: SGLang gives the dense ones zeros."""
+    """Layers of the model, including dense layers, for which SGLang sends zeros."""
     layers: tuple[int, ...]
-    """The layers that are mixtures, counted from 0."""
+    """Numbers of the mixture layers, from 0."""
     slots: int
-    """Experts of a token."""
+    """Experts per token."""
     experts: int
     has_weights: bool
 
@@ -54,13 +55,13 @@ class RouteForm:
 
     @property
     def wire_bytes_per_token(self) -> int:
-        """Bytes of a token in a reply: base64 of int32, of all layers."""
+        """Bytes per token in a reply: base64 of int32, for all layers."""
         return -(-self.total_layers * self.slots * 4 * 4 // 3)
 
     def read(self, text: str, rows: int) -> Tensor:
-        """Return the routes of a reply's map, `[rows, layers, slots]`; ValueError for one that these rows cannot have.
+        """Decode a reply's routes. Return `[rows, layers, slots]`; ValueError if these rows cannot have such routes.
 
-        text: base64 of int32 `[rows, total_layers, slots]`, as SGLang gives it.
+        text: base64 of int32 `[rows, total_layers, slots]`, as SGLang sends it.
         """
         try:
             found = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.int8)
@@ -89,33 +90,33 @@ class RouteForm:
 
 
 def pack(experts: Tensor, weights: Tensor) -> Tensor:
-    """Return slots of int32 that hold experts and weights of 0 to 1, in steps of 2^-21."""
+    """Combine experts and weights in [0, 1] into int32 slots. Weights are rounded to steps of 2^-21."""
     steps = (weights.double().clamp(0, 1) * LARGEST_WEIGHT).round().to(torch.int32)
     return experts.to(torch.int32) | (steps << EXPERT_BITS)
 
 
 def experts_of(slots: Tensor) -> Tensor:
-    """Return the experts of slots with or without weights, int32; of NO_ROUTE something below 0."""
+    """Return the experts, int32, of slots with or without weights. The result is negative for NO_ROUTE."""
     if slots.dtype == torch.int16:
         return slots.int()
     return torch.where(slots < 0, slots, slots & ((1 << EXPERT_BITS) - 1))
 
 
 def weights_of(slots: Tensor) -> Tensor:
-    """Return the weights, float32, of slots that have some."""
+    """Return the weights, float32, of slots with weights."""
     return (slots >> EXPERT_BITS).float() / LARGEST_WEIGHT
 
 
 def with_no_routes(routes: Tensor, rows: int) -> Tensor:
-    """Return the routes of the first rows, followed by NO_ROUTE up to `rows` of them."""
+    """Cut the routes to `rows` rows, or extend them to that many with NO_ROUTE."""
     return torch.cat([routes[:rows], routes.new_full((max(0, rows - len(routes)), *routes.shape[1:]), NO_ROUTE)])
 
 
 def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor, form: RouteForm) -> None:
-    """Raise ValueError where a row has no route, or one of another form, that a trained token depends on.
+    """Raise ValueError if routes have another form, or if a row that a trained token depends on has no route.
 
-    These are all rows before a sequence's last trained token: that token is predicted from them, and what comes later
-    changes nothing. loss_mask: `[N]`. cu_seqlens: `[B + 1]`.
+    The rows before a sequence's last trained token need routes, because that token is predicted from them. Later rows
+    do not. loss_mask: `[N]`. cu_seqlens: `[B + 1]`.
     """
     if routes is None:
         raise ValueError(
@@ -127,7 +128,7 @@ def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor,
             f"algo.routing_replay: routes have shape {tuple(routes.shape)} of {routes.dtype}; the model's are "
             f"[tokens, {len(form.layers)} layers, {form.slots} slots] of {form.dtype}."
         )
-    # `[N]` counts of trained tokens behind each row's own, in its sequence.
+    # Trained tokens up to each row, `[N + 1]`. A row is needed if its sequence has trained tokens after it.
     counted = torch.cat([loss_mask.new_zeros(1, dtype=torch.int64), loss_mask.bool().cumsum(0)])
     sequence = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())
     is_needed = counted[cu_seqlens[1:]][sequence] > counted[1:]
@@ -142,10 +143,10 @@ def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor,
 
 
 def shift_fault(agreed: Tensor) -> str:
-    """Say how the servers' map is moved against the tokens, '' where nothing speaks for it.
+    """Return an error message if the servers' routes are shifted by a row against the tokens, else ''.
 
-    agreed: `[4]` choices of the trainer's own router that are also in the map's row, in the row before and in the row
-    after, and how many choices there were.
+    agreed: `[4]`, numbers of the trainer's own choices: those that are also in the same row of the servers' routes, in
+    the row before, in the row after, and the total.
     """
     own, before, after, choices = agreed.tolist()
     margin = max(SHIFT_MARGIN, 4.0 / max(choices, 1) ** 0.5)
