@@ -1,7 +1,7 @@
 """Every block of docs/tutorial.md runs, in the order in which a reader types them.
 
-Few things are changed: the path of SmolLM2 becomes that of a model of 140 k parameters, a step has 2
-prompts and one reward worker, and run.steps becomes 2, with a checkpoint after the first one; 8 sums are held out. The
+Few things are changed: the path of SmolLM2 becomes that of a model of 140 k parameters, a step has 2 prompts of 4
+replies and one reward worker, and run.steps becomes 2, with a checkpoint after the first one; 8 sums are held out. The
 block that installs is left to `make --dry-run`. `megatron-rl` and `python` are forked from this process, whose imports
 they need not repeat.
 """
@@ -36,6 +36,7 @@ def smaller(block: str, model: Path) -> str:
         ("run.checkpoint_every_steps=6", "run.checkpoint_every_steps=1"),
         ("step-6", "step-1"),
         ("prompts_per_step: 8", "prompts_per_step: 2"),
+        ("n_samples: 8", "n_samples: 4"),
         ('"my_task.rewards:right_sum"', '"my_task.rewards:right_sum", reward_workers: 1'),
         ("sums[32:]", "sums[8:]"),
         ("sums[:32]", "sums[:8]"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.tools.report import picture
 from tests.kit.programs import fork_programs
 from tests.kit.runs import rollout_servers, served_by
 
@@ -19,6 +20,15 @@ from tests.kit.runs import rollout_servers, served_by
 def programs_are_forked():
     with pytest.MonkeyPatch.context() as patch:
         fork_programs(patch)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_run_draws_a_picture(request):
+    """Leave out report.png, half a second for each run, but for the runs of test_training.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.module.__name__.endswith("test_training"):
+            patch.setattr(picture, "write_picture", lambda run, path, title: None)
         yield
 
 

@@ -55,6 +55,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     done = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
+        gc.freeze()  # what is left are mostly modules: later collections pass them by
         libc.malloc_trim(0)  # what a file's tests have freed
     if forks >= FORKS_UNTIL_JOINED:
         join_pages()

@@ -5,6 +5,7 @@ Keys that are copied before each segment, and keys that are read where they lie,
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_gradients import assert_same_updates, two_updates
 
 from megatron_rl import platform
 from megatron_rl.engine import attention, attention_sinks, forks, packed_rows
+from tests.kit.examples import IS_THOROUGH
 from tests.kit.models import LAYOUTS, make_engine, make_groups, make_model
 from tests.kit.ranks import run_each, run_ranks
 
@@ -32,6 +34,17 @@ def piece_by_piece(query, key, value, query_cu, key_cu, *longest, window_size, s
     return torch.cat(out)
 
 
+def whole_scores(query, key, value, *, block_mask, scale, enable_gqa, return_aux):
+    """FlexAttention by its definition. torch's own on a CPU traces each shape for seconds; `make test-all` runs it."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = flex.create_mask(block_mask.mask_mod, 1, 1, queries, keys, device=query.device)
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    scores = (query @ key.mT * scale).masked_fill(~mask, -torch.inf)
+    sums = scores.float().logsumexp(-1)
+    weights = (scores - sums.masked_fill(sums.isinf(), 0.0)[..., None]).exp()
+    return weights.to(value.dtype) @ value, SimpleNamespace(lse=sums)
+
+
 def as_on_cuda(folder, layout, shared_keys, tokens):
     """Two updates with the kernels of CUDA; of the microbatches, how many had keys that were read where they lie."""
     in_place = []
@@ -41,7 +54,7 @@ def as_on_cuda(folder, layout, shared_keys, tokens):
         patch.setattr(torch_varlen, "varlen_attn", piece_by_piece)
         patch.setattr(attention, "takes_grouped_queries", lambda attend: True)
         patch.setattr(flex, "_validate_device", lambda *tensors: None)
-        patch.setattr(forks, "compiled", lambda: forks.flex_attention)
+        patch.setattr(forks, "compiled", lambda: forks.flex_attention if IS_THOROUGH else whole_scores)
         patch.setattr(platform, "check_shared_keys", lambda kernel: None)
         for kind in (attention.PackedAttention, attention_sinks.SinkAttention):
             attend = kind._in_place
