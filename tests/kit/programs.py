@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.kit.forked import Forked
 from tests.kit.ranks import start_up  # which prepares the platform first
@@ -198,6 +199,9 @@ def _become(
         os.chdir(cwd or os.getcwd())
         sys.argv = [module, *command[command.index(module) + 1 :]]
         _forget_modules_of_tests()
+        torch.set_num_threads(
+            1
+        )  # a fork has no threads of OpenMP, for which it would wait where its parent has used some
         if "-P" not in command:
             sys.path.insert(0, os.getcwd())
         os.write(says_so, b".")
