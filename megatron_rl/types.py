@@ -386,7 +386,7 @@ class TrajectoryBatch:
         if len(chosen) != 1:
             raise ValueError(
                 f"batch[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens takes "
-                f"({n},) for tokens or ({b},) for sequences; where that is the same, set batch.tokens[{key!r}] or "
+                f"({n},) for tokens or ({b},) for sequences; if both are the same, set batch.tokens[{key!r}] or "
                 f"batch.sequences[{key!r}]."
             )
         chosen[0][key] = value

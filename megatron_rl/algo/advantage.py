@@ -276,9 +276,9 @@ def gdpo(batch: TrajectoryBatch, *, weights: Mapping[str, float] | None = None) 
     parts = {name.removeprefix(PART): column for name, column in batch.sequences.items() if name.startswith(PART)}
     if not parts:
         raise ValueError(
-            f"algo.advantage = gdpo: the trajectories carry {sorted(batch.sequences)} and no parts of a reward; name "
-            f"several in rollout.recipe, or have the reward function return a dict of them, and use a workflow whose "
-            f"reward is the function's own value, such as megatron_rl.workflows:RLVRWorkflow."
+            f"algo.advantage = gdpo: the trajectories have the columns {sorted(batch.sequences)}, and no parts of a "
+            f"reward; name several rewards in rollout.recipe, or have the reward function return a dict of its parts, "
+            f"and use a workflow that returns the reward unchanged, such as megatron_rl.workflows:RLVRWorkflow."
         )
     of_part = {name: _weight_of(name, weights or {}) for name in parts}
     whole = torch.stack([of_part[name] * column.double() for name, column in parts.items()])  # [parts, B]
@@ -287,9 +287,9 @@ def gdpo(batch: TrajectoryBatch, *, weights: Mapping[str, float] | None = None) 
     if bool(apart.any()):
         place = int(apart.nonzero()[0, 0])
         raise ValueError(
-            f"algo.advantage = gdpo: the shaped reward of trajectory {place} is {float(scores[place]):g}, and the sum "
-            f"of its parts by their weights {of_part} is {float(whole[:, place].sum()):g}: what is added to rewards or "
-            f"taken off is in no part; leave out reward_shaping, reward_model and algo.kl_in = reward."
+            f"algo.advantage = gdpo: the shaped reward of trajectory {place} is {float(scores[place]):g}, but its "
+            f"parts with the weights {of_part} sum up to {float(whole[:, place].sum()):g}: something outside of the "
+            f"parts changed the reward; remove reward_shaping, reward_model and algo.kl_in = reward."
         )
     group, shares = batch["group"], sample_shares(batch)
     normal = {

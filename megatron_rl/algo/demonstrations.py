@@ -33,8 +33,8 @@ def with_demonstrations(share: TrajectoryBatch, rows: TrajectoryBatch | None) ->
     if wrong.any():
         raise ValueError(
             f"tokens[{DEMONSTRATED!r}] = {float(marks[wrong][0])} for {int(wrong.sum())} tokens: must be 0 or more, "
-            f"and 0 where loss_mask is True: a token is imitated, or learned from by its advantage; have the workflow "
-            f"mark one of the two."
+            f"and 0 if loss_mask is True: a token is trained either by imitation or by its advantage; have the "
+            f"workflow mark only one of the two."
         )
     own = replace(share, tokens=share.tokens | {DEMONSTRATED: marks})
     whole = own if rows is None else TrajectoryBatch.cat([own, _like(own, rows)])

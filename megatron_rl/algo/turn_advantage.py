@@ -79,8 +79,8 @@ def agent_norm(batch: TrajectoryBatch, *, std: bool = True) -> Tensor:
     """
     if "agent" not in batch.sequences:
         raise ValueError(
-            f"algo.advantage = agent_norm: the trajectories carry {sorted(batch.sequences)} and no agent; use a "
-            f"workflow that says whose each is, in sequence['agent'], e.g. megatron_rl.workflows:DebateWorkflow."
+            f"algo.advantage = agent_norm: the trajectories have the columns {sorted(batch.sequences)}, but not agent; "
+            f"use a workflow that sets each trajectory's sequence['agent'], e.g. megatron_rl.workflows:DebateWorkflow."
         )
     scale = "group" if std else "none"
     return normalize(batch["scores"], by_agent(batch), mean="group", std=scale, shares=shares_by_agent(batch))

@@ -432,9 +432,9 @@ def least_microbatches(
     longest = max(lengths, default=0)
     if longest > tokens_per_microbatch and not allow_longer:
         raise ValueError(
-            f"batch.tokens_per_microbatch = {tokens_per_microbatch}: a sequence has {longest} tokens, or a pair of "
-            f"them, and none may have more than the budget here. Raise it to {longest}, shorten prompts or replies, or "
-            f"set batch.allow_longer_sequences to give a longer one a microbatch of its own."
+            f"batch.tokens_per_microbatch = {tokens_per_microbatch}: a sequence (or a pair of replies) has {longest} "
+            f"tokens, more than a microbatch may have. Raise it to {longest}, shorten prompts or replies, or set "
+            f"batch.allow_longer_sequences to give a longer sequence a microbatch of its own."
         )
     # Best fit leaves at most one bin half full or less, so it never opens more bins than this.
     bound = 1 + 2 * sum(min(length, tokens_per_microbatch) for length in lengths) // tokens_per_microbatch

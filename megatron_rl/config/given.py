@@ -64,6 +64,6 @@ def name_of_main(key: str, given: str, what: str = "rewards are computed") -> st
         f"the program {file} cannot be imported by a name" if file.name else "what is typed or a notebook has no file"
     )
     raise ValueError(
-        f"{key} = {given!r}: {what} in other processes, which import them, and {program}; put the function "
-        f"into a file beside it, such as my_rewards.py, and give that one's."
+        f"{key} = {given!r}: {what} in other processes, which import them, and {program}; move the "
+        f"function into a module next to it, such as my_rewards.py, and import it from there."
     )

@@ -156,8 +156,8 @@ def _check_home(module: str, what: str, import_from: Sequence[str] | None) -> No
         return
     declared = ",".join([*import_from, module.partition(".")[0]])
     raise ValueError(
-        f"{what} is not in {OURS} or run.import_from = {list(import_from)}, from where alone a config may take code; "
-        f"if you trust it, set run.import_from=[{declared}]."
+        f"{what} is not in {OURS} or run.import_from = {list(import_from)}; a config may load code from these only. "
+        f"If you trust it, set run.import_from=[{declared}]."
     )
 
 

@@ -130,8 +130,9 @@ class TrainConfig:
             )
         if any(it.servers for it in self.teacher.teachers.values()) and self.generation.temperature != 1:
             raise ValueError(
-                f"generation.temperature = {self.generation.temperature}: servers score at a temperature of 1, and the "
-                f"policy's log-probabilities would be those of another; set it to 1, or take a teacher by teacher.path."
+                f"generation.temperature = {self.generation.temperature}: teacher servers compute log-probabilities at "
+                f"temperature 1, which could not be compared with the policy's; set it to 1, or load the teacher by "
+                f"teacher.path."
             )
         if self.has_critic and self.algo.advantage_args:
             raise ValueError(
@@ -239,17 +240,17 @@ class TrainConfig:
     def _check_routing_replay(self) -> None:
         key = f"algo.routing_replay = {self.algo.routing_replay!r}"
         if self.learns_from_data:
-            raise ValueError(f"{key}: {self.chosen_data} has replies that no server has sampled; leave it out.")
+            raise ValueError(f"{key}: {self.chosen_data} has replies that no server has sampled; remove it.")
         if any(teacher.path == POLICY for teacher in self.teacher.teachers.values()):
             raise ValueError(
-                f"{key}: a teacher that is the policy itself reads prompts that no server has routed; leave one "
-                f"of them out."
+                f"{key}: a teacher that is the policy itself reads prompts for which no server has reported routes; "
+                f"remove one of the two."
             )
         if self.rollout.interruption == "retract" and self.rollout.max_staleness > 0:
             raise ValueError(
-                f"{key}: rollout.interruption = 'retract' has the server read a begun reply again with new weights, "
-                f"whose routes then stand for tokens that the old ones sampled; set rollout.interruption=abort, or "
-                f"rollout.max_staleness=0."
+                f"{key}: with rollout.interruption = 'retract' a server reads an interrupted reply again with new "
+                f"weights, and reports the new routes for tokens that the old weights sampled; set "
+                f"rollout.interruption=abort, or rollout.max_staleness=0."
             )
         if self.algo.routing_replay == "experts_and_weights" and not self.rollout.starts_servers:
             raise ValueError(

@@ -214,10 +214,10 @@ class PromptIterator(Iterator[dict[str, Any]]):
                 )
         if state.get("digest") != self.digest:
             raise ValueError(
-                f"{self.key}: its {len(self.prompts)} prompts have the digest {self.digest!r}, and those of the saved "
-                f"iterator {state.get('digest')!r}: they are others, in another order, or saved by an older version. "
-                f"Resume with the data as they were, from a file where a function gives other prompts in each process, "
-                f"or start a new run."
+                f"{self.key}: its {len(self.prompts)} prompts have the digest {self.digest!r}, but those of the saved "
+                f"iterator {state.get('digest')!r}: the prompts or their order have changed, or an older version saved "
+                f"them. Resume with the same data, or start a new run. If a function gives other prompts in each "
+                f"process, write them to a file and read that."
             )
         self.number = int(state["number"])
 

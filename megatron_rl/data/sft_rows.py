@@ -118,7 +118,7 @@ class PairRows(ReplyRows):
             if as_reply(row.get(name)) is None:
                 raise ValueError(
                     f"{where}: {name} = {row.get(name)!r}: must be the text of a reply; give every prompt a chosen and "
-                    f"a rejected one, of a dialogue the last message's content or that message."
+                    f"a rejected reply, as text or as the last message of the dialogue."
                 )
         if row["chosen"] == row["rejected"]:
             raise ValueError(f"{where}: chosen and rejected are the same reply, {row['chosen']!r}; leave the row out.")
@@ -161,8 +161,8 @@ class AnswerRows(ReplyRows):
             self._check_dialogue(row.get(DIALOGUE), where)
         elif as_reply(row.get(self.column)) is None:
             raise ValueError(
-                f"{where}: {self.column} = {row.get(self.column)!r}: must be the text of the answer, on which "
-                f"{self.setting} trains; give every row one, as text or as an assistant's message."
+                f"{where}: {self.column} = {row.get(self.column)!r}: must be the answer that {self.setting} "
+                f"trains on; give every row one, as text or as an assistant's message."
             )
 
     def _check_dialogue(self, messages: Any, where: str) -> None:
@@ -171,9 +171,9 @@ class AnswerRows(ReplyRows):
         is_answer = isinstance(last, dict) and last.get("role") == "assistant" and says(last)
         if not is_answer or len(found) < 2:
             raise ValueError(
-                f"{where}: the last of {len(found)} messages is {last!r}: must be an assistant's with text as its "
-                f"content, or with tool calls, behind the prompt's, with {self.setting}; end the dialogue with the "
-                f"answer, or name the column that has it."
+                f"{where}: the last of {len(found)} messages is {last!r}: with {self.setting} it must be an "
+                f"assistant's message with text or tool calls, after at least one other message; end the dialogue with "
+                f"the answer, or name the column that has it."
             )
 
     def _encode(self, row: Row) -> Encoded:

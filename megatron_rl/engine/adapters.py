@@ -178,8 +178,8 @@ class Adapters:
             linear = modules[name]
             if rule.expert is None and getattr(linear, "explicit_expert_comm", False):
                 raise ValueError(
-                    f"megatron.moe_shared_expert_overlap = True: {name} would exchange rows outside of its layer, "
-                    f"where lora.rank = {lora.rank} cannot; leave it out, or take other lora.targets."
+                    f"megatron.moe_shared_expert_overlap = True: it moves the communication of {name} out of its "
+                    f"layer, which lora.rank = {lora.rank} does not support; remove it, or choose other lora.targets."
                 )
             axis = groups.tensor if rule.expert is None else groups.expert_tensor
             adapter = Adapter(weight, rule, arch, lora, axis, config=chunk.config)

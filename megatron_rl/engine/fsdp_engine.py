@@ -302,8 +302,8 @@ def check_layout(layout: ParallelConfig) -> None:
 def _refuse_optimizer(method: str, with_optimizer: bool) -> None:
     if with_optimizer:
         raise ValueError(
-            f"{method}: with_optimizer = True: must be False for FSDPEngine, which keeps HF folders only; leave it "
-            f"out, or use MegatronEngine where a run must be resumed."
+            f"{method}: with_optimizer = True: must be False for FSDPEngine, which saves HF folders only; leave it "
+            f"out, or use MegatronEngine if a run must be resumed."
         )
 
 
@@ -346,8 +346,8 @@ def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tup
         loss_sum, sums = loss_fn.fn(output, rows)
     elif loss_fn.beside is not None:
         raise ValueError(
-            f"loss_fn.beside = {loss_fn.beside!r}: must be None for FSDPEngine, which computes no term of whole logits "
-            f"beside a loss of log-probs; leave it out, or use MegatronEngine."
+            f"loss_fn.beside = {loss_fn.beside!r}: must be None for FSDPEngine, which cannot add a loss on whole "
+            f"logits to a loss on log-probs; leave it out, or use MegatronEngine."
         )
     else:
         loss_sum, sums = loss_fn.fn(*logprobs_entropy(output, rows["labels"], loss_fn.temperature), rows)

@@ -99,8 +99,8 @@ class MegatronEngine(ModelEngine):
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
         if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
             raise ValueError(
-                "optimizer.megatron.optimizer_cpu_offload = True: the GPU is shared with servers or other engines, for "
-                "which this one's state is moved to the host as a whole; leave it out, or give it GPUs of its own."
+                "optimizer.megatron.optimizer_cpu_offload = True: the engine shares its GPU, so its whole state is "
+                "moved to the host while others use the GPU; remove this option, or give the engine GPUs of its own."
             )
         platform.use_flash_attention(config.model.flash_attention)
         platform.check_shared_keys(config.model.shared_keys)
@@ -506,7 +506,9 @@ class MegatronEngine(ModelEngine):
         """
         self._activate()
         if self.optimizer is None:
-            raise RuntimeError("save with_optimizer on an engine with trainable=False: it has none; leave it out.")
+            raise RuntimeError(
+                "save: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
+            )
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         self._gather_weights()
         state, _ = checkpoint.training_state(self)
@@ -539,7 +541,9 @@ class MegatronEngine(ModelEngine):
         """
         self._activate()
         if with_optimizer and self.optimizer is None:
-            raise RuntimeError("load with_optimizer on an engine with trainable=False: it has none; leave it out.")
+            raise RuntimeError(
+                "load: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
+            )
         if with_optimizer or checkpoint.is_checkpoint(path):
             checkpoint.load(path, self, with_optimizer=with_optimizer, is_checked=is_checked)
             return

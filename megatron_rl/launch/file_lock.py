@@ -61,8 +61,8 @@ def keep_folder(folder: Path, name: str, what: str) -> int:
         lock = take(folder / name, by_process=True)
     except LockHeld as other:
         raise OSError(
-            f"{other.owner} belongs to {what} in this folder, and each must have one of its own; wait until that one "
-            f"has ended, or kill it, or name another folder."
+            f"{other.owner} belongs to {what} in this folder, and only one may use it; wait until it has ended, kill "
+            f"it, or name another folder."
         ) from None
     except OSError as error:
         raise OSError(f"cannot be written ({error}); name another one.") from error

@@ -96,7 +96,7 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
     count = len(left) if ranks is None else ranks
     if wanted > len(gpus) or not 1 <= count <= len(left):
         if not wanted:
-            raise ValueError(f"--ranks {count}: this host has {len(gpus)} GPUs, of which each takes one; lower it.")
+            raise ValueError(f"--ranks {count}: this host has {len(gpus)} GPUs, and each rank needs one; lower it.")
         share = "lower one of them" if rollout.colocated else "lower one of them, or set rollout.colocated=true"
         raise ValueError(
             f"this host has {len(gpus)} GPUs. Servers take rollout.server_count({rollout.server_count}) x "

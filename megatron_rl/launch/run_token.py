@@ -42,14 +42,14 @@ def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
         ) from error
     if found.st_uid != os.geteuid():
         raise ValueError(
-            f"{key} = {str(path)!r}: belongs to user {found.st_uid}, who knows the token; it must be that of user "
-            f"{os.geteuid()}: name another file, which is made where there is none."
+            f"{key} = {str(path)!r}: belongs to user {found.st_uid}, who knows the token, and not to user "
+            f"{os.geteuid()}; name another file, which is created if it does not exist."
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise ValueError(
-            f"{key} = {str(path)!r}: has mode {mode:o}, so that others may read it; it must be 600: chmod 600 {path}, "
-            f"or remove it where others may have read it, and a new one is made."
+            f"{key} = {str(path)!r}: has mode {mode:o}, so other users can read the token; it must be 600: chmod 600 "
+            f"{path}, or remove it if others may have read it, and a new one is created."
         )
     token = content.strip()
     # Printable without spaces, because the token goes into an HTTP header.

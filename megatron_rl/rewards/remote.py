@@ -55,8 +55,8 @@ class RemoteReward(AwaitedReward):
         """
         if isinstance(columns, str) or {"prompt", "reply"} & set(columns):
             raise ValueError(
-                f"args.columns = {columns!r}: must list the row's columns, beside prompt and reply, which are sent; "
-                f"leave those out."
+                f"args.columns = {columns!r}: must list columns of the row. Prompt and reply are always sent; leave "
+                f"them out."
             )
         self._columns = list(columns)
         self._servers = Servers(urls, concurrent=concurrent, timeout_s=timeout_s, token_file=token_file)

@@ -39,7 +39,7 @@ def configured_rewards(config: TrainConfig) -> list[Ingredient]:
         function = with_args(function, {})
     except TypeError as error:
         raise ValueError(
-            f"rollout.reward = {options.reward!r}: {error}; name it in rollout.recipe, where rewards have args."
+            f"rollout.reward = {options.reward!r}: {error}; name it in rollout.recipe, which can give args to a reward."
         ) from error
     return [Ingredient(name=options.reward.partition(":")[2], path=options.reward, function=function)]
 

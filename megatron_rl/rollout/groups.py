@@ -80,14 +80,14 @@ def _check_trajectories(result: list[Any]) -> None:
             if value.shape[:1] != entry.input_ids.shape or not is_flat:
                 raise ValueError(
                     f"arun_episode returned {whose}{name} of shape {tuple(value.shape)} for input_ids of "
-                    f"{tuple(entry.input_ids.shape)}: must have one entry for each token."
+                    f"{tuple(entry.input_ids.shape)}: must have one entry per token."
                 )
         _check_tokens(tokens, whose)
         first = result[0]
         if entry.tokens.keys() != first.tokens.keys() or entry.sequence.keys() != first.sequence.keys():
             raise ValueError(
                 f"arun_episode returned {whose}{sorted([*entry.tokens, *entry.sequence])} and trajectory 0 with "
-                f"{sorted([*first.tokens, *first.sequence])}; give all of them the same further fields."
+                f"{sorted([*first.tokens, *first.sequence])}; give all trajectories the same further fields."
             )
         for name, number_of in {"reward": entry.reward, **entry.sequence}.items():
             try:
@@ -116,7 +116,7 @@ def _check_tokens(columns: Mapping[str, Tensor], whose: str = "") -> None:
             raise ValueError(f"{what} that hold {int(value.min())}: must be ids of the vocabulary, from 0.")
         if is_converted and name == "loss_mask" and bool(((value != 0) & (value != 1)).any()):
             found = value[(value != 0) & (value != 1)][0].item()
-            raise ValueError(f"{what} that holds {found}: must be True where a token is trained and False elsewhere.")
+            raise ValueError(f"{what} that holds {found}: must be True for trained tokens and False for others.")
         if name == "logprobs" and not bool(value.isfinite().all()):
             place = int((~value.isfinite()).nonzero()[0, 0])
             raise ValueError(
@@ -140,8 +140,8 @@ def _check_group(group: TrajectoryBatch) -> None:
         columns[name] = columns[name].float()
         if not bool(columns[name].isfinite().all()):
             raise ValueError(
-                f"arun_episode returned {name} = {columns[name].tolist()}: must be finite numbers of float32; have it "
-                f"raise an error where it has none, or return None to leave the prompt out."
+                f"arun_episode returned {name} = {columns[name].tolist()}: must be finite in float32; have it "
+                f"raise an error if it has no reward, or return None to skip the prompt."
             )
     if TURN_REWARDS in group:
         _check_turn_rewards(group)
@@ -150,8 +150,8 @@ def _check_group(group: TrajectoryBatch) -> None:
     if not bool(group["loss_mask"].any()):
         raise ValueError(
             f"arun_episode returned {len(group)} trajectories with a loss_mask that is False for all "
-            f"{len(group['loss_mask'])} tokens: nothing would be trained; set it where the policy wrote, or return "
-            f"None to leave the prompt out."
+            f"{len(group['loss_mask'])} tokens: nothing would be trained; set it for the policy's tokens, or return "
+            f"None to skip the prompt."
         )
 
 
@@ -159,8 +159,8 @@ def _check_turn_rewards(group: TrajectoryBatch) -> None:
     """Raise ValueError for turn rewards on untrained tokens, or if they do not add up to their trajectory's reward."""
     if TURN_REWARDS not in group.tokens or "rewards" in group.tokens:
         raise ValueError(
-            f"arun_episode returned {TURN_REWARDS} and rewards that are not one number for each token and one for each "
-            f"trajectory; give tokens[{TURN_REWARDS!r}] beside the trajectories' rewards, or tokens['rewards'] alone."
+            f"arun_episode returned {TURN_REWARDS} that are not per token, or rewards that are; give "
+            f"tokens[{TURN_REWARDS!r}] and one reward per trajectory, or tokens['rewards'] alone."
         )
     column = group.tokens[TURN_REWARDS] = group[TURN_REWARDS].float()
     mask, bounds = group["loss_mask"], group.cu_seqlens.tolist()
@@ -178,8 +178,8 @@ def _check_turn_rewards(group: TrajectoryBatch) -> None:
         allowed = ROUNDING * (abs(reward) + float(own.double().abs().sum()))
         if bool(trained.any()) and abs(reward - total) > allowed:
             raise ValueError(
-                f"{what} that add up to {total:g} and reward = {reward:g}: must be the same; where a workflow changes "
-                f"a dialogue's reward it changes the rewards of its replies too, or takes their column out."
+                f"{what} that add up to {total:g} and reward = {reward:g}: must be equal; a workflow that changes a "
+                f"dialogue's reward must also change its turns' rewards, or remove their column."
             )
 
 
@@ -272,6 +272,6 @@ def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int
     versions = trained_runs(group).values if group is not None else torch.empty(0)
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:
         raise RuntimeError(
-            f"the trajectories hold tokens of policy version {oldest}, and the episode began at version {version}: a "
-            f"server did not get the weights, or the workflow writes versions of its own."
+            f"the trajectories have tokens of policy version {oldest}, but the episode began at version {version}: a "
+            f"server did not receive the weights, or the workflow writes wrong versions."
         )

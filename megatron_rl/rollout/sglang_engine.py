@@ -116,9 +116,9 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
             count = self._prompts_per_step or getattr(prompts, "batch_size", None)
         if count is None or count < 1:
             raise ValueError(
-                f"prepare_batch: count = {count}: must be at least 1 where neither the config nor the prompts say how "
-                f"many groups a step has; give count=8, a TrainConfig to the engine, whose batch.prompts_per_step "
-                f"counts, or a DataLoader with a batch_size."
+                f"prepare_batch: count = {count}: must be at least 1, because neither the config nor the prompts say "
+                f"how many groups a step has; pass count=8, create the engine with a TrainConfig "
+                f"(batch.prompts_per_step then counts), or pass a DataLoader with a batch_size."
             )
         if self._source is not prompts:  # the same source continues where the last call stopped
             self._source, self._rows = prompts, rows_of(prompts)

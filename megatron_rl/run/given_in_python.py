@@ -110,8 +110,8 @@ class Given:
             pickled = cloudpickle.dumps(value)
         except Exception as error:  # user objects may raise anything
             raise ValueError(
-                f"{key}: {type(error).__name__}: {error}; other processes compute it, and what it uses cannot be sent "
-                f"there; make such a thing inside of the function."
+                f"{key}: {type(error).__name__}: {error}; it runs in other processes, and something that it uses "
+                f"cannot be sent to them; create that inside the function."
             ) from error
         name = name_of(value)
         path = self._add("function", MODULE.format(name=name, content=pickled.hex()).encode(), ".py")

@@ -187,10 +187,10 @@ class Run(ABC):
             if self._skipped_in_a_row[model] > most:  # on every rank, as all have the same statistics
                 raise RuntimeError(
                     f"run.most_skipped_updates = {most}: {self._skipped_in_a_row[model]} updates of the {model} in a "
-                    f"row had a loss or a gradient that is no number, and were skipped. The last one{trained_on}: "
-                    f"{update.fault}. Correct the reward, advantage or loss that makes such numbers, or the data "
-                    f"that have them, or lower optimizer.lr; the weights are those before the first of them, and "
-                    f"--resume auto continues from the last checkpoint."
+                    f"row had a NaN or infinite loss or gradient, and were skipped. The last one{trained_on}: "
+                    f"{update.fault}. Correct the reward, advantage, loss or data that these numbers come from, or "
+                    f"lower optimizer.lr. The weights are still those before the first skipped update; --resume auto "
+                    f"continues from the last checkpoint."
                 )
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class ServerClient(ServerHttp):
         except RequestRefused as refusal:
             raise ServerError(str(refusal)) from refusal
         if self._start is not None and start != self._start:
-            raise ServerError(f"{self.url}: was started anew, and no longer has the weights that were published to it.")
+            raise ServerError(f"{self.url}: was restarted, and no longer has the weights that were published to it.")
         self._start, self._known_s = start, time.monotonic()
 
     async def _server_info(self, *, timeout_s: float) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Membership:
         try:
             await asyncio.wait_for(self._some_serve.wait(), timeout_s)
         except TimeoutError:
-            raise ServerError(f"no rollout server is left, and none came back: {self.troubles()}") from None
+            raise ServerError(f"no rollout server is left, and none has recovered: {self.troubles()}") from None
 
     def weights_of(self, server: ServerClient) -> str | None:
         """Return the last known name of the server's weights."""

@@ -162,8 +162,8 @@ class Fleet:
             info = await server.probe(timeout_s=PROBE_TIMEOUT_S)
             if self.options.routes is not None and not info.gives_routes:
                 raise RequestRefused(
-                    f"{server.url}: algo.routing_replay needs servers that tell the experts of tokens; start it with "
-                    f"--enable-return-routed-experts."
+                    f"{server.url}: algo.routing_replay needs servers that report the experts of each token; start it "
+                    f"with --enable-return-routed-experts."
                 )
             try:
                 await server.check_health(timeout_s=FIRST_HEALTH_S)

@@ -204,8 +204,8 @@ def _refuse_unsupported(config: Config, arch: Architecture, family: Family, path
     mixture = arch.mixture
     if mixture is not None and mixture.per_token == 1 and mixture.renormalised:
         raise ValueError(
-            f"{path}: num_experts_per_tok = 1: where weights are renormalised, that of a single expert is always 1, "
-            f"which megatron.core does not compute; pick another model."
+            f"{path}: num_experts_per_tok = 1 with norm_topk_prob: the single expert's weight is always 1, which "
+            f"megatron.core does not compute; choose another model."
         )
     if arch.heads % arch.kv_heads:
         raise ValueError(

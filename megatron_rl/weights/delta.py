@@ -110,7 +110,7 @@ class DeltaPublisher(WeightPublisher):
             self._base[spec.name] = new
         yield parcel  # even if nothing changed: an empty parcel carries the new version
         for name, tensor in stream:
-            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
+            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after the last planned tensor.")
 
     def _send(self, parcel: Parcel, holders: set[str]) -> dict[str, Future[None]]:
         servers, version = list(self.receiver.server_ranks), self.last.version

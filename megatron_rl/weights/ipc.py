@@ -133,7 +133,7 @@ class IPCPublisher(WeightPublisher):
                 part.copy_(tensor)
             yield specs, bucket, {} if self.nodes is None else self._copy_to(self.nodes, bucket, specs)
         for name, tensor in stream:
-            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
+            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after the last planned tensor.")
 
     def _copy_to(self, nodes: NodesOfServers, bucket: SharedBucket, specs: list[TensorSpec]) -> dict[str, Any]:
         """Send a bucket to the first ranks of the other nodes. Return the handles for their servers."""

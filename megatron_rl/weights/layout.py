@@ -39,13 +39,13 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
     widths = {f"{arch.heads} attention heads": (arch.heads, tensor, "tensor")}
     if arch.wide_qk_norm and arch.kv_heads < tensor:
         raise ValueError(
-            f"parallel.tensor = {tensor}: {arch.family} norms its {arch.kv_heads} key-value heads together, so that "
-            f"each rank needs heads of its own; set it to {arch.kv_heads} or a divisor."
+            f"parallel.tensor = {tensor}: {arch.family} normalizes its {arch.kv_heads} key-value heads together, so "
+            f"each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
         )
     if arch.gated_attention and arch.kv_heads < tensor:
         raise ValueError(
-            f"parallel.tensor = {tensor}: {arch.family} has gated attention, of which each rank needs key-value heads "
-            f"of its own, and {arch.kv_heads} such heads; set it to {arch.kv_heads} or a divisor."
+            f"parallel.tensor = {tensor}: {arch.family} has gated attention with {arch.kv_heads} key-value heads, and "
+            f"each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
         )
     if arch.has_biases and parallel.expert_tensor > 1:
         raise ValueError(

@@ -140,8 +140,8 @@ class PeftConfig:
                 raise ValueError(f"{self.path.parent}: has {min(found)} of {module} alone; copy the folder again.")
             if not self.adapts(module):
                 raise ValueError(
-                    f"{self.path}: target_modules, exclude_modules and layers_to_transform leave out {module}, whose "
-                    f"adapter is in the folder; correct the keys, or leave the tensors out."
+                    f"{self.path}: target_modules, exclude_modules and layers_to_transform leave out {module}, but the "
+                    f"folder has its adapter; correct the keys, or remove the tensors."
                 )
             if found["lora_A"] != self.rank_of(module):
                 raise ValueError(

@@ -565,7 +565,7 @@ def fill_buckets(
             part.copy_(_planned(stream, spec))
         yield bucket, [flat]
     for name, tensor in stream:
-        raise ValueError(f"weight publication: {name}, {tensor.dtype} came after all that was planned.")
+        raise ValueError(f"weight publication: {name}, {tensor.dtype} came after the last planned tensor.")
 
 
 def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
@@ -573,7 +573,7 @@ def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
     name, tensor = next(stream, (None, None))
     if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
         found = "nothing" if tensor is None else f"{name}, {tensor.dtype}, {tuple(tensor.shape)}"
-        raise ValueError(f"weight publication: {spec.name}, {spec.dtype}, {spec.shape} was planned, and {found} came.")
+        raise ValueError(f"weight publication: {spec.name}, {spec.dtype}, {spec.shape} was planned, but {found} came.")
     return tensor.detach()
 
 

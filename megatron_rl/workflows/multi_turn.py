@@ -206,7 +206,9 @@ class World:
         await self._catch_up()
         found = await self._do("ended")
         if not is_number(found):
-            raise self._wrong("ended", found, "a number, what the dialogue has earned beside its turns")
+            raise self._wrong(
+                "ended", found, "a number: the reward that the dialogue has earned in addition to its turns' rewards"
+            )
         return float(found)
 
     async def close(self) -> None:

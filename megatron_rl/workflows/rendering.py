@@ -278,10 +278,10 @@ class ChatTemplate(Form):
         if not whole.startswith(prompt):
             place = next(at for at, (a, b) in enumerate(zip(prompt, whole + " " * len(prompt), strict=False)) if a != b)
             raise ValueError(
-                f"reply {shown(reply['content'])}: the chat template opens a reply with {prompt[place:][:80]!r} and "
-                f"writes {whole[place:][:80]!r} in its place once the reply is there, so that a model would be trained "
-                f"behind a prompt that no server sends; set data.template_args or the row's {ROW_ARGS} so that both "
-                f"agree, give prompt and reply as text, or leave the row out."
+                f"reply {shown(reply['content'])}: the chat template ends the prompt with {prompt[place:][:80]!r}, but "
+                f"writes {whole[place:][:80]!r} there once the reply follows, so the model would be trained on a "
+                f"prompt that no server sends; set data.template_args or the row's {ROW_ARGS} so that both agree, give "
+                f"prompt and reply as text, or remove the row."
             )
         text = whole[len(prompt) :]
         for field, words in spoken(reply):
@@ -382,7 +382,7 @@ class ChatTemplate(Form):
                 if mark not in shown_text:
                     raise ValueError(
                         f"the chat template of {self.tokenizer.name_or_path!r} does not show the {field} of a message "
-                        f"of the role {message['role']} behind a reply; give the tokenizer a template that does, or "
+                        f"of the role {message['role']} after a reply; give the tokenizer a template that does, or "
                         f"send it as a user's message."
                     )
         _, found, text = self._render([*before, *added], None, self.arguments, opens_reply=opens).partition(reply)

@@ -58,7 +58,7 @@ def test_a_second_run_of_rl_without_checkpoints_is_refused_by_all_its_ranks_with
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\n')
     for refusal in run_ranks(2, starts, tmp_path, timeout_s=LATE_S):
         assert refusal.startswith(f"run.folder = '{tmp_path}': process {pid} on "), refusal
-        assert "(since 20" in refusal and "wait until that one has ended, or kill it, or name another" in refusal
+        assert "(since 20" in refusal and "wait until it has ended, kill it, or name another" in refusal
     assert names(tmp_path) == ["metrics.jsonl", "run.lock"], "nothing was written, renamed or started"
 
 

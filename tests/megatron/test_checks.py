@@ -85,8 +85,8 @@ def test_warm_start_names_the_prompt_without_an_answer(tmp_path):
     path.write_text('{"prompt": "01?", "answer": "1"}\n{"prompt": "11?", "solution": "2"}\n')
     rows = (f"data.train={path}", "data.train_args={}")
     message = refused(*rows, "warm_start.updates=3")
-    assert "data.train, row 2: answer = None: must be the text of the answer" in message
-    assert "on which warm_start.updates = 3 trains; give every row one" in message
+    assert "data.train, row 2: answer = None: must be the answer" in message
+    assert "the answer that warm_start.updates = 3 trains on; give every row one" in message
     message = refused(f"data.train={long_answer(tmp_path)}", "data.train_args={}")
     assert "data.train, row 1: has 68 tokens, more than the model's context of 64" in message
     assert message.endswith("shorten it or leave it out."), "data.max_tokens is none of RL's"

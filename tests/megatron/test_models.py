@@ -326,7 +326,7 @@ def test_the_rotated_share_is_read_in_every_way_of_saying_it(family, changes, sh
 
 def test_heads_that_are_normed_together_are_not_shared_by_ranks(tmp_path):
     make_model("olmo", tmp_path)
-    with pytest.raises(ValueError, match="parallel.tensor = 4: olmo norms its 2 key-value heads together"):
+    with pytest.raises(ValueError, match="parallel.tensor = 4: olmo normalizes its 2 key-value heads together"):
         check_layout(read_architecture(tmp_path), ParallelConfig(tensor=4), {})
 
 

@@ -154,7 +154,5 @@ def test_adam_on_the_host_gives_the_same_update_and_resumes(tmp_path):
 def test_offloading_beside_engines_that_share_the_device_is_refused_before_a_process_group(tmp_path, monkeypatch):
     make_model("llama", tmp_path)
     monkeypatch.setattr(platform, "uses_transformer_engine", lambda impl: impl == "auto")
-    with pytest.raises(
-        ValueError, match="optimizer_cpu_offload = True: the GPU is shared with servers or other engines"
-    ):
+    with pytest.raises(ValueError, match="optimizer_cpu_offload = True: the engine shares its GPU"):
         start(MegatronEngine(engine_config(OFFLOAD, path=tmp_path), shared_device=SharedDevice()))

@@ -246,7 +246,7 @@ def test_server_that_is_down_is_named(connect, scripted):
     engine = connect(server.url, start_timeout_s=0.3)
     server.stop()
     server.stop = lambda: None
-    with pytest.raises(RuntimeError, match=f"no rollout server is left, and none came back: {server.url}"):
+    with pytest.raises(RuntimeError, match=f"no rollout server is left, and none has recovered: {server.url}"):
         ask(engine)
 
 

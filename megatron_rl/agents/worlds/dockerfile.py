@@ -119,9 +119,9 @@ def top(path: str, refuse: Refuse) -> str:
     """Return the top-level folder of a path. Raise `refuse(..)` if that folder must not be written."""
     name = PurePosixPath(path).parts[1:2]
     if not name or name[0] in ("usr", "bin", "sbin", "lib", "lib64", "etc", "dev", "proc", "sys"):
-        raise refuse("writes where the host's system is, which cannot be changed.")
+        raise refuse("writes into a system folder of the host, which is read-only.")
     if name[0] in ("tests", "logs", "solution"):
-        raise refuse("writes where the verifier's files come.")
+        raise refuse("writes into a folder of the verifier.")
     return name[0]
 
 
@@ -136,7 +136,7 @@ def copied(rest: str, cwd: str, context: Path, refuse: Refuse) -> tuple[str, dic
     for source in sources:
         found = sorted(context.glob(source.lstrip("/"))) if source.strip("./") else [context]
         if not found:
-            raise refuse(f"there is no {source} beside it.")
+            raise refuse(f"there is no {source} in the Dockerfile's folder.")
         for path in found:
             if not path.resolve().is_relative_to(context.resolve()):
                 raise refuse("copies from outside of the task's environment.")

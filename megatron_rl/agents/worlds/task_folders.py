@@ -177,8 +177,8 @@ def refuse_shown(task: Path, shown: ShownPaths) -> None:
     for path in (task, *secret, *links):
         if (holder := shown.holder(path)) is not None:
             raise ValueError(
-                f"{path}: lies in {holder}, which a container shows the policy, with tests and solution; copy the "
-                f"tasks to a folder that is not shown, or leave {holder} out of visible if it is there."
+                f"{path}: is in {holder}, which containers can read, so the policy would see tests and solution; copy "
+                f"the tasks to another folder, or remove {holder} from visible if it is listed there."
             )
 
 

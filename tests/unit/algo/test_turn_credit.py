@@ -119,7 +119,9 @@ def test_agents_are_compared_with_themselves_by_hand():
     for name in ("agent_norm", "turn_norm"):
         assert advantages(as_group(group), name, std=False) == approx([[0.0], [2.0], [-1.0]])
     plain = as_group([dialogue((PROMPT, 1.0)), dialogue((PROMPT, 0.0))])
-    with pytest.raises(ValueError, match=r"agent_norm: the trajectories carry .* and no agent; .*DebateWorkflow"):
+    with pytest.raises(
+        ValueError, match=r"agent_norm: the trajectories have the columns .*, but not agent; .*DebateWorkflow"
+    ):
         advantages(plain, "agent_norm")
 
 
@@ -293,10 +295,13 @@ def by_sequence():
 
 NAN = float("nan")
 UNFIT = {
-    "another sum": (changed(reward=2.0), "trajectory 1 with turn_rewards that add up to 1 and reward = 2: must be the"),
+    "another sum": (
+        changed(reward=2.0),
+        "trajectory 1 with turn_rewards that add up to 1 and reward = 2: must be equal",
+    ),
     "on the prompt": (changed((0, 1, 0, 0)), "trajectory 1 .* that hold 1.0 at token 1: .* 0 for a token that is not"),
     "no number": (changed((0, 0, NAN, 1)), "turn_rewards that hold nan at token 2: must be finite"),
-    "for each trajectory": (by_sequence(), "turn_rewards and rewards that are not one number for each token and one"),
+    "for each trajectory": (by_sequence(), "turn_rewards that are not per token, or rewards that are"),
     "a length": (changed((0.0, 1.0)), r"trajectory 1 with turn_rewards of shape \(2,\)"),
 }
 
@@ -311,7 +316,7 @@ def test_rewards_of_turns_that_are_not_those_of_their_dialogue_are_refused_by_na
 def test_rewards_of_tokens_and_of_turns_are_not_both_given():
     both = dialogue((PROMPT, 1.0))
     both.tokens["rewards"] = both.tokens["turn_rewards"].clone()
-    with pytest.raises(ValueError, match=r"give tokens\['turn_rewards'\] beside .*, or tokens\['rewards'\] alone"):
+    with pytest.raises(ValueError, match=r"give tokens\['turn_rewards'\] and .*, or tokens\['rewards'\] alone"):
         as_group([both])
 
 

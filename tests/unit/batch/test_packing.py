@@ -112,7 +112,7 @@ def test_count_is_a_multiple_of_what_the_pipeline_needs(lengths, multiple_of, le
 def test_longer_sequence_is_alone_or_refused():
     assert packing.least_microbatches([3, 40, 2], 10) == 2
     assert packing.plan([3, 40, 2], 10, 2) == [[1], [0, 2]]
-    with pytest.raises(ValueError, match="tokens_per_microbatch = 10: a sequence has 40 tokens"):
+    with pytest.raises(ValueError, match="tokens_per_microbatch = 10: a sequence .* has 40 tokens"):
         packing.least_microbatches([3, 40, 2], 10, allow_longer=False)
     assert packing.least_microbatches([3, 10, 2], 10, allow_longer=False) == 2
 

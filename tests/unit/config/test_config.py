@@ -585,11 +585,11 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         ),
         (
             ["algo.routing_replay=experts", "rollout.backend=sglang", "rollout.max_staleness=1"],
-            "algo.routing_replay = 'experts': rollout.interruption = 'retract' .*set rollout.interruption=abort",
+            "algo.routing_replay = 'experts': with rollout.interruption = 'retract' .*set rollout.interruption=abort",
         ),
         (
             ["algo.routing_replay=experts", "rollout.backend=sglang", "teacher.path=policy", "teacher.hint=h"],
-            "algo.routing_replay = 'experts': a teacher that is the policy itself reads prompts that no server",
+            "algo.routing_replay = 'experts': a teacher that is the policy itself reads prompts for which no server",
         ),
         (
             ["algo.routing_replay=experts_and_weights", "rollout.servers=[http://a]"],
@@ -648,7 +648,7 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (["teacher.by_source={a: {path: b}}", "teacher.path=c"], "teacher.by_source = .*: each source's own path"),
         (
             ["teacher.servers=[a]", "generation.temperature=0.7"],
-            "generation.temperature = 0.7: servers score at a temperature of 1",
+            "generation.temperature = 0.7: teacher servers compute log-probabilities at temperature 1",
         ),
         (
             ["critic.optimizer.lr=1e-5"],

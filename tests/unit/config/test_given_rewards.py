@@ -70,7 +70,7 @@ def test_a_run_does_not_start_while_its_reward_is_looked_for(tmp_path, monkeypat
 def test_a_program_that_no_other_process_can_import_is_told_what_to_do(tmp_path):
     _, (*_, last) = run(tmp_path, GUARD, "my-program.py")
     assert last.startswith("ValueError: rollout.reward = '__main__:mine'") and "cannot be imported by a name" in last
-    assert "put the function into a file beside it" in last
+    assert "move the function into a module next to it" in last
 
 
 def given(reward, **sections):

@@ -160,8 +160,8 @@ def test_other_prompts_of_the_same_number_are_refused():
     changed = [prompt | {"answer": "x"} if number == 9 else prompt for number, prompt in enumerate(numbered(10))]
     for prompts in (changed, numbered(10)[::-1], [prompt | {"level": 1} for prompt in numbered(10)]):
         other = PromptIterator(prompts, seed=7)
-        message = f"data.train: its 10 prompts have the digest '{other.digest}', and those .*'{state['digest']}'.*"
-        with pytest.raises(ValueError, match=message + "Resume with the data as they were, .*or start a new run"):
+        message = f"data.train: its 10 prompts have the digest '{other.digest}', but those .*'{state['digest']}'.*"
+        with pytest.raises(ValueError, match=message + "Resume with the same data, or start a new run"):
             other.load_state_dict(state)
     del state["digest"]  # of a checkpoint that has none
     with pytest.raises(ValueError, match="of the saved iterator None"):

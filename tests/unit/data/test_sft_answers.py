@@ -80,19 +80,19 @@ USER, ANSWER = {"role": "user", "content": "1?"}, {"role": "assistant", "content
         (
             "answer",
             {"prompt": "1?"},
-            "row 2: answer = None: must be the text of the answer, on which supervised",
+            "row 2: answer = None: must be the answer that supervised",
         ),
         ("answer", {"prompt": "1?", "answer": " "}, "row 2: answer = ' ': must be .* give every row one"),
-        ("answer", {"prompt": "1?", "answer": ["1"]}, r"row 2: answer = \['1'\]: must be the text"),
+        ("answer", {"prompt": "1?", "answer": ["1"]}, r"row 2: answer = \['1'\]: must be the answer"),
         ("answer", {"prompt": "1?" * 7, "answer": "10"}, "row 2: has 17 tokens, more than the model's context of 16"),
         ("messages", {"prompt": "1?"}, "row 2: the last of 0 messages is None: .* name the column that has it"),
         ("messages", {"messages": "1?"}, "row 2: the last of 0 messages is None"),
-        ("messages", {"messages": [ANSWER]}, "row 2: the last of 1 messages is .* behind the prompt's"),
+        ("messages", {"messages": [ANSWER]}, "row 2: the last of 1 messages is .* after at least one other"),
         ("messages", {"messages": [ANSWER, USER]}, "row 2: the last of 2 messages is {'role': 'user'.* an assistant's"),
         (
             "messages",
             {"messages": [USER, ANSWER | {"content": ""}]},
-            "row 2: the last of 2 .* text as its content",
+            "row 2: the last of 2 .* message with text or tool calls",
         ),
         ("messages", {"messages": [USER, "1"]}, "row 2: the last of 2 messages is '1'"),
     ],
@@ -160,8 +160,8 @@ def test_rows_of_other_trainers_are_taken_as_they_are(load, tokenizer):
         ({"prompt": 1.5, "answer": "1"}, "prompt 2: prompt = 1.5: must be text, or a list of messages"),
         ({"prompt": {"role": "user"}, "answer": "1"}, "prompt 2: prompt = {'role': 'user'}: must be text"),
         ({"input_ids": [1, 2.5], "answer": "1"}, "prompt 2: input_ids has 2.5: must be token ids"),
-        ({"messages": [USER], "answer": [USER]}, "row 2: answer = .*: must be the text of the answer"),
-        ({"messages": [USER], "answer": [ANSWER, ANSWER]}, "row 2: answer = .*: must be the text of the answer"),
+        ({"messages": [USER], "answer": [USER]}, "row 2: answer = .*: must be the answer"),
+        ({"messages": [USER], "answer": [ANSWER, ANSWER]}, "row 2: answer = .*: must be the answer"),
         (
             {"messages": [{"role": "user"}, {"content": "1"}], "answer": "1"},
             r"row 2: messages\[1\] = .*: must be an object",
@@ -175,7 +175,7 @@ def test_row_in_no_form_is_named(row, message, load):
 
 
 def test_number_that_a_data_frame_lacks_is_no_answer(load, tokenizer):
-    with pytest.raises(ValueError, match="row 1: answer = nan: must be the text of the answer"):
+    with pytest.raises(ValueError, match="row 1: answer = nan: must be the answer"):
         AnswerRows("k", [{"prompt": "1?", "answer": float("nan")}], tokenizer, column="answer", setting="s", context=9)
 
 

@@ -45,7 +45,7 @@ def test_training_on_data_has_every_gpu_for_its_ranks_and_starts_by_the_one_entr
     for config in (PAIRS, ANSWERS):
         assert places(0, config=config) == Places(ranks=1)
         assert places(4, "parallel.tensor=2", config=config) == Places(ranks=4, rank_gpus=list("0123"))
-        with pytest.raises(ValueError, match="--ranks 5: this host has 4 GPUs, of which each takes one; lower it"):
+        with pytest.raises(ValueError, match="--ranks 5: this host has 4 GPUs, and each rank needs one; lower it"):
             places(4, config=config, ranks=5)
     started = []
     monkeypatch.setattr(local, "run", lambda places, arguments: started.append(arguments) or 0)

@@ -241,7 +241,7 @@ def test_columns_of_the_row_go_with_prompt_and_reply():
     scorer, rest = Scorer(), {"answer": "a", "tests": ["assert f"], "level": 3}
     run([scorer], lambda reward: reward("p", "r", [1], [2], **rest), columns=["tests", "level", "lacking"])
     assert scorer.batches == [[{"prompt": "p", "reply": "r", "tests": ["assert f"], "level": 3, "lacking": None}]]
-    with pytest.raises(ValueError, match=r"args.columns = \['reply'\]: must list the row's columns"):
+    with pytest.raises(ValueError, match=r"args.columns = \['reply'\]: must list columns of the row"):
         RemoteReward(["http://a"], columns=["reply"])
 
 
@@ -269,7 +269,7 @@ def test_it_is_a_part_of_a_recipe():
     with pytest.raises(ValueError, match=r"rollout.recipe\[0\].args = {}: .*'urls'"):
         ingredients("rollout.recipe", [{"reward": part["reward"]}], None)
     config = TrainConfig(generation=GenerationConfig(n_samples=2), rollout=RolloutConfig(reward=part["reward"]))
-    with pytest.raises(ValueError, match="rollout.reward = .*'urls'; name it in rollout.recipe, where rewards have"):
+    with pytest.raises(ValueError, match="rollout.reward = .*'urls'; name it in rollout.recipe, which can give args"):
         configured_rewards(config)
     with pytest.raises(ValueError, match="args.urls = .*give at least one URL"):
         ingredients("rollout.recipe", [part | {"args": {"urls": []}}], None)

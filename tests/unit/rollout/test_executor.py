@@ -187,11 +187,11 @@ UNFIT = {
     "a device": (padded(loss_mask=torch.ones(1, 3, device="meta")), "loss_mask on meta; must be on the CPU"),
     "ids that are floats": (padded(input_ids=torch.full((1, 3), 0.5)), "input_ids that hold 0.5: must be whole"),
     "ids below 0": (changed(input_ids=torch.tensor([-100, 3])), "input_ids that hold -100: must be ids"),
-    "a mask of weights": (changed(loss_mask=torch.tensor([0.0, 0.5])), "loss_mask that holds 0.5: must be True where"),
+    "a mask of weights": (changed(loss_mask=torch.tensor([0.0, 0.5])), "loss_mask that holds 0.5: must be True for"),
     "a mask of labels": (as_batch(loss_mask=torch.tensor([-100, 1, -100, 1])), "loss_mask that holds -100"),
     "nothing to train": ([dataclasses.replace(trajectory(1), loss_mask=UNTRAINED)], "False for all 2 tokens: nothing"),
     "no tokens": (padded(attention_mask=torch.zeros(1, 3)), r"trajectories of \[0\] tokens: each needs one"),
-    "other fields": ([*changed(tokens={"mine": torch.ones(2)})], "give all of them the same further fields"),
+    "other fields": ([*changed(tokens={"mine": torch.ones(2)})], "give all trajectories the same further fields"),
     "a batch's numbers": (as_batch(rewards=torch.tensor([NAN, 1.0])), r"rewards = \[nan, 1.0\]"),
 }
 
@@ -297,7 +297,7 @@ def test_server_that_keeps_old_weights_is_a_failure_and_not_sampled_for_ever(mak
     executor = make(max_staleness=0, episode_attempts=2)
     executor.engine.version = 7
     workflow = Scripted(lambda data, _: [trajectory(data["n"], version=6)])
-    with pytest.raises(RuntimeError, match="tokens of policy version 6, and the episode began at version 7"):
+    with pytest.raises(RuntimeError, match="tokens of policy version 6, but the episode began at version 7"):
         executor.prepare_batch(({"n": n} for n in itertools.count()), workflow, 2)
 
 

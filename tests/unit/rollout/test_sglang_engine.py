@@ -53,7 +53,7 @@ def test_a_step_takes_as_many_rows_as_config_or_loader_say_and_goes_on(config, p
 @pytest.mark.parametrize(
     ("prompts", "count", "words"),
     [
-        (ROWS, None, "prepare_batch: count = None: must be at least 1 where neither the config nor the prompts say"),
+        (ROWS, None, "prepare_batch: count = None: must be at least 1, because neither the config nor the prompts say"),
         (ROWS, 0, "prepare_batch: count = 0: must be at least 1"),
         ([], 1, "prepare_batch: prompts has no rows; give at least one"),
         (["2 + 2"], 1, "prepare_batch: prompts gave str; must give rows, each a dict, or lists of them"),

@@ -91,9 +91,7 @@ def test_a_list_of_functions_is_a_sum_of_rewards(tmp_path):
 
 def test_what_cannot_be_sent_to_another_process_is_named(tmp_path):
     lock = threading.Lock()
-    with pytest.raises(
-        ValueError, match="rollout.reward: TypeError: .*lock.*; make such a thing inside of the function"
-    ):
+    with pytest.raises(ValueError, match="rollout.reward: TypeError: .*lock.*; create that inside the function"):
         made(tmp_path, lambda completions, **_: lock.locked())
 
 

@@ -102,9 +102,9 @@ def test_a_stream_other_than_planned_is_refused(flat_below, monkeypatch):
     buckets = plan_buckets(specs_of(tensors), 1 << 20)
     swapped = [(name, tensors[name]) for name in ("layer.0.weight", "layer.2.weight", "layer.1.weight")]
     for stream, message in (
-        (swapped, r"layer.1.weight, .*\(11, 7\) was planned, and layer.2.weight, .* came"),
-        (swapped[:1], "layer.1.weight, .* was planned, and nothing came"),
-        ([*tensors.items(), *swapped], "layer.0.weight, .* came after all that was planned"),
+        (swapped, r"layer.1.weight, .*\(11, 7\) was planned, but layer.2.weight, .* came"),
+        (swapped[:1], "layer.1.weight, .* was planned, but nothing came"),
+        ([*tensors.items(), *swapped], "layer.0.weight, .* came after the last planned tensor"),
         ([(name, tensor.double()) for name, tensor in tensors.items()], "float64.* came"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -37,7 +37,7 @@ def has(family, feature):
 def test_reply_ends_as_the_template_ends_a_turn(family, said):
     tokenizer = tokenizer_of(family)
     if not has(family, "reply"):
-        with pytest.raises(ValueError, match=r"the chat template opens a reply with '<think>\\n'"):
+        with pytest.raises(ValueError, match=r"the chat template ends the prompt with '<think>\\n'"):
             with_replies(tokenizer, {"messages": ASKED}, [said])
         return
     prompt, reply = with_replies(tokenizer, {"messages": ASKED}, [said])
@@ -58,7 +58,7 @@ def test_thought_is_trained_or_the_row_is_refused(family):
         try:
             prompt, ids = with_replies(tokenizer, {"messages": ASKED}, [reply])
         except ValueError as error:
-            assert re.search("does not show|opens a reply with", str(error))
+            assert re.search("does not show|ends the prompt with", str(error))
             assert "reasoning_content" not in reply or not has(family, "thought")
             continue
         text = tokenizer.decode(ids)

@@ -224,8 +224,8 @@ def test_a_dockerfile_is_files_variables_and_commands(tmp_path):
         ("ADD https://x.org/y /app/", "from elsewhere"),
         ("COPY ../secret /app/", "from outside|there is no"),
         ("COPY gone.txt /app/", "there is no gone.txt"),
-        ("COPY x.txt /usr/bin/python3", "the host's system is"),
-        ("COPY x.txt /tests/", "the verifier's files"),
+        ("COPY x.txt /usr/bin/python3", "a system folder of the host"),
+        ("COPY x.txt /tests/", "a folder of the verifier"),
         ("USER app", "cannot be had without docker"),
         ('ENTRYPOINT ["x"]', "cannot be had without docker"),
     ],
@@ -325,7 +325,7 @@ def test_a_task_folder_in_a_system_path_that_containers_show_is_refused(kind, ta
             inner = f"2 1 8:1 {task} {system}/lib/python rw - ext4 /dev/sda rw"
             mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda rw\n{inner}\n")
             monkeypatch.setattr(shown_paths, "MOUNTS", mounts)
-    with pytest.raises(ValueError, match="which a container shows the policy, with tests and solution; copy the tasks"):
+    with pytest.raises(ValueError, match="so the policy would see tests and solution; copy the tasks"):
         TaskFolder({"task": str(task)}, **OPTIONS)
     with pytest.raises(ValueError, match="copy the tasks"):
         task_prompts(str(task))
