@@ -34,11 +34,11 @@ class AgentWorkflow(RolloutWorkflow):
 
     Every dialogue with the proxy becomes a trajectory with that reward, and all trajectories form one group. If the
     agent returns a list, the list must have one reward per reply, in the order received. A trajectory's reward is then
-    the sum over its replies. `sequence["turns"]` is a dialogue's number of replies, and `sequence["sample"]` the number
-    of its sample.
+    the sum over its replies. `sequence["turns"]` is the number of replies in a dialogue, and `sequence["sample"]` is
+    the index of its sample.
 
-    The agent must be a module-level function, because worker processes import it. At the end of a run, its process is
-    killed, with all processes that it started.
+    The agent must be a module-level function, because worker processes import it. When an agent's run ends, its process
+    is killed, with all processes that it started.
 
         def agent(base_url, api_key, data):  # chat completions and Responses; Anthropic's clients add /v1 themselves
             client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -73,7 +73,7 @@ class AgentWorkflow(RolloutWorkflow):
         tool_format: the model's format for calls, a key of `tool_formats.FORMATS`, or auto to detect it from the chat
         template.
         proxy: fields of ProxyAddress, for agents on other hosts.
-        log_folder: folder for the agents' output, one file per sample. With a config it is
+        log_folder: folder for the agents' output, one file per sample. If a config sets up the workflow, the default is
         `agents` in run.folder.
         constrained: what to do if an agent demands a JSON format, a tool by name or any tool (`required`). `refuse`
         rejects JSON formats and tools by name, and samples freely for `required`. `untrained` enforces all three by a

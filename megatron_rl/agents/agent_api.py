@@ -41,7 +41,7 @@ class Answer:
 
 
 class AgentApi(abc.ABC):
-    """Base class of the APIs. An object serves one session, and may store what the agent can refer to later."""
+    """Base class of the APIs. Each instance serves one session, and may store what the agent can refer to later."""
 
     path: str
     shows_thoughts = False

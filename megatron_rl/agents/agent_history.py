@@ -16,10 +16,10 @@ from megatron_rl.workflows.tools import THINK, THOUGHT, ends_a_thought
 
 NO_REPLY, TOOLS, AGAIN, OTHER = "", "tools", "again", "other"
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles that may be the reason for a new trajectory: the role of the first message that differs (OTHER: another role).
+"""Reasons why a request starts a new trajectory: usually the role of the first message that differs from earlier ones.
 
-The other reasons are TOOLS, for other tools, and AGAIN, for a state that was already continued. NO_REPLY: the request
-begins a dialogue.
+OTHER stands for any other role. TOOLS: the request's tools differ. AGAIN: the dialogue's state was already continued.
+NO_REPLY: the request begins a dialogue, so it contains no reply.
 """
 
 
@@ -78,12 +78,12 @@ def canonical_value(value: Any) -> Any:
 
 
 class History:
-    """An agent's dialogues so far. They show why a request continues none of them."""
+    """Hashes of an agent's dialogues so far, used to find out why a request continues none of them."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._first: set[str] = set()
-        """Canonical hashes of the dialogues' first messages alone, without tools."""
+        """Canonical hashes of each dialogue's first message alone, without tools."""
 
     def add(self, names: list[Beginning], messages: list[Message]) -> None:
         self._known.update(name.canonical for name in names)

@@ -78,7 +78,7 @@ class Line:
 
     conversation: Conversation
     split: str
-    """Why the dialogue continues no earlier one, or shares only its beginning; empty if the request had no replies."""
+    """Reason why this dialogue is not a continuation of an earlier one, as returned by `History.reason`."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class State:
     replies: int
     last_reply: list[int]
     name: str
-    """Hash of the exact messages. States of other dialogues may have the same canonical hash."""
+    """Hash of the exact messages, to choose among states that have the same canonical hash."""
     is_continued: bool = False
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
@@ -123,7 +123,7 @@ class AgentSession:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """Context of the task that created the session. Requests run in this context.
 
-    The HTTP server's own tasks would not do, because they belong to no attempt at an episode.
+    The contexts of the HTTP server's own tasks are not used, because those tasks belong to no attempt at an episode.
     """
     is_over: bool = False
 
@@ -201,7 +201,7 @@ class AgentSession:
         return len((await self._prompt(body))[0])
 
     async def _prompt(self, body: dict[str, Any]) -> tuple[Conversation, State | None, list[Message]]:
-        """Return the request's dialogue up to the reply, the state that it continues (or None), and its messages."""
+        """Return the dialogue up to the new reply, the state that the request continues or None, and its messages."""
         check(body, OPTIONS)
         messages, tools = messages_of(body), tools_of(body)
         names = beginnings(messages, tools)
@@ -276,7 +276,7 @@ class AgentSession:
 
     @contextmanager
     def _marking(self, parent: State | None) -> Iterator[None]:
-        """If the block raises ContextOutgrown, mark the dialogue up to `parent` as cut off for lack of room."""
+        """If the block raises ContextOutgrown, mark the dialogue of `parent` as cut off unless it was continued."""
         try:
             yield
         except ContextOutgrown:
@@ -287,7 +287,7 @@ class AgentSession:
     async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
         """Render and tokenize messages, in a thread if they are long.
 
-        ContextOutgrown if the context cannot hold so many characters.
+        ContextOutgrown if the context cannot hold the text, however long its tokens are.
         """
         characters = len(json.dumps(rendered, ensure_ascii=False))  # templates also write keys and numbers
         # Refuse by length alone: tokenizing megabytes takes seconds.

@@ -6,7 +6,7 @@ capabilities and have their own namespaces: users, processes, files, and a netwo
 refuses system calls that would regain rights. The user that runs these processes owns nothing outside.
 
 The container's processes run in phases, one phase after another. Processes of one phase see each other, and the kernel
-kills them all at its end, however they were started. A later phase finds their files, but nothing else of them.
+kills them all at the phase's end, however they were started. Only their files remain for later phases.
 
 This works on Linux on x86_64, as root or if users may create namespaces. Memory is limited per process, not in total.
 System calls for memory that no process limit counts are refused. This file only imports the standard library, because
@@ -73,7 +73,7 @@ MOST_PROCESSES, MOST_OPEN_FILES = 256, 1024
 MOST_FILE_BYTES = 1 << 16
 """Maximum number of bytes of a file that the keeper returns."""
 DRAIN_S, LATE_S = 0.2, 10.0
-"""DRAIN_S: how long output is read after a command's end, since a process left running may hold the pipe open.
+"""DRAIN_S: how long output is read after a command's end. A process that it left running may hold the pipe open.
 
 LATE_S: how long the keeper waits for the phase's answer in addition to a command's time limit.
 """
@@ -467,8 +467,8 @@ def run(
 ) -> dict[str, Any]:
     """Run a bash command and return its `output` and `code`: the exit status, or minus the number of a signal.
 
-    `code` is None if the time limit was exceeded. If the result has `is_full`, the command was not run, because there
-    are too many processes.
+    `code` is None if the time limit was exceeded. If the result has `is_full`, the command was not run, because no
+    further process can be started.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)

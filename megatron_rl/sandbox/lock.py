@@ -41,9 +41,9 @@ MOST_THREADS = 63
 RLIMIT_NPROC does not serve this purpose: it counts all processes of a user, and does not bind root.
 """
 READY, LOCKED = b"+", b"!"
-"""READY accompanies a listener that is sent, and tells a tool's caller that the process is locked.
+"""Bytes that a process sends to its supervisor. LOCKED: the process is locked.
 
-A process sends LOCKED once it is locked.
+READY: sent along with a filter's listener. A tool's launcher also writes it to stdout, once it is locked.
 """
 
 FREE = (
@@ -173,7 +173,7 @@ class Threads:
     def take_listener(self) -> None:
         """Receive the descriptor by which the locked process asks for threads.
 
-        Call this after that process was locked or has exited. If it sent none, its program cannot start threads.
+        Call this after that process was locked or has exited. Without a descriptor, the program cannot start threads.
         """
         self.theirs.close()
         # Does not wait: the listener was sent before the process was locked, or never, if the kernel cannot ask.
@@ -188,7 +188,7 @@ class Threads:
         self.is_locked = said == LOCKED
 
     def grant(self) -> None:
-        """Answer the kernel's question, if there is one. Close the listener once the program has exited."""
+        """Grant a thread if the kernel asks for one. Close the listener once the program has exited."""
         try:
             question = hear_question(self.listener)
             if question is None:

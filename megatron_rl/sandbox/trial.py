@@ -70,7 +70,7 @@ def script() -> str:
 
 
 def parsed_names(test: str) -> tuple[list[str], list[str]]:
-    """Return `names_of_program(test)`. For a test that is not valid Python, ValueError says what to do."""
+    """Return `names_of_program(test)`. ValueError with advice if the test is not valid Python."""
     try:
         return names_of_program(test)
     except (SyntaxError, ValueError) as error:
@@ -81,8 +81,8 @@ def names_of_program(test: str) -> tuple[list[str], list[str]]:
     """Return the names that a test takes from the program, and the standard modules that it uses without an import.
 
     The test takes all names that it does not define itself. A built-in name means Python's built-in, even if the
-    program redefines it. The exception is a test that uses only built-ins, such as `assert sum([1, 2]) == 3`. From it,
-    the first built-in that is called without a call among the arguments is taken from the program.
+    program redefines it. The exception is a test that takes no other names, such as `assert sum([1, 2]) == 3`. Then
+    the first built-in that it calls is taken from the program. A call whose arguments contain calls does not count.
     """
     tree = ast.parse(test)
     loaded, bound, called_names, holders = set(), set(), [], set()
@@ -129,7 +129,7 @@ def run_test(test: str, names: list[str], modules: list[str], questions: int, an
 
 
 def run_defined(test: str, scope: dict[str, Any]) -> None:
-    """Run what a test defines but does not use: functions that pytest would collect, and unittest cases."""
+    """Run what a test defines but does not run itself: functions that pytest would collect, and unittest cases."""
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     for name, found in list(scope.items()):
         if name in used:
@@ -196,9 +196,9 @@ def give_up() -> NoReturn:
 
 
 def raised(name: str, words: str) -> Exception:
-    """Return the built-in exception of that name; RuntimeError if the name is not that of a built-in Exception.
+    """Return the built-in exception of that name; RuntimeError if no built-in subclass of Exception has the name.
 
-    So the result is never one of the other exceptions, such as SystemExit.
+    Other exceptions, such as SystemExit, are therefore never returned.
     """
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception):

@@ -32,7 +32,7 @@ class ServerLate(ServerFailed):
 
 
 class McpTools(ToolUse):
-    """Lets the policy call the tools of MCP servers. The reward function scores a reply without calls, the answer.
+    """Lets the policy call the tools of MCP servers. The reward function scores the answer: a reply without calls.
 
     For example:
 

@@ -65,7 +65,10 @@ class OpenEnv(ToolUse):
         return opening | {"tools": [tool.schema for tool in self.tools.values()]}
 
     async def act(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Take one action and return its result. ToolError if it does not match the schema or the episode is over."""
+        """Take one action and return its result.
+
+        ToolError if the action does not match the schema, or if the episode is over.
+        """
         async with self._one_at_a_time:
             if self.is_done:
                 raise ToolError("the episode is over")

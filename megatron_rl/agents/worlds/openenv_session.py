@@ -66,7 +66,7 @@ class Session:
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Return the result of an action. ToolError if the action does not match the schema.
 
-        The caller must wait for this before the next action.
+        The caller must wait for the result before the next action.
         """
         return await self._ask("step", action)
 

@@ -100,7 +100,7 @@ class Container:
     async def run(self, command: str, cwd: str, env: dict[str, str], *, time_s: float) -> tuple[int | None, str]:
         """Run a bash command. Return its exit status (None if it exceeded `time_s`) and its output.
 
-        ContainerFull if too many processes run: those in the container, or the host's if none run in the container.
+        ContainerFull if no process can be started: too many run in the container, or on the host if it has none.
         """
         what = {"do": "run", "command": command, "cwd": cwd, "env": env, "time_s": time_s, "most_bytes": MOST_BYTES}
         answer = await self._ask(do="ask", what=what)

@@ -1,9 +1,9 @@
 """Task folders of Harbor and Terminal-Bench 2: task.toml, instruction.md, environment/Dockerfile, tests/test.sh.
 
 The policy works in a container without docker. The verifier runs after the policy has finished. By then all of the
-policy's processes are dead, and the folder of the tests, that of the reward, home and the temporary folder are new. So
-the policy can affect the verifier only through the files that it has written. A verifier that executes such files gives
-them its own rights.
+policy's processes are dead. The home folder, the temporary folder and the folders of tests and reward are new. So the
+policy can affect the verifier only through the files that it has written. If a verifier executes such a file, the file
+has the verifier's rights.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def game_prompts(
 class TextGames(RolloutWorkflow):
     """Plays `gconfig.n_samples` games per prompt, all with the prompt's seed.
 
-    Each seat gives a trajectory with its own reward. `sequence["agent"]` is the seat's number and `sequence["sample"]`
-    the game's. If a game runs out of turns or tokens, all its rewards are 0.
+    Each seat yields a trajectory with its own reward. `sequence["agent"]` is the number of the seat, and
+    `sequence["sample"]` the number of the game. If a game runs out of turns or tokens, all its rewards are 0.
 
         workflow = TextGames(reward, GenerationConfig(n_samples=4), tokenizer, "TicTacToe-v0", max_tokens=2048, seats=2)
     """

@@ -109,7 +109,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._accepted: set[Request] = set()
-        """Requests that were admitted from `_door` and are not finished."""
+        """Requests that have passed the door and are not finished."""
         self._commands: deque[_Command] = deque()
         self._stopping = False
         self._has_ended = False
@@ -207,7 +207,10 @@ class Batcher:
     # Called in the batcher's thread
 
     def flush_now(self) -> bool:
-        """Drop all cached keys and values. Does nothing and returns False while requests use or wait for the cache."""
+        """Drop all cached keys and values. Return False and drop nothing unless `can_flush`.
+
+        That is, no request may be running and, unless the batcher is paused, none may be waiting.
+        """
         if not self.can_flush():
             return False
         self.kv_rows.forget_prefixes()
@@ -217,7 +220,7 @@ class Batcher:
         return not self._running and (self.paused or not (self._waiting or self._door))
 
     def release(self, tags: Iterable[str]) -> None:
-        """Free parts of MEMORY. While requests use or wait for the cache, raise ValueError and free nothing."""
+        """Free parts of MEMORY. Unless `can_flush`, raise ValueError and free nothing."""
         if not self.can_flush():
             raise ValueError(
                 f"release_memory_occupation: {self.running_requests} running and {self.waiting_requests} queued "

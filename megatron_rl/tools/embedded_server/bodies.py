@@ -1,9 +1,9 @@
 """Reads request bodies, with limits on size, time, total memory and the cost of parsing.
 
-A body is refused if its announced or actual size is too large, or if it arrives too slowly. If all bodies in progress
-together need too much memory, the largest is dropped. JSON is parsed in separate threads, two bodies at a time, so that
-the event loop stays responsive. A body with too many lists and objects is refused before parsing, because Python's
-garbage collector would block all threads for seconds.
+A body is refused if its announced or actual size is too large, or if it arrives too slowly. If all bodies together need
+too much memory, the largest of those still being read is dropped. JSON is parsed in separate threads, two bodies at a
+time, so that the event loop stays responsive. A body with too many lists and objects is refused before parsing, because
+Python's garbage collector would block all threads for seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALL_BODIES_BYTES = 512 * 1024**2
 """Maximum total size of all bodies that are being read or are in use."""
 FIRST_S = 20.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""A body must arrive within FIRST_S plus its size divided by this rate."""
+"""Minimum rate of a body: it must arrive within FIRST_S plus its size divided by this rate."""
 MOST_CONTAINERS = 200_000
 MOST_VALUES = 2_000_000
 MOST_QUOTES = 1_000_000
@@ -102,7 +102,7 @@ class Bodies:
 
     @asynccontextmanager
     async def raw(self, http: web.Request, most: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
-        """Read a body of at most `most` bytes. The body counts towards ALL_BODIES_BYTES until this block ends.
+        """Read a body of at most `most` bytes. It counts towards ALL_BODIES_BYTES until the `async with` block ends.
 
         RequestFailed if the body is too large, too slow or dropped. ValueError if it is cut off.
         """

@@ -1,9 +1,9 @@
 """The connections of the embedded server, limited so that no client can lock out the others.
 
-A connection is a stranger until the guard has accepted a complete request on it. Both the strangers and all connections
-together are limited in number. Above a limit, a new connection replaces the oldest stranger of the peer with the most
-strangers, or an idle known client. A stranger must send a request within HEADERS_S. A client that does not read its
-response is disconnected. The run's own clients have the token and send at once, so they always get in.
+A connection is a stranger until the guard has accepted a complete request on it. The number of strangers is limited,
+and so is the number of all connections. Above a limit, a new connection replaces the oldest stranger of the peer with
+the most strangers, or an idle known client. A stranger must send a request within HEADERS_S. A client that does not
+read its response is disconnected. The run's own clients have the token and send at once, so they always get in.
 
 asyncio's own accept loop is not used. Without a free file descriptor, it would retry a thousand times at once and log
 each failure.
@@ -32,11 +32,14 @@ MOST_CONNECTIONS = 16_384
 MOST_STRANGERS = 512
 HEADERS_S = 10.0
 PROMPT_S = 1.0
-"""Grace period for new strangers, because the server may not have read their request yet."""
+"""Age up to which strangers are not closed to make room for other connections, unless there are too many strangers.
+
+The server may not have read the request of such a new stranger yet.
+"""
 LOOK_EVERY_S = 1.0
 FIRST_RESPONSE_S = 30.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""A client must read a response within FIRST_RESPONSE_S plus its size divided by this rate."""
+"""Minimum rate of a client: it must read a response within FIRST_RESPONSE_S plus its size divided by this rate."""
 NO_FILE_LEFT_S = 0.2
 
 
@@ -108,7 +111,7 @@ class Connections:
 
     @contextmanager
     def request(self, http: web.Request) -> Iterator[None]:
-        """Mark the connection as handling a request while this block runs."""
+        """Mark the connection as handling a request inside the `with` block."""
         connection = self._open.get(http.transport) if http.transport is not None else None
         if connection is None:
             yield

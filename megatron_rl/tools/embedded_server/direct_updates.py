@@ -53,7 +53,7 @@ def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
 def _decoded(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
     """Decode a run of a weight's elements. Return the changed places, and their values as bits of the weight's dtype.
 
-    ValueError if the run has another dtype, unless it replaces all of its elements.
+    ValueError for an unknown dtype. A dtype other than the weight's is allowed only if the run sends all its elements.
     """
     own = model.part(run.name, run.start, run.change.count).dtype
     sent = next((dtype for dtype in SENT if str(dtype) == f"torch.{run.dtype}"), None)

@@ -42,7 +42,7 @@ def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget
 
 
 def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None:
-    """Append the log-probabilities of the prompt tokens that `span` predicts, each from the token before it.
+    """Append the log-probability of each prompt token whose preceding token is in `span`.
 
     As in SGLang, the temperature is 1.
     """

@@ -1,8 +1,9 @@
 """Access control of the embedded server. It decides from a request's headers, before the body is read.
 
 If the server has a token, clients must send it, except for OPEN_PATHS. Only a server on a loopback address may have no
-token. Without one, any process on the host may generate, but none may change the server. Requests from web pages are
-then refused. They are recognized because a browser sends the page's own Origin or, after DNS rebinding, its own Host.
+token. Without a token, any process on the host may generate, but none may change the server. Requests from web pages
+are then refused. They are recognized because a browser sends the page's own Origin or, after DNS rebinding, its own
+Host.
 """
 
 from __future__ import annotations

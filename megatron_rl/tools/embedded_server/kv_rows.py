@@ -181,7 +181,7 @@ class KVRows:
         request.row = None
 
     def wipe(self, request: Request) -> None:
-        """Zero the row of a request that produced NaN. Its next request needs finite values at masked positions."""
+        """Zero the row of a request that produced NaN: the next request needs finite values at masked positions."""
         self.cache.clear_row(request.row)
         self._rows[request.row].epoch = NEVER
 

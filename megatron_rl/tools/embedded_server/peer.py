@@ -2,7 +2,7 @@
 
 Tensors are sent one by one, as safetensors, so neither side needs memory for a second model. The peer copies each
 tensor between two turns of its batcher, and only if it still has the requested version. Until all tensors are copied,
-the receiver holds a useless mixture of weights. So the caller's `weight_version` must not be a policy's version.
+the receiver holds a useless mixture of weights. So the caller must pass a `weight_version` that no policy has.
 """
 
 from __future__ import annotations

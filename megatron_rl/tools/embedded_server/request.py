@@ -57,7 +57,7 @@ class Request:
     """Weight version when the request finished."""
     created_s: float = field(default_factory=time.monotonic)
     started_s: float = 0.0
-    """Time when the request first got a cache row. This and the next two times are monotonic seconds, 0 until set."""
+    """Time when the request first got a cache row. This and the next two come from time.monotonic(), 0 until set."""
     first_token_s: float = 0.0
     finished_s: float = 0.0
 

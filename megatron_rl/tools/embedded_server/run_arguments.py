@@ -24,7 +24,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_run_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError if no trainer could use the registration, or other hosts could reach a server without token."""
+    """Check these arguments.
+
+    ValueError if no trainer could use the registration, or if other hosts could reach a server without a token.
+    """
     if (args.register is not None) != bool(args.run):
         raise ValueError("--register and --run: must be given together; the run is the last part of its run.folder")
     if args.register is not None and args.host in ("0.0.0.0", "::"):

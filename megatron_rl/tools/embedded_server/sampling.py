@@ -19,7 +19,7 @@ _MASK64 = (1 << 64) - 1
 GREEDY_BELOW = 1e-6
 """Below this temperature, sampling is greedy, as in SGLang. Dividing by a smaller temperature would overflow."""
 HOTTEST = 1e37
-"""Higher temperatures are lowered to this, because float32 holds it and its inverse. Sampling is uniform by then."""
+"""Maximum temperature; higher ones are lowered to it. Sampling at it is uniform. It and its inverse fit in float32."""
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
 """Maximum length of a stop string. Stop strings are searched for after every token."""

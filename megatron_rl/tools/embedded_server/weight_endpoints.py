@@ -64,7 +64,7 @@ class WeightEndpoints:
         """Names of groups that a thread is trying to join."""
         self._session_open = False
         self._wire = asyncio.Lock()
-        """Held while a request's buckets arrive. So requests receive one at a time, in the order in which they came."""
+        """Lock held while a request's buckets arrive, so that requests receive one at a time, in order of arrival."""
 
     def routes(self) -> list[web.RouteDef]:
         posts = {
@@ -213,7 +213,7 @@ class WeightEndpoints:
     async def _receive_aside(self, arrivals: list[Arrival], body: dict[str, Any]) -> None:
         """Receive buckets while the server generates, then write them between two turns.
 
-        RuntimeError, with the weights unchanged, if a broadcast breaks.
+        RuntimeError if a broadcast breaks; the weights are then unchanged.
         """
         async with self._wire:
             tensors = await in_thread(lambda: list(arriving(arrivals, {})))
@@ -222,8 +222,8 @@ class WeightEndpoints:
     async def _receive_in_place(self, arrivals: list[Arrival], body: dict[str, Any]) -> None:
         """Receive buckets into the weights, in the batcher's thread.
 
-        RuntimeError, with old and new weights mixed, if a broadcast breaks: at once if a group member dies, and at the
-        group's timeout, as for the publisher, if one hangs.
+        RuntimeError if a broadcast breaks; old and new weights are then mixed. If a group member dies, the error
+        comes at once. If a member hangs, it comes at the group's timeout, as on the publisher's side.
         """
 
         def receive() -> None:
@@ -284,7 +284,7 @@ class WeightEndpoints:
             raise ValueError(f"lora_path = {shown(folder)}: {error}") from error
 
     def _refuse_flush(self, body: dict[str, Any]) -> bool:
-        """Return True if the update flushes the cache; ValueError if it cannot, because paused requests use it."""
+        """Return True if the update flushes the cache; ValueError if paused requests still use the cache."""
         flush = field(body, "flush_cache", bool, True)
         if flush and self.batcher.running_requests:
             raise ValueError(
@@ -422,8 +422,8 @@ class Arrival:
     def begin(self, memory: Mapping[str, torch.Tensor | None]) -> tuple[list[torch.Tensor], deque[dist.Work]]:
         """Start the broadcasts. Return the tensors to fill and the pending works: one per tensor, or one for all.
 
-        memory: by tensor name, the memory to receive into. A new tensor is used if it is None, missing or on another
-        device, and for flattened buckets.
+        memory: {tensor name: memory to receive into}. If the memory is None, missing or on another device, or if the
+        bucket is flattened, a new tensor is allocated.
         """
         if self.flattened:
             pieces = [torch.empty(sum(spec.nbytes for spec in self.specs), dtype=torch.uint8, device=self.device)]

@@ -75,9 +75,9 @@ class Activations:
     def of_stage(self, stage: int, rows: int, microbatches: int) -> tuple[float, float]:
         """Return the bytes at the two fullest moments of a pipeline stage, for all its microbatches in flight.
 
-        The first moment is the end of the last forward pass, when the head needs memory in addition. The second is in
-        the backward pass that follows, which recomputes activations. rows: number of rows of one microbatch on one
-        context rank.
+        The first moment is the end of the last forward pass, when the head needs additional memory, not counted here.
+        The second is in the backward pass that follows, which recomputes activations. rows: number of rows of one
+        microbatch on one context rank.
         """
         parallel = self.config.parallel
         chunks = [self._runs(chunk) for chunk in layers_of_stages(self.arch, parallel, self.megatron)[stage]]
@@ -106,8 +106,7 @@ class Activations:
         return rows * self.itemsize * (width + 3 * arch.hidden)
 
     def between_stages(self, stage: int, rows: int, microbatches: int) -> float:
-        """Return the bytes of the stage inputs and outputs that the pipeline schedule keeps, one of each per pass in
-        flight."""
+        """Return the bytes of stage inputs and outputs that the schedule keeps: one of each per pass in flight."""
         parallel = self.config.parallel
         if parallel.pipeline == 1:
             return 0.0

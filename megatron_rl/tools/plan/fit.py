@@ -289,7 +289,7 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
 
 
 def _cut(config: TrainConfig, changes: dict[str, Any]) -> dict[str, str]:
-    """Return Megatron's option for an uneven pipeline, if the stages do not divide the policy's layers; else none."""
+    """Return Megatron's option for an uneven pipeline if the layers do not divide evenly among the stages, else {}."""
     layers = read_architecture(config.model.path).layers
     count = changes.get("parallel.pipeline", 1) * config.parallel.virtual_pipeline
     return {"pipeline_model_parallel_layout": nearly_even(layers, count)} if layers % count else {}

@@ -172,7 +172,7 @@ def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> floa
 
 
 def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
-    """Return the number of parameters in one rank's shard if its parameters are sharded over the replicas."""
+    """Return the number of parameters in one rank's shard. shares: the parameters to be sharded over the replicas."""
     parallel = engine.parallel
     replicas = world_size // (parallel.tensor * parallel.pipeline)  # context ranks are replicas too
     expert_replicas = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
@@ -377,7 +377,7 @@ class ServerMemory:
 
     @property
     def replies(self) -> int:
-        """Number of full-length replies, each with its own longest prompt, whose KV cache fits at the same time."""
+        """Number of full-length replies, each with a longest prompt of its own, whose KV caches fit together."""
         if self.state_per_reply == 0:
             return self.replicas * max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
         one = self.state_per_reply + self.kv_per_token * self.longest_sequence

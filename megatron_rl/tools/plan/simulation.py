@@ -74,9 +74,9 @@ class Group:
     lengths: list[int]
     requeues: int = 0
     asked_at: int = 0
-    """Policy version when its replies were requested."""
+    """Policy version when the group's replies were requested."""
     oldest: int | None = None
-    """Policy version at which its first token was sampled."""
+    """Policy version with which the group's first token was sampled."""
     left: int = 0
     """Number of unfinished replies."""
 

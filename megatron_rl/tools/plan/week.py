@@ -46,7 +46,7 @@ class Record:
     """The results of a simulated period. Shares are between 0 and 1."""
 
     groups_per_s: float
-    """Groups trained per second, without those whose training a trainer failure undid."""
+    """Groups trained per second, not counting training that was lost because the trainer died."""
     server_deaths: int
     trainer_deaths: int
     lost_tokens: float

@@ -27,7 +27,7 @@ NOTE = "Simulated: no run on GPUs has checked these figures. The times of a toke
 
 @dataclass(frozen=True)
 class Scale:
-    """Scale of a simulation: real replies of a group per simulated reply, and real groups per simulated group."""
+    """How many real replies of a group a simulated reply stands for, and how many real groups a simulated group."""
 
     replies: int
     groups: int
@@ -44,8 +44,8 @@ class Scale:
 
 
 def simulate_days(plan: Plan, days: float, *, seed: int = 0) -> tuple[float, Record]:
-    """Return the samples trained per second, and the full record. Equal seeds draw the same faults and lengths for
-    every setting."""
+    """Return the samples trained per second, and the full record. Plans simulated with equal seeds have the same
+    random faults and reply lengths."""
     chances, samples = Chances(seed), plan.batch.requests / plan.batch.prompts
     record = Days(workload(plan, chances), job(plan), chances).run(days * DAY_S)
     simulated = max(1, plan.batch.prompts // Scale.of(plan).groups)
@@ -53,7 +53,7 @@ def simulate_days(plan: Plan, days: float, *, seed: int = 0) -> tuple[float, Rec
 
 
 def workload(plan: Plan, chances: Chances) -> Workload:
-    """Return a plan's workload with fewer replies. Each costs a server as much as the replies it stands for."""
+    """Return a plan's workload, scaled down. A simulated reply costs as much as the real ones that it stands for."""
     scale, batch, rollout = Scale.of(plan), plan.batch, plan.config.rollout
     each = scale.replies * scale.groups
     slots = max(1, round(plan.slots / each))

@@ -21,7 +21,7 @@ TARGETS = {
 
 
 def budget(found: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return each target's figure in the update (None if it was not observed), and what causes the overhead.
+    """Return each target's figure in the update (None if not observed), and the code lines that cause overhead.
 
     `waits`: {host sync and its code line: count in the update}, for lines of this package and of megatron.core.
     `exposed`: the collectives that do not overlap with computation, by kind, group and code line.

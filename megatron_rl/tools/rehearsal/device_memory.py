@@ -1,7 +1,8 @@
 """Records allocations and frees on a rehearsed device by code line and part, and finds the peak.
 
-A storage's part is what it is finally used for, and counts from its allocation on. For example, a tensor that autograd
-keeps is an activation from the forward pass on. So parts, peak and timeline are computed after the rank has finished.
+The part that `mark` finally gives a storage counts from the storage's allocation on. For example, a tensor that
+autograd keeps counts as an activation from the forward pass on. So parts, peak and timeline are computed after the rank
+has finished.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MOST_POINTS = 2_000
 
 
 class DeviceMemory:
-    """A record of the device's storages: when each was allocated and freed, counted in kernels launched."""
+    """A record of when each storage of the device was allocated and freed. Time is the number of kernels launched."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0

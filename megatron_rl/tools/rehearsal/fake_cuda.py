@@ -1,14 +1,14 @@
 """Simulates a CUDA device whose tensors have shapes, dtypes and autograd, but no data. A Ledger records each call.
 
 The shim (csrc/rehearsal) makes torch believe that the device exists. torch's FakeTensorMode computes shapes and rejects
-operations on tensors of two devices. Host tensors are real, with one exception: large tensors copied from the device,
-and tensors derived from them, which are parts of a CPU optimizer. They have neither data nor known values.
+operations on tensors of two devices. Host tensors are real, except large tensors copied from the device, and tensors
+derived from those. These exceptions belong to a CPU optimizer, and have neither data nor known values.
 
-Values on the device are not computed, again with one exception. Tensors copied from the host, and tensors that depend
-only on those, are *known*: token counts, masks, positions, routes. Their values are kept on the host, where each
-operation on them is also executed. So a mask selects the real number of rows, and only values that depend on weights
-are unknown. Code that reads an unknown value gets 1, and a copy of unknown values to the host contains 0. The ledger
-counts both. If a shape depends on an unknown value, UnknownShape is raised.
+Values on the device are not computed, except those of *known* tensors: tensors copied from the host, and tensors that
+depend only on those. Examples are token counts, masks, positions and routes. Their values are kept on the host, where
+each operation on them is also executed. So a mask selects the real number of rows, and only values that depend on
+weights are unknown. Code that reads an unknown value gets 1, and a copy of unknown values to the host contains 0. The
+ledger counts both. If a shape depends on an unknown value, UnknownShape is raised.
 
     mode = FakeCuda(ledger)
     with mode:
@@ -228,7 +228,7 @@ class FakeCuda(TorchDispatchMode):
             target.copy_(value)
 
     def _index(self, func, source: Tensor, indices: list, *rest, **kwargs) -> Any:
-        """Index by a mask as CUDA does: first find the True positions, while the host waits for their number."""
+        """Index by a mask as CUDA does: the host first waits for the number of True positions."""
         places: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):

@@ -1,7 +1,8 @@
 """Tracks the values of device tensors that are known because they came from the host.
 
-They are stored on the host, in the tensor's attribute `known`. If a tensor is overwritten with unknown values, it
-becomes unknown, and so do its views. For this, the storage that their `known` tensors share is marked.
+The values are stored on the host, in the device tensor's attribute `known`. If a tensor is overwritten with unknown
+values, the tensor and its views become unknown. To record this, `forget` marks the storage that their `known` tensors
+share.
 """
 
 from __future__ import annotations

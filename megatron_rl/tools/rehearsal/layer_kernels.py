@@ -1,4 +1,4 @@
-"""Counts the kernels of one layer, forward and backward without recomputation: the engine's, and a reference layer's.
+"""Counts the kernels of a layer of the engine and of a reference layer, forward and backward, without recomputation.
 
 The reference consists of Transformer Engine's modules. Its first half is LayerNormLinear, norms of queries and keys if
 the model has them, rotation, attention, Linear. Its second half is LayerNormLinear, SwiGLU, Linear. In a mixture, the
@@ -55,7 +55,7 @@ def kernels_of_layers(engine: MegatronEngine, packed: PackedRows, ledger: Ledger
 
 
 class ModulesAlone(nn.Module):
-    """Bare Transformer Engine modules with the shapes of the trainer's layers, to compare these with."""
+    """The reference layer: bare Transformer Engine modules with the shapes of the trainer's layers."""
 
     def __init__(self, engine: MegatronEngine, *, is_mixture: bool) -> None:
         super().__init__()

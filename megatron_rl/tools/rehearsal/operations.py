@@ -1,4 +1,4 @@
-"""Caches facts about torch operators, read from their schemas. They are needed for every call."""
+"""Reads facts about torch operators from their schemas, and caches them because every call needs them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Operation:
     written: tuple[tuple[int, str], ...]
     """(position, name) of each argument that the operator writes to."""
     returns_argument: bool
-    """True if its first result is an argument or a view of one."""
+    """True if the operator's first result is an argument or a view of one."""
     is_view: bool
     """True if the operator only returns views of its first argument: it allocates and writes nothing."""
     changes_form: bool
-    """True if it may change its arguments' shapes or storages."""
+    """True if the operator may change its arguments' shapes or storages."""
     launches: bool
     """True if a call that allocates or writes a tensor launches a kernel."""
 

@@ -194,8 +194,8 @@ def stand_in_for_world(ledger: Ledger, *, rank: int, world_size: int, local_rank
 class Objects:
     """The exchange of Python objects between ranks. Installs itself in torch.distributed.
 
-    A rank receives what previously rehearsed ranks sent (`heard`). Ranks that were not rehearsed before are assumed to
-    send the same as this one.
+    A rank receives what previously rehearsed ranks sent (`heard`). If the sender was not rehearsed before, it is
+    assumed to send the same as this rank.
     """
 
     def __init__(self, ledger: Ledger, heard: list[dict[Any, Any]]) -> None:

@@ -166,8 +166,8 @@ def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
 
 @dataclass(kw_only=True)
 class RehearsedBatch(StepBatch):
-    """A step's trajectories on a rank without peers. The rank has the tokens of all ranks, and derives from them what
-    the others would send."""
+    """A step's trajectories on a rank without peers. The rank has the tokens of all ranks. From these it derives what
+    the other ranks would send."""
 
     whole: TrajectoryBatch
 
@@ -199,8 +199,8 @@ class RehearsedBatch(StepBatch):
     def _noted(
         self, own: list[TrajectoryBatch], parts_of: Callable[[StepBatch], list[TrajectoryBatch]]
     ) -> list[TrajectoryBatch]:
-        """Store each of this rank's parts in SHARES_OF_ALL, with the parts that all ranks compute at the same time.
-        Return this rank's parts."""
+        """Return `own`, after adding each of its parts to SHARES_OF_ALL. parts_of: returns a rank's parts, given its
+        batch."""
         groups = self.plan.groups
         for rank in range(groups.data.size):
             of_rank = replace(groups, data=replace(groups.data, rank=rank))
@@ -211,14 +211,15 @@ class RehearsedBatch(StepBatch):
 
 
 def rehearsed_batch(whole: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool) -> RehearsedBatch:
-    """Distribute the trajectories of a step with a single update over the ranks of a layout."""
+    """Distribute a step's trajectories over the ranks of a layout. The step has a single update."""
     begin = packing.beginnings(whole) if share_prompts else None
     options: dict[str, Any] = {"updates": 1, "seed": 0, "begin": begin}
     return RehearsedBatch.shared_out(whole, exchange.plan_step(whole.sequences, whole.lengths, groups, **options))
 
 
 SHARES_OF_ALL: dict[int, list[TrajectoryBatch]] = {}
-"""{id of a share's `sequences`: [that share, then the shares that all ranks compute at the same time]}."""
+"""Maps id(share.sequences) of each of this rank's shares to a list: the share itself, then the shares that all
+data-parallel ranks, this one included, compute at the same time."""
 
 
 def count_for_all_replicas() -> None:

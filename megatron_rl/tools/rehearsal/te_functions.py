@@ -36,7 +36,7 @@ _unused: dict[Any, Tensor] = {}
 
 
 def unused_gradient(weight: Tensor) -> Tensor:
-    """Return the dummy gradient that autograd gets if the real one was added to `main_grad`.
+    """Return the dummy gradient for autograd, if the real gradient was added to `main_grad`.
 
     All weights of the same shape, dtype and device share one dummy.
     """
