@@ -83,7 +83,7 @@ class RolloutWorkflow(abc.ABC):
     def evaluating(cls, **arguments: Any) -> RolloutWorkflow:
         """Build the workflow that answers held-out prompts, from the constructor's arguments.
 
-        Override this if the training workflow selects by reward what it returns.
+        Override this if the training workflow selects its trajectories by reward.
         """
         return cls(**arguments)
 
@@ -327,7 +327,8 @@ class WeightReceiver(Protocol):
     def change_forms(self) -> dict[str, str | None]:
         """Return, by server URL, the form in which the server accepts weight changes.
 
-        `pickle` for an SGLang with SGLANG_DELTA_LOADER, None if it accepts no changes, else `body` (of the request).
+        `pickle`: SGLang with SGLANG_DELTA_LOADER. `body`: changes are sent as the request's body. None: the server
+        accepts no changes.
         """
 
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:

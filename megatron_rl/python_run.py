@@ -214,7 +214,7 @@ class Run:
 def config_on(
     rows: Any, model: str | Path | Mapping[str, Any], reward: Any, *, held_out: Any = None, **options: Any
 ) -> tuple[TrainConfig, Given]:
-    """Build the config and the files of a run from the arguments of Run. Raises ValueError."""
+    """Build the config, and the `Given` with the rows and functions, from the arguments of Run. Raises ValueError."""
     sections = {name: dict(part) if isinstance(part, Mapping) else part for name, part in options.items()}
     named = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     own: dict[str, dict[str, Any]] = {"model": named, "data": {}, "rollout": {}, "run": {}}

@@ -1,4 +1,4 @@
-"""Reads rows of a data set from JSON lines, Parquet, a folder saved by Hugging Face datasets, or their hub."""
+"""Reads a data set's rows from JSON lines, Parquet, a folder saved by Hugging Face datasets, or Hugging Face's hub."""
 
 from __future__ import annotations
 

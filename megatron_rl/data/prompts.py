@@ -27,7 +27,7 @@ from megatron_rl.data.row_forms import FORMS, as_prompt, check_form
 
 RESERVED = ("prompt_number", "prompt_index", "epoch")
 IMPORT_FROM = "import_from"
-"""Argument that a prompt function receives automatically, not from the config: the config's run.import_from."""
+"""Argument in which a prompt function that has it receives the config's run.import_from. A config cannot set it."""
 
 
 def load_prompts(

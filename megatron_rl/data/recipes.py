@@ -20,13 +20,13 @@ from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression, v
 PROGRAM_INSTRUCTION = "Give the whole Python program in one ```python block."
 INPUT_INSTRUCTION = "It reads the input from standard input and prints the output."
 LEAST, MOST = 2, 6
-"""Range of how many numbers a countdown problem may have."""
+"""Minimum and maximum count of numbers in a countdown problem."""
 MOST_DIGITS = 30
 """Maximum digits of an intermediate result on the way to the target."""
 
 
 def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | None = None) -> list[dict[str, Any]]:
-    """Grade-school problems (GSM8K, arXiv 2110.14168): rows with `question`, and `answer` that ends in `#### 72`.
+    """Grade-school problems (GSM8K, arXiv 2110.14168): rows with `question`, and `answer` that ends like `#### 72`.
 
     Reward: megatron_rl.rewards:last_number.
     """

@@ -55,7 +55,7 @@ def shortened(value: Any) -> str:
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
     """Return `file:line` where `function` failed: the innermost traceback line in the folder of the function's file.
 
-    Call this where the function's error is caught. If the function's result was at fault, this is the line that defines
+    Call this where the function's error is caught. If the function's result was at fault, return the line that defines
     the function. Empty for a function without Python code.
     """
     code = code_of(function)

@@ -20,11 +20,11 @@ from megatron_rl.workflows.episode_engine import KeptReplies
 
 @dataclass(kw_only=True, eq=False)
 class Episode:
-    """One prompt in progress. `number` orders the episodes of one kind by submission."""
+    """One prompt in progress. `number` is its place among all queued training prompts, or in the list of its call."""
 
     number: int
     data: dict[str, Any]
-    """The prompt's data with its `sample_key`. An iterator also adds `prompt_number`, `prompt_index` and `epoch`."""
+    """The prompt's data with its `sample_key`. PromptIterator also adds `prompt_number`, `prompt_index` and `epoch`."""
     workflow: RolloutWorkflow
     queued_s: float = field(default_factory=time.monotonic)
     is_training: bool = True

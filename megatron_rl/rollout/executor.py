@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 MOST_FAILED, MOST_REJECTED = 10, 100
-"""Maximum failed, and maximum rejected, prompts per requested group. Beyond these the call fails instead of using up
-the data set."""
+"""Limits of failed and of rejected prompts per requested group. At a limit the call fails instead of using up the data
+set. While no group has finished, the limit of failed prompts is 1."""
 
 
 @dataclass(kw_only=True)
@@ -282,16 +282,16 @@ class RolloutExecutor:
         return self._consume(taken)
 
     def _is_due(self) -> bool:
-        """Return True while a requeued prompt runs that would be too stale for any later batch.
+        """Return True while any running prompt was requeued before and would be too stale for a later batch.
 
-        The batch waits for that prompt. Otherwise prompts with long replies would be sampled repeatedly and never
-        trained.
+        The current batch waits for such a prompt. Otherwise prompts with long replies would be sampled repeatedly and
+        never trained.
         """
         oldest_allowed = self._engine.get_version() + 1 - self._config.max_staleness
         return any(episode.requeues and episode.version < oldest_allowed for episode in self._running.values())
 
     def _raise_if_hopeless(self, count: int) -> None:
-        """Raise RuntimeError if `count` groups cannot be reached, or only by using up the whole data set."""
+        """Raise RuntimeError if too many prompts failed or were rejected, or too few are left for `count` groups."""
         if self._failed >= count * (MOST_FAILED if self._finished else 1):
             raise RuntimeError(
                 f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and "
@@ -408,7 +408,7 @@ class RolloutExecutor:
 
     @property
     def _kept_free(self) -> int:
-        """Slots that training episodes leave free: one if evaluations wait and none runs, so that these progress."""
+        """Slots that training leaves free for evaluations: 1 if evaluations wait and none is running, else 0."""
         is_waiting = bool(self._evaluations) and all(episode.is_training for episode in self._running.values())
         return int(is_waiting and self._config.max_concurrent_episodes > 1)
 

@@ -1,6 +1,6 @@
-"""The share of tries of samples that failed for lack of infrastructure. If it is too large, the run stops.
+"""Stops the run if infrastructure failures end too large a share of the tries of samples.
 
-Otherwise the run would train on the samples that happened to be spared.
+Otherwise the run would train only on the samples that happened to escape these failures.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import Counter, deque
 from megatron_rl.api import InfrastructureFailure
 
 NEWEST = 256
-"""Minimum number of recent tries to judge by. Fewer say little about a service that fails occasionally."""
+"""Minimum number of recent tries to judge by. Fewer tries say little about a service that fails occasionally."""
 WINDOW_S = 60.0
 """All tries of the last WINDOW_S seconds count, even if they are more than NEWEST. Otherwise a service that is down for
 one second could stop a large run, because it fails hundreds of tries at once."""
 
 
 class FailureRate:
-    """Counts the most recent tries of samples by outcome. For use on one event loop, whose clock it uses.
+    """Counts the most recent tries of samples by outcome. Use it on one event loop only; it reads the loop's clock.
 
     For example:
 
@@ -44,9 +44,9 @@ class FailureRate:
             self._counts[self._tries.popleft()[1]] -= 1
 
     def excess(self) -> str | None:
-        """Return a message with the failures if they exceed the limit.
+        """Return a message with the failures if their share exceeds the limit, else None.
 
-        None otherwise, and until NEWEST tries have ended.
+        Always None before NEWEST tries have ended.
         """
         tries, failed = len(self._tries), len(self._tries) - self._counts[""]
         if tries < NEWEST or failed <= self._most * tries:

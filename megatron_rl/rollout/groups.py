@@ -264,10 +264,11 @@ def mask_cut_off(group: TrajectoryBatch, result: list[Trajectory]) -> None:
 
 
 def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:
-    """Raise RuntimeError for tokens more than `max_staleness` versions older than `version`, when the episode began.
+    """Raise RuntimeError if a group has trained tokens of versions below `version` - `max_staleness`.
 
-    A server still has old weights then, or the workflow sets versions itself: a retry would get tokens as old, and fail
-    again. Older tokens within `max_staleness` are valid, because they may come from a journal.
+    version: policy version at the episode's start. Such tokens mean that a server still has old weights, or that the
+    workflow sets versions itself. A retry would fail in the same way. Tokens less stale than that are valid, because
+    they may come from a journal.
     """
     versions = trained_runs(group).values if group is not None else torch.empty(0)
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:

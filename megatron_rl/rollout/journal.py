@@ -48,7 +48,7 @@ _DTYPES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     torch.bool: "BOOL",
 }
-"""Dtype -> its name in safetensors files. Columns of other dtypes cannot be trained either."""
+"""Dtype -> its name in safetensors files. Columns of other dtypes could not be trained anyway."""
 _METADATA_BYTES = struct.Struct("<Q")
 """The first bytes of a safetensors blob: length of its JSON header."""
 
@@ -120,7 +120,7 @@ class RolloutJournal(RolloutEvents):
     def begin_file(self) -> None:
         """Begin a new file, as every checkpoint does. Return once the records so far are on the disk.
 
-        New records do not wait for the disk, which may take seconds, because the event loop writes them.
+        The disk may take seconds. New records do not wait for it, because the event loop writes them.
         """
         self.settle()
         with self._lock:
@@ -372,10 +372,10 @@ class Sampled:
 class Restored:
     """Groups and replies of earlier processes that a run resumed at `version` may still train.
 
-    Weights trained after the checkpoint were lost with their process. Tokens that they sampled count as sampled at the
-    checkpoint's version. Two distances may not exceed `max_staleness`: from a group's oldest version (counted this way)
-    to the current one, and from the checkpoint's version to the newest lost version in the group. A synchronous run
-    therefore restores only groups of the step in which it was killed.
+    Weights trained after the checkpoint were lost with their process. Tokens sampled by lost weights count as sampled
+    at the checkpoint's version. Two differences may be at most `max_staleness`: the current version minus a group's
+    oldest version (counted in this way), and the group's newest lost version minus the checkpoint's version. A
+    synchronous run therefore restores only groups of the step in which it was killed.
     """
 
     def __init__(
@@ -454,11 +454,11 @@ class Restored:
 
 @dataclass(frozen=True)
 class JournaledEpisode:
-    """One episode's access to earlier processes' journals and to this one's; an EpisodeRecord.
+    """One episode's access to the journals of earlier processes and of this process; an EpisodeRecord.
 
     A reply is identified by its request: prompt tokens, options, sample, and a running count of identical requests. So
-    each turn gets its own reply, whatever the order of completion. A turn whose prompt differs this time, for example
-    because a tool answered differently, gets a new reply.
+    each turn gets its own reply, in whatever order replies are completed. A turn whose prompt differs this time, for
+    example because a tool answered differently, gets a new reply.
     """
 
     data: dict[str, Any]
@@ -520,16 +520,20 @@ def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:
 
 
 def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
-    """Wait until nobody writes the journal in `folder`. Raises BlockingIOError, naming a writer, after `patience_s`."""
+    """Wait until no process writes the journal in `folder`.
+
+    Raises BlockingIOError, naming a writer, after `patience_s`.
+    """
     for path in sorted(Path(folder).glob(f"*{LOCK_SUFFIX}")):
         os.close(_lock(path, patience_s))
 
 
 def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
-    """Return an open file that holds the lock of a rank's journal until the file's last copy is closed.
+    """Lock a rank's journal and return the descriptor of the lock file.
 
-    The trainer passes the file to its rollout process, which keeps it open until it ends. Raises BlockingIOError if
-    another process holds the lock.
+    The lock is held until the last duplicate of the descriptor is closed. The trainer passes the descriptor to its
+    rollout process, which keeps it open until the process ends. Raises BlockingIOError if another process holds the
+    lock.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)

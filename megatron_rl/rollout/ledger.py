@@ -1,7 +1,7 @@
 """The ledger of prompts that a rollout rank has handed out and whose outcome is open.
 
-With it a resumed run, with any number of rollout ranks, takes every prompt exactly once: first the open ones, then the
-next ones. A prompt that is skipped for its success rate counts as taken.
+The ledger lets a resumed run take every prompt exactly once, even if the number of rollout ranks has changed. Open
+prompts come first, then new ones. A prompt that is skipped because of its success rate counts as taken.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Share:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Share:
-        """Return the share of a saved ledger. In earlier versions a rank had every `size`-th prompt."""
+        """Return the share of a saved ledger. In ledgers of earlier versions, a rank had every `size`-th prompt."""
         if "size" in state:
             rank = state["next"] % state["size"]
             return cls(state["size"], rank, rank + 1)
@@ -72,7 +72,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
         self._undecided: set[int] = set()
-        """Numbers in `_again` that no process has taken or skipped yet, because their rank was behind another one."""
+        """Numbers in `_again` that were neither taken nor skipped, because their rank had not reached them yet."""
         self._next = share.first
         self._open: set[int] = set()
 
@@ -99,8 +99,8 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger's state for a checkpoint.
 
-        It has the open numbers, those among them that were neither taken nor skipped yet, the next number, the share,
-        and the outcomes not yet added to the rates.
+        It holds the numbers of open prompts, which of these were neither taken nor skipped yet, the next number, the
+        share, and the outcomes not yet added to the rates.
         """
         with self._lock:
             numbers = {"open": sorted([*self._open, *self._again]), "undecided": sorted(self._undecided)}

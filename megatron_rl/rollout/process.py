@@ -52,7 +52,7 @@ class RolloutProcess(RolloutStub):
     process = RolloutProcess(folder / "rollout.log", on_death=stop)
     process.begin(Beginning(config=config, tokenizer=tokenizer, resume_point=point, ...))
     process.connect(["http://127.0.0.1:30000"])
-    batch = process.prepare_batch(8).result()  # RolloutRank.prepare_batch, over there
+    batch = process.prepare_batch(8).result()  # runs RolloutRank.prepare_batch in the process
     process.close()
     """
 
@@ -180,10 +180,10 @@ class RolloutProcess(RolloutStub):
         self._caller.tell("fail", message)
 
     def hang_report(self) -> str:
-        """Describe what the process has under way, for a run that hangs. Callable from any thread.
+        """Describe what the process is doing, for a run that hangs. Callable from any thread.
 
-        The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so.
-        If it still runs, SIGUSR2 then makes it write its stacks.
+        The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so,
+        and SIGUSR2 is sent to make it write its stacks.
         """
         try:
             return str(self._caller.start("hang_report").result(ANSWER_S))

@@ -122,7 +122,7 @@ class ReuseBuffer(RolloutEvents):
 
 
 def is_solved(group: TrajectoryBatch, solved_reward: float) -> bool:
-    """Return True if a sample reaches the reward and another has less, so that there is something to compare."""
+    """Return True if the best sample has at least `solved_reward` and not all rewards are equal."""
     best = float(group.means_of_samples(reward_of_each(group)).max())
     return best >= solved_reward and not is_uniform(group)
 

@@ -191,7 +191,10 @@ class RolloutRank(RolloutService):
         return Recording(pid=os.getpid(), wall_minus_monotonic_s=difference_s, spans=recorded, left_out=spans.left_out)
 
     def hang_report(self) -> str:
-        """Describe what is under way, and write it with all stacks to hang/rollout-N.txt. Callable from any thread."""
+        """Describe what this process is doing. Callable from any thread.
+
+        The description and all stacks are also written to hang/rollout-N.txt.
+        """
         words = self._hang_report.report()
         # Last, because the reward processes write to the same file and would interrupt a line.
         self.recipe.service.show_stacks()

@@ -96,7 +96,7 @@ class RolloutService(ServerWeights):
 
     @property
     def needs_weights(self) -> bool:
-        """True if requests wait for a publication, because no server left has the weights."""
+        """True if requests wait for a publication, because none of the remaining servers has the current weights."""
         return self._fleet.members.needs_weights
 
     @property

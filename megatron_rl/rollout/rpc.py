@@ -362,7 +362,7 @@ class RpcClient:
         return future
 
     def tell(self, name: str, /, *args: Any) -> None:
-        """Call without an answer. Does nothing if the peer is gone."""
+        """Send a call that gets no answer. Does nothing if the peer is gone."""
         with contextlib.suppress(OSError):
             self.wire.send((None, name, args, {}))
 

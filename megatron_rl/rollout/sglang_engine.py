@@ -161,9 +161,9 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
 
 
 def rows_of(source: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `source`, flattening lists. A source that is no iterator is repeated without end.
+    """Yield the rows of `source`, flattening lists. A source that is not an iterator is repeated without end.
 
-    Raises ValueError for an entry that is no row, and for a source without rows.
+    Raises ValueError for an entry that is not a row, and for a source without rows.
     """
     while True:
         is_empty = True

@@ -1,7 +1,7 @@
 """Decides when another episode may start: the admission rule of asynchronous RL (AReaL, arXiv 2505.24298).
 
-It holds only counts. The policy version counts publications, so it rises by at most one per step, however many updates
-the step has.
+The gate holds only counts. The policy version counts publications, so it rises by at most one per step, however many
+updates the step has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AdmissionGate:
     accepted: int = 0
     """Groups of this run that steps have taken, or that wait to be taken."""
     running: int = 0
-    """Running episodes that this gate admitted. `others` bypassed it; they count only for concurrency."""
+    """Running episodes that this gate admitted. `others` counts those that bypassed it, which only take up slots."""
     others: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that an object is a workflow. Errors name the user's class and line, in the first episode at the latest."""
+"""Checks that an object is a workflow, before or in the first episode. Errors name the user's class and line."""
 
 from __future__ import annotations
 

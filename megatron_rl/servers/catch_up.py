@@ -1,4 +1,4 @@
-"""Brings a late server to the current weights, between publications and without the trainer.
+"""Brings a server that lacks the current weights up to date, between publications and without the trainer.
 
 The weights come from a peer that continues to serve (embedded servers), or from the folder of the last publication. The
 server gets the version's name only after it has proved that it holds the same weights as its peers. So the name never
@@ -34,13 +34,13 @@ class Current:
     checksums: dict[ChecksumForm, dict[str, str]]
     """Confirmed checksums, for each form that a server has."""
     folder: str | None
-    """Folder from which the servers loaded these weights, if they did."""
+    """Folder from which the servers loaded these weights; None if they did not load from disk."""
 
 
 def source_for(server: ServerClient, serving: Sequence[ServerClient], current: Current) -> ServerClient | str | None:
     """Return the peer or folder to take the weights from, or None if only a publication helps.
 
-    If the server reports checksums, there must be confirmed ones of the same form to compare them with.
+    A server that reports checksums gets a source only if confirmed checksums of the same form exist for comparison.
     """
     form = server.info.checksum_form if server.info else None
     if form is not None and form not in current.checksums:
@@ -97,7 +97,7 @@ async def _let_go_on(server: ServerClient, version: str, timeout_s: float) -> No
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`. If this is cancelled, wait until the work has finished, then raise."""
+    """Await `work`. If the caller is cancelled meanwhile, still wait until the work has finished, then raise."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

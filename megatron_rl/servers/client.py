@@ -20,7 +20,7 @@ from megatron_rl.telemetry.spans import Spans
 
 PAUSE_MODES_SINCE = (0, 5, 6)
 RETRACTED_FLUSH_SINCE = (0, 5, 21)
-"""First version that flushes its cache although requests wait, for example after a pause retracted them (0.5.19)."""
+"""First version that flushes its cache while requests wait, such as retracted ones. 0.5.19 does not."""
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
 ADAPTERS = "policy"
@@ -28,7 +28,7 @@ ADAPTERS = "policy"
 
 
 class CacheAge:
-    """Number of publications that a server's oldest KV-cache entries have outlived: now, and at recent versions."""
+    """Counts the publications since a server's KV cache was last flushed, for now and for each recent version."""
 
     def __init__(self) -> None:
         self.age = 0
@@ -43,10 +43,8 @@ class CacheAge:
     def stale_tokens(self, part: ReplyPart) -> int:
         """Return how many tokens of a reply may have attended to keys computed by older weights.
 
-        Never an underestimate.
-
-        Keys found in the cache have an unknown age, so they count as old as its oldest entries. A request that spans a
-        publication keeps its keys unless that publication flushed the cache.
+        The result is never too low. Keys found in the cache have an unknown age, so they count as old as the cache's
+        oldest entries. A request that spans a publication keeps its keys unless that publication flushed the cache.
         """
         if not part.spans:  # SGLang before 0.5.19
             return len(part.sampled) if self.age else 0
@@ -79,8 +77,8 @@ class ServerClient(ServerHttp):
 
         uses_adapters: requests use the server's adapters named ADAPTERS.
 
-        vocab_size: the model's vocabulary size, if this client knows it. If the server reports a smaller one, that one
-        counts.
+        vocab_size: the model's vocabulary size, if this client knows it. If the server reports a smaller one, the
+        smaller one counts.
         """
         super().__init__(url, session, spans)
         self.freezes_steps, self.vocab_size, self.uses_adapters = freezes_steps, vocab_size, uses_adapters
@@ -150,7 +148,7 @@ class ServerClient(ServerHttp):
     async def give_sign_of_life(self, *, timeout_s: float) -> str | None:
         """Return the name of the server's weights, or None if it reports none.
 
-        Raises ServerError if the server does not answer. Paused and busy servers answer, too.
+        Raises ServerError if the server does not answer. Paused and busy servers do answer.
         """
         try:
             model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
@@ -160,7 +158,7 @@ class ServerClient(ServerHttp):
         return weights
 
     def forget_start(self) -> None:
-        """Forget which server instance has the weights, because it is about to receive new ones or has received them.
+        """Forget which server instance has the weights, because new weights are about to arrive or have arrived.
 
         The next query stores the new instance ID.
         """

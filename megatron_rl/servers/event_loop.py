@@ -82,7 +82,10 @@ async def cancel_others() -> None:
 
 
 async def in_own_thread(call: Callable[[], T], *, name: str) -> T:
-    """Run a blocking call in its own thread and return its result. Users' steps may occupy the loop's whole pool."""
+    """Run a blocking call in its own thread and return its result.
+
+    The loop's own pool could be full of users' blocking steps.
+    """
     future: Future[T] = Future()
 
     def run() -> None:

@@ -275,9 +275,9 @@ class SamplingClient(Sampler):
     ) -> ReplyPart:
         """Generate on one server. Raises ServerError if the server fails or is dropped meanwhile.
 
-        The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: if the
-        caller is cancelled, the tokens generated so far are added to it. routed: number of leading rows whose routes
-        are known.
+        The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: the
+        partial reply, to which the tokens generated so far are added if the caller is cancelled. routed: number of
+        leading rows whose routes are known.
         """
         fleet, since = self.fleet, time.monotonic()
         asked = fleet.asked(server, rid, tokens, params, routed)  # before sending: a publication may end meanwhile

@@ -45,7 +45,7 @@ LOOK_TIMEOUT_S = 10.0
 PATROL_EVERY_S = 5.0
 SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
-"""Bad replies, minus good ones since, after which a server is dropped."""
+"""Value of `Member.bad_replies` at which a server is dropped."""
 JUDGED_REPLIES, LEAST_REPLIES = 64, 16
 """Number of a server's newest replies that are judged, and the minimum for judging. The server is dropped if half of
 them lack a log-probability."""
@@ -82,7 +82,7 @@ class Member:
     failures: int = 0
     """Failures since the server's last good reply."""
     bad_replies: int = 0
-    """Number of the server's bad replies, minus the good replies since."""
+    """Count of bad replies, from which each later good reply subtracts one. Never below 0."""
     unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
     """For each of the server's newest replies: True if the reply lacked a log-probability."""
     distrusted: str | None = None
@@ -127,7 +127,7 @@ class Membership:
         self._may_catch_up = True
         self._patience_s = math.inf
         self.follows = False
-        """True if another client publishes. This client may hear of a publication after the servers do."""
+        """True if another client publishes. This client may learn of a publication later than the servers."""
         self._beat = Beat(asyncio.get_running_loop())
         self.changed = asyncio.Event()
         """Set whenever `serving` may have changed."""
@@ -259,7 +259,7 @@ class Membership:
         member.dropped_in = -1  # it failed no publication
 
     def distrust(self, server: ServerClient, trouble: str) -> None:
-        """Note a bad reply. The server becomes LOST; after BAD_REPLIES such replies it is dropped."""
+        """Note a bad reply. The server becomes LOST, and is dropped if `bad_replies` reaches BAD_REPLIES."""
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
             return

@@ -54,7 +54,7 @@ REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
 HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
-"""Maximum wait, and poll interval, for news of another client's publication whose version a reply already has."""
+"""Maximum wait, and poll interval, for news of another client's publication if a reply already has its version."""
 REPLY_READERS = 2
 """Number of threads that parse long replies, each at some millions of tokens per second."""
 FILES_FOR_OTHERS = 256
@@ -361,7 +361,7 @@ class Fleet:
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
         """Make all responding servers hold exactly these parts of their memory. Return the URLs of failed ones.
 
-        With all parts the servers resume. With fewer they are paused, requests wait, and interrupted replies are
+        With all parts the servers resume. With fewer parts they are paused, requests wait, and interrupted replies are
         requested again later. starts: URL -> number that changes with each restart of the server. Servers that fail are
         dropped. Raises CommandRefused if all refuse.
         """
@@ -395,12 +395,12 @@ class Fleet:
                 raise RequestRefused(f"{server.url}: {why}")
 
     def begin_update(self, folder: str | None = None) -> None:
-        """Begin an update. folder: the one from which the servers load the weights, if they do."""
+        """Begin an update. folder: where the servers load the weights from, if they load from disk."""
         self.check_publishable()
         self.update_is_whole, self._folder, self._held = False, folder, {}
 
     def note_held(self, server: ServerClient, held: HeldWeights) -> None:
-        """Note the weights that a server reports to hold. The publisher drops it if they are wrong."""
+        """Note the weights that a server reports to hold. The publisher drops the server if they are wrong."""
         self._held[server] = held
 
     def _confirmed(self, servers: list[ServerClient], version: str) -> Current:

@@ -176,9 +176,9 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
 
 
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:
-    """Return the routes of all rows except that of the last token, which was never an input. None if not requested.
+    """Return the routes of all rows but the last token's, which was never an input. None if routes were not requested.
 
-    An aborted reply may omit them, because its rows are requested again with the rest of the reply.
+    An aborted reply may omit the routes, because its rows are requested again with the rest of the reply.
     """
     if asked.routes is None:
         return None

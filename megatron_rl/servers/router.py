@@ -1,7 +1,8 @@
-"""SGLang's router (sglang-router 0.3) in front of the servers, which picks a server for each request.
+"""SGLang's router (sglang-router 0.3), which stands in front of the servers and picks one for each request.
 
-It forwards no control calls, does not know versions, and keeps sending requests to a restarted server without weights.
-Therefore this client tells it the set of servers after every change, before the first request that depends on it.
+The router forwards no control calls, does not know versions, and keeps sending requests to a restarted server without
+weights. Therefore this client tells it the set of servers after every change, before the first request that depends on
+the change.
 Replies with a token of an older version than the request's are rejected, because no valid server produces them.
 """
 
@@ -26,7 +27,7 @@ class Router:
         self._changing = asyncio.Lock()
 
     async def serve_with(self, urls: list[str], *, timeout_s: float) -> None:
-        """Set the router's servers and wait until it has them. Raises ServerError if it does not get them in time.
+        """Set the router's servers and wait until it lists exactly these. Raises ServerError after `timeout_s`.
 
         If a server is removed, all requests in flight are sent again, because only the router knows which server has
         them.

@@ -51,7 +51,7 @@ class Server:
     watchdog: subprocess.Popen[bytes] | None
     is_ready: bool = False
     fault: str = ""
-    """Reason for which the server was first killed, if it was."""
+    """Why the server was killed, the first reason if there were several. Empty if it was not killed."""
     looked_at: float = field(default_factory=time.monotonic)
     """Monotonic time at which the supervisor's thread last began to check the server."""
 
@@ -93,7 +93,7 @@ class ServerLauncher:
     dtype: str = "float32"
     context_length: int | None = None
     dummy_weights: bool = False
-    """Skip loading the checkpoint, because the trainer publishes weights before the first request."""
+    """True if servers skip loading the checkpoint, because the trainer publishes weights before the first request."""
     lora: LoraConfig | None = None
     """Adapters that the trainer publishes before the first request. Their targets are the last parts of
     module names."""

@@ -1,9 +1,8 @@
-"""SGLang plugin that checks the adapters that SGLang has read against the trainer's checksums.
+"""SGLang plugin that compares the adapters that SGLang has read with the trainer's checksums.
 
-SGLang has no such check of its own.
-
-Each process of a server refuses a folder whose tensors differ from those written (megatron_rl/adapter_sums.py), and
-/load_lora_adapter reports why. The run's servers find the plugin in the same way as sglang_routes.py.
+SGLang itself has no such check. With the plugin, each process of a server refuses a folder whose tensors differ from
+those that the trainer wrote (megatron_rl/adapter_sums.py), and /load_lora_adapter reports why. The run's servers find
+the plugin in the same way as sglang_routes.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def register() -> None:
 
 
 class ReadAdapters:
-    """Hooks around two SGLang methods: one receives each tensor of a folder; when the other returns, all were read."""
+    """Hooks around two SGLang methods: one is called for each tensor of a folder, the other reads the whole folder."""
 
     def __init__(self) -> None:
         self.sums: dict[str, str] = {}

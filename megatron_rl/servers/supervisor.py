@@ -115,7 +115,7 @@ class Supervisor:
         self._wait_for_starting()  # outside the lock, which their threads need
 
     def take_devices_back(self) -> None:
-        """Expect the servers to generate again."""
+        """Note that the servers have their devices back, so that they are expected to generate again."""
         self._lent.clear()
 
     @property

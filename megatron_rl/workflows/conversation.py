@@ -22,7 +22,7 @@ class Conversation:
 
         talk = Conversation(template.opening({"messages": messages}))
         talk.take(reply := await engine.agenerate(LLMRequest(rid=rid, input_ids=list(talk.ids))))
-        talk.earn(0.5)  # of this reply, where a dialogue's replies have rewards of their own
+        talk.earn(0.5)  # this reply's own reward, if the dialogue's replies have such rewards
         talk.add(template.following([{"role": "user", "content": "Are you sure?"}], reply.output_tokens))
         trajectory = talk.trajectory(reward=0.5)
     """

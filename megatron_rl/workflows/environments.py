@@ -78,7 +78,7 @@ class Environment(abc.ABC):
 
 
 class SelfCorrection(Environment):
-    """Tells the policy that its answer is wrong, until it is right.
+    """Tells the policy that its answer is wrong, until the answer is right.
 
     The reward is that of the last try, multiplied by `decay` for each earlier try.
 

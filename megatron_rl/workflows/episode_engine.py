@@ -201,7 +201,7 @@ class EpisodeEngine(Sampler):
 
     @property
     def is_lost(self) -> bool:
-        """Whether a sample has failed in all its tries. Another attempt at the episode would then only repeat them."""
+        """Whether a sample has failed in all its tries, which another attempt at the episode would only repeat."""
         return self._attempt.is_lost
 
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
@@ -272,7 +272,7 @@ def call_here() -> AbstractContextManager[None]:
 
 
 def request_name(req: LLMRequest) -> str:
-    """Return a hash of everything that determines how a reply is sampled, including the episode's sample it is for."""
+    """Return a hash of everything that determines how a reply is sampled, including the `sample_key` of its sample."""
     options = [dataclasses.asdict(req.gconfig), req.metadata.get("sample_key")]
     options += [] if req.grammar is None else [req.grammar]
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())

@@ -118,7 +118,7 @@ class Python(Tool):
                 await process.wait()
 
     async def _wait_until_ready(self, stream: asyncio.StreamReader) -> None:
-        """Wait for the interpreter to start. If it does not, the host is to blame: InfrastructureFailure."""
+        """Wait for the interpreter to start. InfrastructureFailure if it does not, because the host is to blame."""
         try:
             async with asyncio.timeout(START_S):
                 said = await stream.read(1)

@@ -37,7 +37,7 @@ REPLY = "THEREPLYSTANDSHERE"
 MARK = "THEMESSAGESTANDSHERE"
 """Placeholder for a message's content, to check that the template shows it."""
 BEFORE = ("\n", ".", "a")
-"""Texts that may stand for the preceding text, to tokenize a text that is not at the beginning of a prompt."""
+"""Possible stand-ins for the preceding text when a text that does not begin a prompt is tokenized."""
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
 """Exceptions that a template may raise if it does not support the messages."""
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -441,9 +441,9 @@ def with_marks(message: Message, number: int) -> Message:
 
 
 def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the messages and the calls such that each tool result names a call.
+    """Return messages and calls in which each tool result has the id of a call. Without results, return no calls.
 
-    Results without a call id get one, and a call is added for each result that matches none of `calls`.
+    A result without a call id gets one. A call is added for each result whose id is not in `calls`.
     """
     known, made, named = {call.get("id") for call in calls}, list(calls), []
     for number, message in enumerate(messages):

@@ -136,7 +136,7 @@ class RewardCall:
         return scored.value
 
     def _warn_once(self, failure: RewardFailed) -> None:
-        """Log a failure once per place in the code. Nobody would see it if a later attempt at the episode succeeded."""
+        """Log a failure once per place in the code. Otherwise it would go unseen if a later attempt succeeded."""
         if failure.reward and (failure.reward, failure.place) not in self._warned:
             self._warned.add((failure.reward, failure.place))
             logger.warning(

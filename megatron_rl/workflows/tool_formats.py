@@ -107,8 +107,9 @@ class Step:
 class TagForm:
     """A call format made of tags. Values are not quoted, so a value may contain the format's own tags.
 
-    A closing tag ends a value only if the rest of the reply can then be parsed. Whether it can is therefore computed
-    from the reply's end backwards (`readable`). Of several possible parses, the one with the shortest values is taken.
+    A closing tag ends a value only if the rest of the reply can then be parsed. Therefore `readable` computes from
+    the reply's end backwards where parsing can succeed. Of several possible parses, the one with the shortest values is
+    taken.
     """
 
     pattern: re.Pattern[str]
@@ -131,7 +132,10 @@ class TagForm:
         return tags
 
     def readable(self, tags: list[Tag]) -> dict[str, list[bool]]:
-        """Return for each state whether the text can be parsed from each tag on, if that tag is met in that state."""
+        """Return a dict: `[state][i]` says whether the text from tag i on can be parsed in this state.
+
+        The last entry of each list is for the end of the text.
+        """
         count = len(tags)
         can = {name: [False] * (count + 1) for name in (*self.steps, "text", "thought")}
         can["text"][count] = can["thought"][count] = True  # an unclosed thought extends to the end

@@ -15,7 +15,7 @@ class Trail(Environment):
 
     For example:
 
-        world = Trail({"trail": [3, 7, 2], "call": "open "})  # begins at box 3, whose note is 7; box 2's is 3 again
+        world = Trail({"trail": [3, 7, 2], "call": "open "})  # begins at box 3, whose note is 7; box 2's note is 3
         await world.step("open 7\\n", score)  # Turn(messages=[{"role": "tool", "content": "2\\n"}], reward=1 / 3)
     """
 

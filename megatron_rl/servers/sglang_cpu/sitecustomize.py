@@ -1,14 +1,15 @@
 """Lets SGLang start on a machine without CUDA.
 
-Python imports a module of this name first thing in every process that has this folder on PYTHONPATH; the supervisor
-puts it there for SGLang servers on hosts without CUDA, and for nothing else.
+Python imports a module of this name at the start of every process that has this folder on PYTHONPATH. Only SGLang
+servers on hosts without CUDA are started with this folder on PYTHONPATH.
 
-Each hook runs just before the module that needs it is imported. HOOKS has the version of SGLang from which a hook is no
-longer needed; from then on it is skipped.
+Each hook runs just before the module that needs it is imported. HOOKS names the first SGLang version that no longer
+needs a hook; from that version on, the hook is skipped.
 
-SGLang's imports create millions of long-lived objects. Python's collector would spend a third of the start on scanning
-them, so it runs less often here. The imports also take ten seconds of CPU time. SGLang has at least three processes,
-and spawns them because of CUDA, so that each would repeat the imports. Here they are forked from the first process.
+SGLang's imports create millions of long-lived objects. Python's garbage collector would spend a third of the start on
+scanning them, so it runs less often here. The imports also take ten seconds of CPU time. SGLang has at least three
+processes. Because of CUDA it spawns them, so each process would repeat the imports. Here the processes are forked from
+the first one instead.
 """
 
 import gc
@@ -19,7 +20,7 @@ from collections.abc import Callable
 
 
 class BeforeImport(importlib.abc.MetaPathFinder):
-    """Runs a hook once, before the module of that name is searched for; finds nothing itself."""
+    """Runs each hook once, just before Python searches for the hook's module. Finds no module itself."""
 
     def __init__(self, hooks: dict[str, tuple[Callable[[], None], str | None]]) -> None:
         self.hooks = hooks
@@ -40,7 +41,11 @@ def is_at_least(version: str) -> bool:
 
 
 def define_torchvision_operators() -> None:
-    """The wheel of torchvision on PyPI is a CUDA build, which wants `torchvision::nms` of a torch without CUDA."""
+    """Define the operators `torchvision::nms` and `qnms`, unless torch is built for CUDA.
+
+    The PyPI wheel of torchvision is a CUDA build. It requires these operators, but registers them only with a torch
+    that is built for CUDA.
+    """
     import torch
 
     if torch.version.cuda:  # torchvision's own load then, with a device or without
@@ -54,11 +59,11 @@ def define_torchvision_operators() -> None:
 
 
 def replace_cudart() -> None:
-    """Returning routed experts registers a host buffer with CUDA."""
+    """Replace the CUDA runtime, with which SGLang registers a host buffer in order to return routed experts."""
     import torch
 
     class Cudart:
-        """Host memory needs no registration where no device reads it."""
+        """Stand-in for the CUDA runtime. It registers nothing, because no device reads the host's memory."""
 
         def cudaHostRegister(self, pointer, size, flags):
             return 0
@@ -73,14 +78,18 @@ def replace_cudart() -> None:
 
 
 def replace_synchronize() -> None:
-    """Taking checksums of weights, and releasing memory, waits for the device: CUDA's where torch is built for CUDA."""
+    """Make `torch.cuda.synchronize` do nothing.
+
+    SGLang waits for its device when it takes checksums of weights or releases memory. If torch is built for CUDA, it
+    waits for a CUDA device, which this host lacks.
+    """
     import torch
 
     torch.cuda.synchronize = lambda device=None: None
 
 
 def leave_memory_unpinned() -> None:
-    """Adapters are kept in memory that is pinned for CUDA."""
+    """Ignore requests for pinned memory, which SGLang uses for adapters and which requires CUDA."""
     if "--enable-lora" not in sys.argv:
         return
     import torch
@@ -94,7 +103,7 @@ def leave_memory_unpinned() -> None:
 
 
 def let_configs_be_registered_twice() -> None:
-    """SGLang registers configs that transformers 5.19 has too."""
+    """Let SGLang register configs that transformers 5.19 already has."""
     from transformers import AutoConfig
 
     register = AutoConfig.register
@@ -102,14 +111,18 @@ def let_configs_be_registered_twice() -> None:
 
 
 def keep_to_latent_attention() -> None:
-    """DeepSeek's models read prompts with whole keys beside the cache, from which torch's attention takes its keys."""
+    """Make DeepSeek's models use latent attention (MLA) for prompts, too.
+
+    Otherwise they process prompts with whole keys that are not in the KV cache, but SGLang's `torch_native` attention
+    takes its keys from the cache.
+    """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def fork_processes() -> None:
-    """Start SGLang's processes in a fraction of a second."""
+    """Make SGLang fork its processes instead of spawning them, so that they start in a fraction of a second."""
     set_start_method = multiprocessing.set_start_method
 
     def set_fork(method, force=False):
@@ -129,7 +142,10 @@ HOOKS: dict[str, tuple[Callable[[], None], str | None]] = {
     "sglang.srt.models.deepseek_v2": (keep_to_latent_attention, None),
     "sglang.srt.utils.weight_checker": (replace_synchronize, "0.5.23"),
 }
-"""Module name -> (hook that makes it work on a CPU, first SGLang version without need of it). None: 0.5.23."""
+"""Module name -> (hook that makes the module work on a CPU, first SGLang version that does not need the hook).
+
+None: 0.5.23 still needs the hook.
+"""
 
 gc.set_threshold(100_000, 10, 10)
 sys.meta_path.insert(0, BeforeImport(dict(HOOKS)))

@@ -1,7 +1,7 @@
-"""Stands in for SGLang's compiled kernels, of which there is no CPU wheel.
+"""Stand-in for SGLang's compiled kernels, which have no CPU wheel.
 
-SGLang imports their names at start, but takes torch's own operators on a CPU without AMX: any name and submodule can be
-imported, and calling one raises.
+SGLang imports the kernels' names when it starts, but on a CPU without AMX it uses torch's own operators. So any name
+and submodule can be imported from here, and calling a kernel raises NotImplementedError.
 """
 
 import importlib.abc
@@ -12,7 +12,7 @@ __version__ = "0.0.0"
 
 
 class Missing:
-    """A kernel that is not there."""
+    """Stand-in for one kernel; calling it raises NotImplementedError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class Missing:
 
 
 class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every `sgl_kernel.x.y`, as an empty module with missing names."""
+    """Import hook that provides every `sgl_kernel.x.y` as a module whose names are all `Missing` kernels."""
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith("sgl_kernel."):
