@@ -223,7 +223,8 @@ Cut = tuple[tuple[range, ...], ...]
 def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
     """Return how megatron.core splits a model of `layers` layers into a pipeline. Needs no process group.
 
-    Raises ValueError with Megatron's reason if Megatron rejects the split, or if no stage would have some layer.
+    Raises ValueError with Megatron's reason if Megatron rejects the split, or if the split does
+    not have every layer exactly once.
     fields: JSON of the TransformerConfig fields that determine the split.
     """
     platform.prepare()

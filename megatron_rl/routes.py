@@ -19,12 +19,13 @@ COLUMN = "routes"
 """Name of the batch's column with routes, `[N, layers, slots]`. Row t is the route of token t when it is read."""
 NO_ROUTE = -1
 EXPERT_BITS, WEIGHT_BITS = 10, 21
-"""Bits of a slot with a weight, an int32: the expert is in the lowest bits, then the weight in steps of 2^-21."""
+"""Bit widths in an int32 slot with a weight: the expert is in the lowest bits, then the weight in steps of 2^-21."""
 LARGEST_WEIGHT = (1 << WEIGHT_BITS) - 1
 SHIFT_MARGIN = 0.1
-"""The map is shifted if the trainer's router agrees with a neighbouring row in this share more of the choices."""
+"""Threshold, as a share of all choices. Routes count as shifted if the trainer's choices agree that much more often
+with a neighbouring row's route than with their own row's."""
 SHIFT_ROWS = 32
-"""Minimum number of choices for a statement about a shift."""
+"""Minimum number of choices to decide whether routes are shifted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class RouteForm:
         return -(-self.total_layers * self.slots * 4 * 4 // 3)
 
     def read(self, text: str, rows: int) -> Tensor:
-        """Decode a reply's routes. Return `[rows, layers, slots]`; ValueError if these rows cannot have such routes.
+        """Decode a reply's routes. Returns `[rows, layers, slots]`. Raises ValueError if they are invalid.
 
         text: base64 of int32 `[rows, total_layers, slots]`, as SGLang sends it.
         """
@@ -113,7 +114,7 @@ def with_no_routes(routes: Tensor, rows: int) -> Tensor:
 
 
 def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor, form: RouteForm) -> None:
-    """Raise ValueError if routes have another form, or if a row that a trained token depends on has no route.
+    """Raise ValueError if routes do not have this form, or if a row that a trained token depends on has no route.
 
     The rows before a sequence's last trained token need routes, because that token is predicted from them. Later rows
     do not. loss_mask: `[N]`. cu_seqlens: `[B + 1]`.
@@ -145,8 +146,8 @@ def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor,
 def shift_fault(agreed: Tensor) -> str:
     """Return an error message if the servers' routes are shifted by a row against the tokens, else ''.
 
-    agreed: `[4]`, numbers of the trainer's own choices: those that are also in the same row of the servers' routes, in
-    the row before, in the row after, and the total.
+    agreed: `[4]` counts of the trainer's own choices. The first three count choices that are also in the servers' route
+    of the same row, the row before and the row after. The last counts all choices.
     """
     own, before, after, choices = agreed.tolist()
     margin = max(SHIFT_MARGIN, 4.0 / max(choices, 1) ** 0.5)

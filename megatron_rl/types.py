@@ -26,7 +26,7 @@ TOKEN_KEYS = {"input_ids": torch.int32, "loss_mask": torch.bool, "logprobs": tor
 
 @dataclass(kw_only=True)
 class LLMRequest:
-    """A prompt and its sampling parameters, asking for one reply.
+    """Request for one reply: a prompt and its sampling parameters.
 
     `rid` names the episode. Requests with the same rid go to one server, to reuse its prefix cache. For example:
 
@@ -122,7 +122,7 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """Tokens that a server generated, about 8 bytes each. Created when a reply is parsed, and never changed.
+    """Tokens that a server generated, about 8 bytes each. They are created when a reply is parsed, and never change.
 
     ids: `[n]` int32. logprobs: `[n]` float32, at the sampling temperature, before top-p/top-k filtering. versions: the
     policy version that sampled each token.
@@ -252,10 +252,10 @@ REUSED = "is_reused"
 
 
 class Reward(float):
-    """A reward that also stores the named parts of its weighted sum. Arithmetic on it returns plain floats.
+    """A weighted sum of named parts that also stores these parts. Arithmetic on it returns plain floats.
 
-    Reward functions need not build one: they return the parts in a dict, or rollout.recipe sums several functions.
-    A workflow builds one:
+    Reward functions need not create it: they return a dict of parts, or rollout.recipe sums several functions. A
+    workflow creates it:
 
         Trajectory.from_reply(reply, Reward(1.0, {"right": 1.0, "tagged": 0.0}))  # sequence["part/right"] is 1.0
     """

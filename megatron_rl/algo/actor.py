@@ -56,7 +56,7 @@ class PolicyActor:
         advantage_args: dict[str, Any] | None = None,
         teacher_coefficient: float = 0.0,
     ) -> None:
-        """Find the estimator and the loss. ValueError for a KL term without a reference.
+        """Find the estimator and the loss. Raises ValueError if a KL term lacks its reference.
 
         shaper: None leaves the rewards unshaped. advantage_args: replaces algo.advantage_args. teacher_coefficient:
         weight of the teacher's term in the advantages; 0 without a teacher.

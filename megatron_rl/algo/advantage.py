@@ -154,7 +154,7 @@ def remax(batch: TrajectoryBatch) -> Tensor:
 def opo(batch: TrajectoryBatch) -> Tensor:
     """r - sum(l r) / sum(l) over the group, l the trained tokens.
 
-    The baseline of least variance, if the squared gradient grows in proportion to the length.
+    This baseline minimises the variance if the squared gradient is proportional to the length.
     Source: arXiv 2505.23585
     """
     scores, group, tokens = batch["scores"].double(), members(batch), batch.sums_of_tokens(batch["loss_mask"].double())
@@ -270,7 +270,7 @@ def gdpo(batch: TrajectoryBatch, *, weights: Mapping[str, float] | None = None) 
 
     The sum is over the parts of the reward, from rollout.recipe or from a reward function that returns several.
     `weights` must be those by which the parts add up to the reward. Each part is normalised on its own, so small
-    differences in one part count fully beside larger ones in another.
+    differences in one part count as much as large ones in another.
     Source: arXiv 2601.05242
     """
     parts = {name.removeprefix(PART): column for name, column in batch.sequences.items() if name.startswith(PART)}
@@ -417,8 +417,8 @@ def compute(
     """Set `advantages` `[N]` float32, 0 for untrained tokens. Collective: every rank calls it.
 
     The batch is the whole step's. A result of shape `[B]` is normalised over samples, one of shape `[N]` over trained
-    tokens. The teacher's term, teacher_coefficient times `of_teacher`, is added without normalisation. ValueError if
-    scores or advantages are NaN or infinite, or if the result's shape fits neither.
+    tokens. The teacher's term, teacher_coefficient times `of_teacher`, is added without normalisation. Raises
+    ValueError if scores or advantages are NaN or infinite, or if the result has another shape.
     """
     wrong = int((~batch["scores"].isfinite()).sum())
     _check_finite(batch["scores"], wrong, len(batch), "the shaped reward: scores")
@@ -460,8 +460,8 @@ def is_by_trajectory(found: Tensor, batch: TrajectoryBatch) -> bool:
 def _check_finite(values: Tensor, wrong: int, count: int, what: str) -> None:
     """Raise ValueError for NaN or infinite values.
 
-    Otherwise one of them would turn the advantages of everything it is compared with into 0 or NaN. `wrong` and `count`
-    cover the values of all replicas, so that all ranks raise together.
+    Otherwise one such value would turn the advantages of all trajectories compared with it into 0 or NaN. `wrong` and
+    `count` cover the values of all replicas, so that all ranks raise together.
     """
     if wrong:
         here = (~values.isfinite()).nonzero()[:, 0].tolist()

@@ -22,7 +22,7 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
     import_from: the config's run.import_from. None allows every path; pass it only if the path was already checked
     against run.import_from.
 
-    ValueError if there is no such estimator, or if its function does not accept `args` or one of their values.
+    Raises ValueError if there is no such estimator, or if its function does not accept `args` or one of their values.
     """
     entry = _find(name, ESTIMATORS, import_from, key="algo.advantage", kind="estimator")
     entry = entry if isinstance(entry, Estimator) else Estimator(entry)  # the path points to a plain function
@@ -42,7 +42,7 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
 
 
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
-    """Return the pair loss with this name or import path, bound to `args`. A trial call on one pair checks them."""
+    """Return the pair loss with this name or import path, bound to `args`. A trial call on one pair checks both."""
     entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
     entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
     _check_arguments(entry.function, 1, args, key="preference.loss")

@@ -1,4 +1,4 @@
-"""Imitation of tokens that the policy did not sample, in addition to training on sampled ones, by weighted -log p.
+"""Imitation: a weighted -log p loss on tokens that the policy did not sample, in addition to the policy loss.
 
 The batch column `demonstrated`, float32 `[N]`, holds an imitated token's weight and 0 for all other tokens. The loss of
 an update is
@@ -25,8 +25,8 @@ from megatron_rl.types import TrajectoryBatch
 def with_demonstrations(share: TrajectoryBatch, rows: TrajectoryBatch | None) -> TrajectoryBatch:
     """Return the share with its imitated tokens marked as trained, and with the replies of `rows` appended.
 
-    rows: prompts with replies, whose reply tokens have weight 1. ValueError for a mark that is negative, NaN or
-    infinite, or on a token whose loss_mask is True.
+    rows: prompts with replies, whose reply tokens get weight 1. Raises ValueError if a weight in `demonstrated` is
+    negative, NaN or infinite, or is above 0 for a token whose loss_mask is True.
     """
     marks = share[DEMONSTRATED].float() if DEMONSTRATED in share else torch.zeros(len(share["input_ids"]))
     wrong = ~(marks.isfinite() & (marks >= 0)) | ((marks > 0) & share["loss_mask"])
@@ -50,7 +50,7 @@ def counts(share: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
 
 
 def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBatch:
-    """Return the share with each token's mark replaced by the factor of its -log p in the engine's sum.
+    """Return the share with each `demonstrated` weight replaced by the factor of -log p in the engine's sum.
 
     total: `counts` summed over all ranks.
     """

@@ -85,8 +85,8 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool = False) -> None:
     """Raise RuntimeError if trainer and servers differ by more than `threshold` nats. 0 disables the threshold.
 
-    A NaN or infinite difference raises at any threshold. is_skipped: tolerate it, because its update was already
-    skipped and counted.
+    A NaN or infinite difference raises at any threshold. is_skipped: True if the update was already skipped and
+    counted; then only finite differences raise.
     """
     # Prefer tokens of the current policy. Older ones also differ because the policy has moved.
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"

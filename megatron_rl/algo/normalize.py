@@ -1,7 +1,7 @@
 """Means and standard deviations over groups of trajectories and over whole batches, in float64.
 
 A batch covers all data-parallel ranks. A sum over tokens is a sum of per-trajectory sums, added in the trajectories'
-order. So it is bitwise the same, whichever ranks hold the tokens.
+order. So the sum is bitwise the same, whichever ranks hold the tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Ten
 def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Tensor | None = None) -> Tensor:
     """Return (v - mean) / (std + eps): `[K]` -> `[K]` float64.
 
-    mean, std: `group` or `batch`, over whose values the statistic is computed, or `none` to omit it.
+    mean, std: `group` or `batch` computes the statistic over each entry's group or over the batch; `none` omits it.
 
     shares: `shares_of` the entries' samples, to count each sample once.
 

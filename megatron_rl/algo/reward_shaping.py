@@ -2,7 +2,7 @@
 
 The steps run in this order: factor for cut-off replies, overlong penalty, division by written tokens, running
 normalisation, clip, KL penalty. If a dialogue has rewards by turn, they are multiplied by the same factors as its
-total. Whatever is added to the total, subtracted or clipped off goes on the trajectory's last trained token.
+total. Any amount that is added to the total, subtracted or clipped off goes to the trajectory's last trained token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RewardShaper:
     """
 
     def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
-        """longest_reply: tokens at which the overlong penalty is largest."""
+        """Start without history. longest_reply: length in tokens at which the overlong penalty is largest."""
         self.options, self.algo, self.longest_reply = options, algo, longest_reply
         self.moments, self.kl = RunningMoments(), KLController(algo)
         self.last: dict[str, float] = {}
@@ -215,7 +215,7 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
 def token_rewards(batch: TrajectoryBatch) -> Tensor:
     """Return the workflow's rewards by token, `[N]` float64.
 
-    Rewards by token are 0 on untrained tokens. Rewards by turn stay where they arose. A trajectory's single reward goes
+    Rewards by token are 0 on untrained tokens. A turn's reward stays in its turn. A trajectory's single reward goes
     on its last trained token.
     """
     if "rewards" in batch.tokens:

@@ -1,7 +1,7 @@
 """Advantage estimators that compare single turns of dialogues, or trajectories of one agent.
 
-A turn is a reply with at least one trained token. Turns are compared over the whole step, whichever ranks hold their
-tokens: a table with a few numbers for each turn is summed over all ranks, so each rank computes the same from it.
+A turn is a reply with at least one trained token. Turns are compared over the whole step. Each rank fills in a table,
+with a few numbers per turn, for its own tokens. The tables are summed, so all ranks compute the same results.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ def cells(*columns: Tensor) -> Tensor:
 class Turns:
     """All S trained turns of a step, trajectory by trajectory, the same on every rank.
 
-    trajectory: `[S]` int64, the turn's trajectory. number: `[S]` int64, replies that the model wrote in it before the
-    turn. returns: `[S]` float64, discounted over turns. state: two `[S]` int64, a hash of the state in which the turn
-    begins; zeros without an anchor. place: `[N]` int64, the turn of each trained token on this rank, -1 for other
-    tokens.
+    trajectory: `[S]` int64, the turn's trajectory.
+    number: `[S]` int64, how many earlier replies the model wrote in this trajectory.
+    returns: `[S]` float64, discounted over turns.
+    state: two `[S]` int64, a hash of the state in which the turn begins; zeros without an anchor.
+    place: `[N]` int64, the turn of each trained token on this rank, -1 for other tokens.
 
     For example:
 
@@ -170,7 +171,7 @@ class Turns:
 
 
 def states(batch: TrajectoryBatch, written: Tensor, anchor: str) -> Tensor:
-    """Return a 128-bit hash of the tokens before each reply, `[2, replies here]` int64.
+    """Return a 128-bit hash of the tokens before each reply on this rank, `[2, replies]` int64.
 
     States are compared by this hash alone. written: `[N]`, each token's reply, -1 for tokens that the model did not
     write. anchor: observation hashes only the tokens after the previous reply, history all of the trajectory's.

@@ -1,8 +1,8 @@
 """Distributes a step's trajectories to the ranks that train them, sending each token once.
 
-Rollout ranks share the numbers of their trajectories (lengths, rewards, prompts) with all ranks. From these every rank
-computes the same plan (batch/share_plan.py), and tokens go to the replica that computes all passes over them. Rows of a
-data set, which every rank has, are distributed by the same plan.
+Rollout ranks share the numbers of their trajectories (lengths, rewards, prompts) with all ranks. From these, every rank
+computes the same plan (batch/share_plan.py). Tokens go only to the replica that computes all passes over them. Rows of
+a data set, which every rank has, are distributed by the same plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def share_out(
     numbers made unique across rollout ranks.
 
     `seed` determines how trajectories are shuffled into `updates` optimizer steps. Greedy replies (`is_greedy`) are
-    in no step: they are only scored. With `share_prompts` a group stays together as far as even shares allow.
+    in no step: they are only scored. With `share_prompts`, groups stay together as far as balanced shares allow.
 
     Raises RuntimeError on all ranks if rollout ranks have different columns.
     """
@@ -124,7 +124,7 @@ def least_alone(
 def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool = False) -> TrajectoryBatch:
     """Return this data-parallel rank's share of a batch that every rank has, balanced like a step's batch.
 
-    With `share_prompts` the trajectories of a group stay together as far as even shares allow.
+    With `share_prompts`, the trajectories of a group stay together as far as balanced shares allow.
     """
     options = {"group": batch.sequences.get("group"), "pair": batch.sequences.get("pair")}
     if share_prompts:

@@ -1,4 +1,4 @@
-"""Packs trajectories into microbatches and shifts the labels. No other module shifts.
+"""Packs trajectories into microbatches and shifts the labels. No other module shifts them.
 
 In a trajectory, entry t belongs to token t. In a microbatch, row t is the prediction made after reading token t, and
 every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts, and `MicroBatch.source` maps back. Two
@@ -330,9 +330,9 @@ def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
 
 
 def _parts_of_family(family: Family, rows: list[int], most_rows: int) -> list[Family]:
-    """Cut a family into parts of at most `most_rows` rows, where that costs least.
+    """Cut a family into parts of at most `most_rows` rows, so that as few rows as possible are computed twice.
 
-    After a cut, the prefix shared across it is computed again.
+    If members on both sides of a cut share a prefix, each of the two parts computes it.
     """
     count = len(family.members)
     never = (sys.maxsize, 0, 0)
@@ -402,7 +402,7 @@ ATTENTION_SHARE_AT = 4096.0
 
 
 def estimated_cost(lengths: Tensor) -> Tensor:
-    """Relative cost of a forward pass per sequence: linear layers grow with the length, attention with its square."""
+    """Return each sequence's relative cost in a forward pass: linear layers cost O(length), attention O(length^2)."""
     return lengths * (1.0 + lengths / ATTENTION_SHARE_AT)
 
 

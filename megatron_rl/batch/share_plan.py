@@ -1,4 +1,4 @@
-"""Plans the update that each of a step's trajectories is trained in, and the replica that computes all passes over it.
+"""Plan of a step: the update that trains each trajectory, and the replica that computes all passes over it.
 
 The plan uses only numbers of whole trajectories, which every rank has, and no tokens. So every rank computes the same
 plan before any token is sent.
@@ -18,7 +18,7 @@ UNITS_PER_RANK = 16
 def plan_updates(count: int, updates: int, *, seed: int, group: Tensor | None = None) -> Tensor:
     """Assign each trajectory to an update: `[count]` int64. The sizes of updates differ by at most one.
 
-    group: keep the trajectories of each prompt in one update, as far as even updates allow.
+    group: keep the trajectories of each prompt in one update, as far as equally large updates allow.
     """
     generator = torch.Generator().manual_seed(seed)
     if group is None:

@@ -150,7 +150,7 @@ class StepBatch(TrajectoryBatch):
         return replace(self, tokens={key: column for key, column in self.tokens.items() if key != routes.COLUMN})
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
-        """Redistribute a per-token column `[N]` from the layout of `other`, the same step, to that of this batch."""
+        """Redistribute a per-token column `[N]` of `other`, the same step in another layout, to this batch's layout."""
         if other is self:
             return column
         one = TrajectoryBatch({"column": column}, {}, other.cu_seqlens)

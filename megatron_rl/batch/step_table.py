@@ -1,4 +1,4 @@
-"""Shares the numbers of a step's trajectories with all ranks, a few bytes for each.
+"""Shares the numbers of a step's trajectories with all ranks: a few bytes per trajectory.
 
 int64 columns belong to prompts (group number, place in the data). They are sent once per run of equal rows, because a
 group's trajectories are adjacent. Other columns are sent per trajectory.

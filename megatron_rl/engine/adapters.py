@@ -2,7 +2,7 @@
 
 Adapters are split over tensor ranks as W is: lora_A if W is split by columns, lora_B if W is split by rows. Ranks
 exchange only lora_A x, which has `rank` numbers per token and projection. tests/megatron/test_adapters.py compares each
-layout with one process.
+layout's results with those of one process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule
 
 
 class Adapter(nn.Module):
-    """This rank's part of one matrix's adapter. Maps the matrix's input and output to the adapted output.
+    """This rank's part of one matrix's adapter.
 
-    A fused matrix has several projections, each with its own part of lora_A.
+    A call takes the matrix's input and output, and returns the adapted output. A fused matrix has several projections,
+    each with its own part of lora_A.
     lora_A: `[projections x rank, this rank's columns]`; lora_B: `[this rank's rows, rank]`.
     """
 
@@ -81,9 +82,9 @@ class Adapter(nn.Module):
                 part.sequence_parallel = True  # each rank has the gradient of its rows, which Megatron sums
 
     def wide_b(self) -> Tensor:
-        """Return lora_B as `[rows, projections x rank]`, with zeros in each row outside its own projection's columns.
+        """Return lora_B widened to `[rows, projections x rank]`: each row is 0 outside its projection's columns.
 
-        Each row of the product with lora_A x then uses only its own projection's part.
+        In the product with lora_A x, each row then uses only its own projection's part of lora_A x.
         """
         if self.chosen is None:
             return self.lora_B

@@ -1,8 +1,9 @@
 """Causal attention over packed rows for Megatron's core-attention slot.
 
-On CUDA in 16-bit dtypes, it uses torch's or Transformer Engine's variable-length kernel, or FlexAttention (forks.py).
-Otherwise, it makes one SDPA call for each shape of pieces (packed_rows.py). There is no padding. A query attends only
-to its own segment and that segment's ancestors.
+On CUDA in 16-bit dtypes, it uses torch's or Transformer Engine's variable-length kernel. If the shared keys of forked
+dialogues are not copied, it uses FlexAttention instead (forks.py). In all other cases, it makes one SDPA call for each
+group of equally shaped pieces (packed_rows.py). There is no padding. A query attends only to its own segment and that
+segment's ancestors.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class PackedAttention(nn.Module):
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """How many keys before and how many after its own a query may attend to. -1: no limit."""
+        """Numbers of keys that a query attends to before and after its own key. -1: no limit."""
         return -1 if self.window is None else self.window - 1, 0
 
     def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:

@@ -1,8 +1,8 @@
 """Attention with sinks (GPT-OSS): each head has a learned logit in the softmax whose probability mass is discarded.
 
 The softmax divides by the sum of exp(score) over all keys plus exp(sink). The variable-length kernel divides by the sum
-without exp(sink). Its result is therefore multiplied by the smaller sum / the larger sum, and its backward kernel gets
-the scaled result and the larger sum.
+without exp(sink). Its result is therefore multiplied by (the sum without exp(sink)) / (the sum with exp(sink)). The
+backward kernel gets this scaled result and the sum with exp(sink).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SinkAttention(ShardedModule, PackedAttention):
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Compute dense attention with the sink as one more key.
 
-        That key and its value are 0, and the sink is added to its score through the mask.
+        The additional key and its value are 0. Its score is the sink, which the additive mask contains.
         """
         pieces, heads, n, _ = query.shape
         m = key.shape[2]

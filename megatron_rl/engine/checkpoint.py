@@ -100,7 +100,7 @@ class CheckpointWriter:
     ) -> None:
         """Start writing a snapshot of `state`, which may change as soon as this returns.
 
-        First waits until an earlier checkpoint is complete.
+        If an earlier checkpoint is still being written, this call first waits for it.
         training: tensors that training changes during the save. The writers get copies of them.
         in_background: True if training continues during the save. The writers then run at low priority.
         """
@@ -137,7 +137,7 @@ class CheckpointWriter:
         self.calls.schedule_async_request(request)
 
     def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
-        """Return Megatron's buckets, (file, key, (bytes, tensors)), with copies of the tensors of `training`."""
+        """Return Megatron's buckets, (file, key, (bytes, tensors)), with copies in place of `training`'s tensors."""
         # Compare storages, because Megatron's tensors are views. Nothing else, such as random states, changes during
         # the save.
         storages = {tensor.untyped_storage().data_ptr() for tensor in training}
@@ -153,7 +153,7 @@ class CheckpointWriter:
     def finish(self, *, wait: bool) -> bool:
         """Publish the pending checkpoint if its writers are done. Returns True if no checkpoint is pending.
 
-        Raises CheckpointError on all ranks if a writer failed. An earlier checkpoint of that name then stays intact.
+        Raises CheckpointError on all ranks if a writer failed. An earlier checkpoint of the same name stays intact.
         wait: wait until the writers are done.
         """
         if self.path is None:
@@ -199,7 +199,7 @@ class CheckpointWriter:
 
 
 def _in_words(reason: BaseException) -> str:
-    """Return an error's text, or that the writer was killed if it is Megatron's error for that."""
+    """Return an error's text. If it is Megatron's error for a killed writer, say that the process was killed."""
     return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
 
 
@@ -490,7 +490,7 @@ def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
 
 
 def _common_state(path: Path) -> dict[str, Any]:
-    """Check and read the unsharded state: megatron.core's own checks of a pickle differ between versions."""
+    """Read the unsharded state. Its pickle is checked here, because megatron.core's checks differ between versions."""
     # newer versions store it with the sharded objects, which are checked as they are read
     if (path / COMMON).is_file():
         check_objects(path / COMMON)
@@ -498,7 +498,10 @@ def _common_state(path: Path) -> dict[str, Any]:
 
 
 def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the saved schedule. Raises ValueError if it differs from this run's, except in a constant one's length."""
+    """Return the saved schedule. Raises ValueError if it differs from this run's.
+
+    If both schedules are constant, their lengths may differ.
+    """
     if mine["lr_decay_style"] == saved["lr_decay_style"] == "constant":
         saved = saved | {"lr_decay_steps": mine["lr_decay_steps"]}
     for name, key in SCHEDULE_KEYS.items():

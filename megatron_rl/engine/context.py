@@ -10,10 +10,10 @@ from megatron_rl.parallel import Axis
 
 
 class Gathering:
-    """All-gather of rows `[R, ...]` over the context axis. Overlaps with the work between construction and `rows()`.
+    """All-gather of rows `[R, ...]` over the context axis.
 
-    The backward pass overlaps too: while it computes the gradients of that work, the gradients of the gathered rows are
-    reduced to the rows' owners.
+    The transfer overlaps with the work between construction and `rows()`. In the backward pass, the gradients of the
+    gathered rows are reduced to the rows' owners while the gradients of that work are computed.
 
         gathering = Gathering(keys, context)
         queries = project(hidden)

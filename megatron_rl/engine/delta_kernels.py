@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
     taken: TakenRows
     """`[S * K]` row indices."""
     are_there: Tensor
-    """`[S * K, 1]` bool: False where fewer than K rows precede the segment."""
+    """`[S * K, 1]` bool: False for a row that does not exist, because fewer than K rows precede the segment."""
 
 
 class Calls(NamedTuple):
@@ -142,7 +142,7 @@ def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, calls: Calls
 ) -> Tensor:
-    """Do what delta_rule.gated_delta_rule does, in the queries' dtype. calls: how the rows are divided into calls."""
+    """Compute delta_rule.gated_delta_rule with the package's kernels. The result has the queries' dtype."""
     rule, inputs = kernels()[1], [query, key, value, log_decay, beta]
     if calls.by_depth is not None:
         inputs = [x.index_select(0, calls.by_depth) for x in inputs]

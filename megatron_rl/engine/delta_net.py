@@ -66,7 +66,7 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim, dtype=dtype))
 
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
-        """Map hidden states `[R / tensor, 1, H]` to the same shape. The bias, also returned, is None."""
+        """Map hidden states `[R / tensor, 1, H]` to the same shape. Also returns None, because there is no bias."""
         projected, _ = self.linear_in(hidden_states)
         # Between the two matrices, a row takes many times the memory of its hidden state: recompute these tensors in
         # the backward pass.

@@ -1,7 +1,7 @@
-"""The gated delta rule (arXiv 2412.06464) over packed rows: a recurrent state matrix per head, decayed and corrected.
+"""The gated delta rule (arXiv 2412.06464) over packed rows: each row decays and corrects a state matrix per head.
 
-Written in plain torch, one chunk of rows at a time. Each sequence starts with a zero state. Replies or dialogues that
-share a prefix start from a copy of the prefix's final state and of its last inputs to the convolution.
+This plain torch implementation computes one chunk of rows at a time. Each sequence starts with a zero state. Replies or
+dialogues that share a prefix start from a copy of the prefix's final state and of its last inputs to the convolution.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class FSDPEngine(ModelEngine):
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the attention mask of T rows, `[1, 1, T, T]` bool.
 
-        If layers have different windows, return a dict of masks by transformers' names for the kinds of layers.
+        If layers have different windows, return a dict of masks, keyed by transformers' names of the layer types.
         """
         # A sequence begins at each position 0.
         sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)

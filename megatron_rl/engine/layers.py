@@ -40,7 +40,7 @@ from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import Architecture
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of HF's norms inside latent attention. The model's other norms may use another one."""
+"""Epsilon of HF's norms inside latent attention. The model's other norms may use another epsilon."""
 
 
 class RMSNorm(nn.Module):
@@ -166,8 +166,8 @@ class LatentAttention(MLASelfAttention):
         """Project hidden states `[R / tensor, 1, H]` to queries and compressed keys.
 
         Returns the query `[R, heads, ...]`, the compressed keys (input of `expand`), None as value, and the inputs of
-        both up projections. Under context parallelism, ranks gather the compressed keys, which are a fraction of the
-        bytes of all heads' keys.
+        both up projections. Under context parallelism, ranks gather the compressed keys, which are much smaller
+        than the keys of all heads.
         """
         config, packed = self.config, packed_seq_params
         rotation = packed.rotation(self.rope)

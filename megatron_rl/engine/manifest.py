@@ -19,7 +19,7 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. An earlier checkpoint of that name stays intact."""
+    """Failure to write a checkpoint. An earlier checkpoint of the same name stays intact."""
 
 
 def write_part(folder: Path, files: list[Path], *, name: str) -> None:

@@ -248,7 +248,7 @@ class MegatronEngine(ModelEngine):
     def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
         """Return this model's distribution at each trained token, for training another engine with the same layout.
 
-        The result is on the host, with one row per trained token, in their order. With `top` > 0: the `top` most likely
+        The result is on the host, with one row per trained token, in token order. With `top` > 0: the `top` most likely
         tokens at `temperature`. With `top` = 0: hidden states and a snapshot of the output layer, which define the
         whole distribution. Only the last pipeline stage gets the result; other stages get empty tensors.
         """
@@ -519,7 +519,7 @@ class MegatronEngine(ModelEngine):
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint. Returns True if no save is pending any more. Collective: every rank calls it.
 
-        Raises CheckpointError if a writer failed; an earlier checkpoint of that name stays intact.
+        Raises CheckpointError if a writer failed; an earlier checkpoint of the same name stays intact.
         wait: wait until the writers are done.
         """
         if self.checkpoints is None:
@@ -535,9 +535,9 @@ class MegatronEngine(ModelEngine):
     def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
         """Load a HF folder or a checkpoint. Collective: every rank calls it.
 
-        An engine with adapters can also load a PEFT folder. Its checkpoints contain only the adapters.
+        An engine with adapters can also load a PEFT folder. Checkpoints of such an engine contain only the adapters.
         with_optimizer: resume the checkpoint's training state, not only its weights.
-        is_checked: skip the checksum comparison of a checkpoint that the caller has already checked.
+        is_checked: True if the caller has already compared the checkpoint's checksums, to skip the comparison here.
         """
         self._activate()
         if with_optimizer and self.optimizer is None:

@@ -116,7 +116,8 @@ class SharedDevice:
         policy.forward(batch)  # sends the reference out and brings the policy in
 
     one_at_a_time: False allows several engines on the device together.
-    make_room: makes rollout servers on this device free memory. All ranks call it before an engine moves in.
+    make_room: function that asks the rollout servers on this device to free memory. All ranks call it before an engine
+      moves in.
     """
 
     def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[], None] | None = None) -> None:

@@ -36,7 +36,7 @@ def pack(tensors: list[Tensor], *, pinned: bool = False) -> Tensor:
 
 
 def cut(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return views of a buffer that `pack` made of `tensors`, with their dtypes and shapes. It may be on any device."""
+    """Return views of `pack`'s buffer, with the dtypes and shapes of `tensors`. The buffer may be on any device."""
     views, start = [], 0
     for tensor in tensors:
         views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -21,7 +21,7 @@ DISTRIBUTED, PLAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
 def ask_as_plain(wanted: State, path: str) -> None:
-    """Give the tensors of a distributed optimizer's `wanted` state their names in a plain optimizer's checkpoint.
+    """Rename the tensors in a distributed optimizer's `wanted` state as a plain optimizer's checkpoint names them.
 
     Main parameters that the checkpoint lacks are loaded from its weights, in place. They are then removed from
     `wanted`, because one load may request a name only once.
@@ -41,7 +41,7 @@ def ask_as_plain(wanted: State, path: str) -> None:
 
 
 def ask_as_distributed(wanted: State) -> None:
-    """Give the tensors of a plain optimizer's `wanted` state their names in a distributed optimizer's checkpoint."""
+    """Rename the tensors in a plain optimizer's `wanted` state as a distributed optimizer's checkpoint names them."""
     for part in _parts(wanted).values():
         for tensor in nested_values(part.get("fp32_from_fp16_params", [])):
             tensor.key = DISTRIBUTED + tensor.key.removeprefix(PLAIN)

@@ -1,8 +1,8 @@
 """The distributed optimizer's state in a checkpoint: each rank saves its own part of each parameter, without a copy.
 
 A rank owns a range of each flattened parameter. The range is saved and loaded as blocks of the parameter itself, so any
-layout can find its part again. Megatron's `fully_reshardable` format of megatron.core 0.16 to 0.20 first gathers all
-parts on every rank's host. Its format without a gather, `dp_reshardable`, can be loaded only in the same tensor,
+layout can find its part again. In megatron.core 0.16 to 0.20, the format `fully_reshardable` first gathers all
+parts on every rank's host. The format `dp_reshardable` needs no gather, but can be loaded only in the same tensor,
 pipeline and expert layout.
 """
 

@@ -123,7 +123,7 @@ class Head:
         return {"rows": packed.predicting, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
-        """Return the loss's rows, `[T, ...]`, on every context rank, from this context rank's rows, `[R, ...]`."""
+        """Convert each context rank's rows `[R, ...]` to all of the loss's rows `[T, ...]`, on every context rank."""
         if packed.in_order:
             return values[: len(packed.reads)]  # a view without the padding, not a copy
         missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))

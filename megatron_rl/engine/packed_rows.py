@@ -3,13 +3,14 @@
 A microbatch is a list of segments of rows. A segment attends to itself causally, and to all of its ancestors: a prompt
 that several replies share, or the common part of forked dialogues. Context parallelism splits the rows, not the
 sequences, into 2 x size chunks. Rank r gets chunks r and 2 x size - 1 - r (zigzag), which balances early and late rows.
-A chunk boundary cuts a segment into pieces. A piece's keys end with its own rows, which are its queries, so the causal
-mask of variable-length kernels fits. Example with two segments, written as in MicroBatch, on two ranks:
+A chunk boundary cuts a segment into pieces. A piece's queries are its own rows, and these rows are
+also its last keys, as the causal mask of variable-length kernels requires. For example, two segments, written as in
+MicroBatch, on two ranks:
 
     rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 -1 0], [5 3 -1 0]
     chunk, rank   0  0 | 1  1 | 2  1 | 3  0
-    pieces of 0   queries 0 1 of keys 0 1, and 6 7 of 5 6 7
-    pieces of 1   queries 2 3 of keys 0 to 3, 4 of 0 to 4, and 5 of 5
+    pieces of 0   queries 0 1 with keys 0 1, and 6 7 with 5 6 7
+    pieces of 1   queries 2 3 with keys 0 to 3, 4 with 0 to 4, and 5 with 5
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Alike(NamedTuple):
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Positions and attention plan of this rank's R rows, for every layer. Attention is cut into S pieces.
+    """Positions and attention plan of this rank's R rows, for every layer. Attention is cut into P pieces.
 
     Megatron's own fields describe the rows as one sequence, because Megatron does not apply the positions here.
     """
@@ -70,7 +71,7 @@ class PackedRows(PackedSeqParams):
     longest_query: int = field(kw_only=True)
     longest_key: int = field(kw_only=True)
     query_cu: Tensor | None = field(kw_only=True, default=None)
-    """`[S + 1]` int32 prefix sums of the pieces' query counts. None (as is `key_cu`) if attention is dense."""
+    """`[P + 1]` int32 prefix sums of the pieces' query counts. None (as is `key_cu`) if attention is dense."""
     key_cu: Tensor | None = field(kw_only=True, default=None)
     alike: list[Alike] = field(kw_only=True, default_factory=list)
     """Groups of equally shaped pieces, for dense attention. Empty if a variable-length kernel computes attention."""

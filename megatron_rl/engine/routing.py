@@ -60,8 +60,8 @@ class ReplayedTop:
     def _agreements(self, own: Tensor) -> Tensor:
         """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes.
 
-        Neighbors are adjacent rows of the pass. At the few sequence borders they are unrelated rows, which biases the
-        counts of the previous and the next row alike.
+        Neighbors are adjacent rows of the pass. At the few sequence borders, a neighbor belongs to another sequence.
+        This biases the counts for the previous and for the next row equally.
         """
         inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
         chosen = own[1:-1, :, None]
@@ -73,7 +73,7 @@ class ReplayedTop:
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router, but with the experts of `slots`, if set, in its next call.
+    """Megatron's router, except that it selects the experts of `slots` if they are set.
 
     slots: the servers' routes for the rows, `[R, slots]`, or None to let the router choose.
     """
@@ -146,7 +146,7 @@ class RoutingReplay:
 
         replay = RoutingReplay(form, chunks, device)
         ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
-        replay.finish_pass(groups.control)  # RuntimeError where the map is shifted
+        replay.finish_pass(groups.control)  # RuntimeError if the routes are shifted
         replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
     """
 

@@ -35,8 +35,8 @@ class KnownShapes(P2PCommunicator):
     """Pipeline communicator for tensors whose shapes every stage knows on the host.
 
     Megatron's communicator sends each tensor's shape too, and waits for the device before it can read a shape. Tensors
-    arrive in the order in which the sender computes them, which is that of Megatron's schedule table on all stages.
-    Gradients arrive in the same order of microbatches, but with the model chunks reversed.
+    arrive in the order in which the sender computes them. On all stages, this is the order of Megatron's schedule
+    table. Gradients arrive in the same order of microbatches, but with the model chunks reversed.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup, config: Any, rows: list[int], chunks: int) -> None:

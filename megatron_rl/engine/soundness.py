@@ -58,7 +58,7 @@ def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) ->
 
 
 def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[float, str]:
-    """Return the largest absolute number of a trained token, and the token's description; (-1, "") without one."""
+    """Return the trained tokens' largest absolute number and its token's description; (-1, "") if none is trained."""
     columns = columns_of(batch, results, name)
     sizes = torch.stack([column.double().abs() for column in columns.values()]).amax(0)
     sizes = sizes.masked_fill(~batch["loss_mask"], -1.0)

@@ -15,12 +15,12 @@ CHECKSUM_COLUMNS = reference.CHECKSUM_COLUMNS
 
 @torch.no_grad()
 def word_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum each row and each column of every tensor's bytes, taken as 8-byte words, mod 2^64.
+    """Sum each row and each column of a matrix of each tensor's bytes, mod 2^64.
 
-    Returns the sums of all tensors, concatenated: `[n]` int64 on their device. The bytes form rows of CHECKSUM_COLUMNS
-    words. Bytes that do not fill a row are appended unsummed, zero-padded to whole words. Any two changed words change
-    the sum of a row or column, and so do moved, swapped, repeated or missing blocks. Memory is read once. On a GPU
-    there is one launch per 128 tensors, and no synchronization.
+    Returns the sums of all tensors, concatenated: `[n]` int64 on their device. The matrix has CHECKSUM_COLUMNS columns
+    of 8-byte words. Bytes that do not fill a row are appended unsummed, zero-padded to whole words. Any two changed
+    words change the sum of a row or column, and so do moved, swapped, repeated or missing blocks. Memory is read once.
+    On a GPU there is one launch per 128 tensors, and no synchronization.
     """
     return ops.word_sums([tensor.detach().contiguous() for tensor in tensors])
 
@@ -40,9 +40,9 @@ def tile_hashes(tensors: Sequence[Sequence[Tensor]], slices: Sequence[tuple[int,
 
     The hash is the sum mod 2^64 of the hashes of all tiles of 8192 four-byte words.
 
-    Each tensor is given as parts, concatenated along the first dimension. With `slices` the parts form only a slice,
-    given as (first byte, bytes of the whole tensor); the results of all slices add up to the tensor's. A slice consists
-    of whole tiles or extends to the tensor's end.
+    Each tensor is given as parts, to be concatenated along the first dimension. With `slices`, the parts form only one
+    slice of a tensor. `slices` has each slice's (first byte, size of the whole tensor in bytes). The hashes of all
+    slices add up to the tensor's hash. A slice consists of whole tiles or extends to the tensor's end.
 
     The hash is the same in SGLang 0.5.17 to 0.5.23. On a GPU there is one launch per 96 parts. CPU tensors use the
     reference implementation, because SGLang does not use this hash on a CPU.

@@ -21,7 +21,7 @@ def packed_gae(
     """Compute A_t = delta_t + discount * trace_decay * A_t', delta_t = r_t + discount * V_t' - V_t (arXiv 1506.02438).
 
     t' is the next trained token of the same sequence. Untrained tokens, such as a tool's answer between two turns,
-    are skipped: they cause no discount, and their rewards and values are ignored.
+    are skipped: they do not count in the discount, and their rewards and values are ignored.
 
     rewards, values, mask: `[N]`; `values[t]` is the value of the state in which token t was chosen.
     bootstrap: `[B]` values after the last trained tokens, for cut-off sequences; 0 by default.

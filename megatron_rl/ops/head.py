@@ -27,7 +27,7 @@ PARTS = 4
 """Number of parts into which a chunk is divided if its gradient is 16-bit. Only one part at a time has float32 logits,
 so chunks can be larger. Fewer chunks mean fewer reads and writes of the weight's gradient."""
 TILE_ROWS = 256
-"""Rows per tile of a GPU matrix product, or a multiple of it. A partial tile takes as long as a whole one."""
+"""Rows per tile of a GPU matrix product, or a multiple of that number. A partial tile takes as long as a whole one."""
 
 
 def rows_of_chunk(columns: int) -> int:
@@ -42,14 +42,14 @@ def rows_of_chunk(columns: int) -> int:
 def rows_of_gradient(columns: int) -> int:
     """Return how many rows of a 16-bit gradient of the logits are held at a time.
 
-    Together with the float32 logits of one of their PARTS, they take no more memory than `rows_of_chunk` rows of
-    float32 logits and their gradient.
+    A chunk's gradient and one part's float32 logits (see PARTS) together take no more memory than `rows_of_chunk` rows
+    of float32 logits and their float32 gradient.
     """
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `hidden @ weight.T`. On CUDA 16-bit operands also give float32, the dtype in which sums are computed.
+    """Compute `hidden @ weight.T`. On CUDA, 16-bit operands give float32 results, because the sums are float32 too.
 
     out: buffer with at least as many rows, such as a previous chunk's logits that are no longer needed.
     """
@@ -126,7 +126,7 @@ Beside = Callable[[slice, Tensor], Tensor]
 LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
 """(logits `[c, V_local]`, places `[c]`) -> (loss part, statistics, gradient `[c, columns]`) of an extra term"""
 CHUNKS_OF_TERM = 4
-"""Temporary tensors of a chunk's size that a term on whole logits allocates."""
+"""Number of temporary tensors, each as large as a chunk's logits, that a term on whole logits allocates."""
 
 
 def add_gradients(

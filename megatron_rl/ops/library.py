@@ -28,7 +28,7 @@ def load() -> None:
 
 
 def cuda_library() -> list[Path]:
-    """Return [path of `_C_cuda.so`] if it exists and torch has CUDA, whose libtorch_cuda it links to. Else []."""
+    """Return [path of `_C_cuda.so`], or [] if it does not exist or torch lacks the libtorch_cuda that it links to."""
     path = PACKAGE / "_C_cuda.so"
     return [path] if path.exists() and torch.version.cuda is not None else []
 

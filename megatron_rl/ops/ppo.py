@@ -38,8 +38,8 @@ PPO_SUMS = (
 class PpoOptions:
     """Options of `ppo_loss`. u is p(policy) / p(proximal) of a row, A its advantage, w its behavior weight.
 
-    Before exponentiation, log ratios are clamped to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND] = [-20, 20], as in verl, and
-    have no gradient outside it. This applies to u, to w, and to k3 for large q / p.
+    Before exponentiation, the log ratios of u and w are clamped to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND] = [-20, 20], as
+    in verl, and have no gradient outside this range. In k3, log(p(reference) / p(policy)) has only the upper bound.
 
         decoupled = PpoOptions(clip_high=0.28, behavior="mask", behavior_high=5.0)
         loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, trained, decoupled)
@@ -50,8 +50,9 @@ class PpoOptions:
     """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347). cispo: -w clip(u) A log p, without gradient through
     clip(u) (arXiv 2506.13585). sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347). reinforce: -w A log p."""
     sequence_ratio: bool = False
-    """u is the geometric mean over the sequence's trained rows. Its derivative by a row's log p is u, as if u were that
-    row's own ratio: GSPO-token (arXiv 2507.18071). It equals GSPO if A and w are per sequence. Needs cu_seqlens."""
+    """u is the geometric mean over the sequence's trained rows. Its derivative with respect to a row's log p is u, as
+    if u were that row's own ratio: GSPO-token (arXiv 2507.18071). It equals GSPO if A and w are per sequence. Needs
+    cu_seqlens."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
@@ -133,8 +134,8 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss summed over rows where mask is True, and its statistics, `PPO_SUMS` by name, 0-dim float64.
 
-    All tensors are `[T]` of one float dtype (float32, on the CPU also float64), and mask is bool. Other rows may hold
-    any values.
+    All tensors are `[T]` of one float dtype (float32, on the CPU also float64), and mask is bool. Rows where mask is
+    False may hold any values.
 
     proximal_logprobs: None means that the policy itself is the proximal policy, so the ratio is 1.
     behavior_logprobs: None means that the proximal policy sampled the tokens.

@@ -43,7 +43,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(policy || reference): r - 1 - log r, r = exp(ref_logprobs - logprobs), bounded."""
+    """Return the k3 estimate of KL(policy || reference): r - 1 - log r. log r: ref_logprobs - logprobs, at most 20."""
     log_ratio = (ref_logprobs - logprobs).clamp_max(LOG_RATIO_BOUND)
     return log_ratio.exp() - 1 - log_ratio
 

@@ -198,6 +198,6 @@ def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float
 
 
 def _columns_here(tokens: Tensor, columns: int, shard: VocabShard) -> Tensor:
-    """Return the columns of tokens on this rank; tokens of other ranks get `columns`, one past the last."""
+    """Return each token's column on this rank, or `columns`, one past the last, if another rank has the token."""
     places = tokens - shard.start
     return places.where((places >= 0) & (places < columns), columns)

@@ -1,7 +1,7 @@
 """Gathers rows of a tensor, possibly repeatedly, and sums their gradients in a fixed order.
 
 The gradient of torch's `index_select` is summed in the tensor's dtype and, on CUDA, in arbitrary thread order. For
-bfloat16 keys that sixteen replies share, its low digits would differ from run to run.
+bfloat16 keys that sixteen replies share, the gradient's lowest bits would differ from run to run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 class TakenRows(NamedTuple):
     """Which rows to gather, and the inverse map for the gradient.
 
-    rows: `[K]` int64. back: one pair for each number of times m that some row is taken. A pair has the rows taken m
-    times, `[P]`, and their places in `rows`, `[P * m]`. The m places of each row are in ascending order.
+    rows: `[K]` int64. back: pairs of tensors, one for each count m such that some row is taken m times. A pair has the
+    P rows that are taken m times, `[P]`, and their places in `rows`, `[P * m]`. The m places of each row are in
+    ascending order.
     """
 
     rows: Tensor
