@@ -18,9 +18,9 @@ LOOK_S = 0.2
 def free_cores() -> int:
     """Return the number of free cores, at least 1.
 
-    Free cores are those that this process may use, by affinity and container quota, minus the busy ones. Two figures
-    may overestimate the busy cores, so the lower one counts. The load of the last minute includes processes that have
-    just ended, and the current use includes ranks that start at the same time.
+    Free cores are those that this process may use, by affinity and container quota, minus the busy ones. Busy cores
+    are measured in two ways, and the lower result counts, because each may be too high. The load of the last minute
+    includes processes that have just ended, and the current use includes ranks that start at the same time.
     """
     usable = min(float(len(os.sched_getaffinity(0))), quota())
     busy = min(os.getloadavg()[0], busy_cores())

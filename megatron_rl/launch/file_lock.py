@@ -1,4 +1,4 @@
-"""File locks, each held by one process at a time. The file names the owner, for the error that others get."""
+"""File locks, each held by one process at a time. The file names its owner, for the error messages of others."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def sign(lock: int, pid: int) -> None:
 
 
 def keep_folder(folder: Path, name: str, what: str) -> int:
-    """Lock a folder against every other `what` until the returned file is closed or this process ends.
+    """Lock a folder for exclusive use until the returned file is closed or this process ends.
 
-    The lock is the file `name` in the folder. Raises OSError, which says who holds the lock or why the folder cannot be
-    written. Forked processes do not share the lock, because some, such as checkpoint writers, may outlive this one.
+    The lock is the file `name` in the folder. what: words for its user in the error message, such as `a run`. Raises
+    OSError, which says who holds the lock or why the folder cannot be written. Forked processes do not share the lock,
+    because some, such as checkpoint writers, may outlive this one.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

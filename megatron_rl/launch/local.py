@@ -65,7 +65,7 @@ class Places:
     rank_gpus: list[str] = field(default_factory=list)
     """One GPU per rank; empty on a host without GPUs."""
     server_gpus: list[str] = field(default_factory=list)
-    """GPUs of the servers that the run starts. Each server gets as many as its --tp."""
+    """GPUs of the servers that the run starts. Each server gets as many of them as its --tp says."""
 
 
 def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
@@ -139,7 +139,7 @@ def run(places: Places, module_and_args: list[str]) -> int:
     interrupted_at: list[float] = []
 
     def interrupt(number: int, _: object) -> None:
-        """On the first Ctrl-C, let the ranks save. The terminal may have sent it to them too. On the second, end."""
+        """Let the ranks save on the first Ctrl-C, which they may also get from the terminal. End all on the second."""
         if not interrupted_at:
             interrupted_at.append(time.monotonic())
             _pass_on(number, processes)

@@ -112,7 +112,7 @@ def place(
 def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spare: int) -> list[ServerPlace]:
     """Place servers on GPUs, from the first node on.
 
-    Without GPUs, distribute servers over the nodes in turn. The last `spare` nodes get none if there are others.
+    Without GPUs, distribute servers over the nodes in turn. The last `spare` nodes get none if there are other nodes.
     """
     if count == 0:
         return []

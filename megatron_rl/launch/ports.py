@@ -30,7 +30,7 @@ def free_port(host: str) -> int:
 
 
 def first_of_connections() -> int:
-    """Return the end of the ports to choose from: the first port of the kernel's ephemeral range.
+    """Return the exclusive upper bound of the ports to choose from: the first port of the kernel's ephemeral range.
 
     If that range begins below LOWEST + CHOICES, return 65,536 and risk that a connection takes the chosen port.
     """

@@ -89,7 +89,7 @@ class Lease:
 
 
 def registered_urls(folder: str | Path, run: str) -> list[str]:
-    """Return the URLs of `run`'s servers with unexpired leases, by order of file name. OSError if the disk fails."""
+    """Return the URLs of `run`'s servers with unexpired leases, by file name. Raises OSError if the disk fails."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as file:

@@ -20,7 +20,7 @@ LOOK_S = 0.25
 LATE_S = 0.1
 """Seconds by which a beat must be late for the loop to count as blocked."""
 HELD_S, BUSY_S, WINDOW_S = 2.0, 10.0, 60.0
-"""Seconds that one user function may run on the loop per window of WINDOW_S: BUSY_S in total, and HELD_S while beats
+"""Limits for one user function on the loop, in seconds per window of WINDOW_S: BUSY_S in total, and HELD_S while beats
 are late."""
 
 

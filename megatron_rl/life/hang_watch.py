@@ -45,8 +45,8 @@ LOOK_S = 0.5
 REPORT_PATIENCE_S = 10.0
 """Seconds that rank 0 waits for the other ranks' reports. A rank without a report by then counts as unresponsive."""
 LAST_RESORT_S = 60.0
-"""Seconds of two fallbacks. This long after the limit, a C timer that needs no interpreter writes the stacks. This long
-after the verdict, a rank that rank 0 has not ended ends itself."""
+"""Delay of two fallbacks, in seconds. This long after the limit, a C timer that needs no interpreter writes the stacks.
+This long after the verdict, a rank ends itself if rank 0 has not ended it."""
 BEAT_S = 2.0
 """Seconds between two heartbeats of a rank to the store."""
 EVENTS_KEPT = 30
@@ -64,7 +64,7 @@ class RankReport:
     seconds: float
     """Time spent in that phase."""
     phases_entered: int
-    """Count since the start. All ranks enter the same phases, so a rank with a lower count is behind."""
+    """Count of phases since the start. All ranks enter the same phases, so a rank with a lower count is behind."""
     main_thread: str = ""
     """Where the main thread executes: function, file and line."""
     waits_for: str = ""

@@ -17,13 +17,13 @@ from megatron_rl.config.users_code import PACKAGE, is_users
 
 LOG = "traceback.log"
 TEMPORARY, KEPT = "megatron_rl-", 10
-"""Without a run folder, tracebacks are temporary files: their name prefix, and how many old ones of this user are
-kept in addition to the new one."""
+"""Name prefix of tracebacks that are temporary files, because there is no run folder, and the number of this user's
+earlier ones that are kept in addition to the new one."""
 LONGEST = 2000
 """Maximum characters of an error's own message."""
 OTHERS_WAIT_S = 3.0
-"""Seconds that ranks other than 0 wait before they print their error. Rank 0 often prints the same one, and the
-launcher then ends the others before they repeat it."""
+"""Seconds that ranks other than 0 wait before they print their error. Rank 0 often prints the same error, and
+the launcher then ends the other ranks before they repeat it."""
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def chain(error: BaseException) -> list[BaseException]:
 def places(trace: TracebackType | None) -> list[tuple[str, int]]:
     """Return file and line of each call in a traceback, from this package's first frame on.
 
-    The frames above it only start the command.
+    Earlier frames only start the command.
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
     frames = [it for it in frames if it[0] != __file__]

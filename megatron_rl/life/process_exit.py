@@ -1,4 +1,4 @@
-"""Ends this process, by itself or with a process it depends on, so that a SIGKILL anywhere leaves no orphans."""
+"""Ends this process, also when a process that it depends on ends, so that a SIGKILL anywhere leaves no orphans."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
 def wait_to_be_stopped(rank: int) -> None:
     """After another rank's death, wait until the launcher names that rank and stops this one.
 
-    This avoids one more traceback. If the launcher does nothing for LAUNCHER_S, end the process.
+    This avoids a second traceback for the same failure. If the launcher does nothing for LAUNCHER_S, end the process.
     """
     time.sleep(LAUNCHER_S)
     stop(f"rank {rank} lost its connection to another rank, whose own message says why.")

@@ -24,7 +24,7 @@ SILENT_S = 30.0
 """Seconds of silence after which a warning names a process or thread."""
 LOOK_S = 5.0
 Silence = dict[str, tuple[float, str]]
-"""{name: (seconds of silence, further text for the warning)}. A name must not change between two looks."""
+"""{name: (seconds of silence, further text for the warning)}. A name must not change from one call to the next."""
 Look = Callable[[], Silence]
 
 
@@ -33,10 +33,10 @@ class SignsOfLife:
 
     `look` makes one round of checks; between `start` and `close` a thread calls it regularly.
 
-    signs = SignsOfLife([StoppedProcesses(), lambda: {"the loader": (loader.silent_s, "")}])
-    signs.start()
-    train()
-    signs.close()
+        signs = SignsOfLife([StoppedProcesses(), lambda: {"the loader": (loader.silent_s, "")}])
+        signs.start()
+        train()
+        signs.close()
     """
 
     def __init__(

@@ -34,9 +34,9 @@ class StopSignal:
             train_one_step()
         stop_signal.close()
 
-    After a signal, the run has `grace_s` seconds. When half of them are over, the thread calls `on_half_time`; for
-    SIGTERM and Ctrl-C after FINISH_ON_TERM_S seconds if that is earlier. When all of them are over, the process is
-    ended. After Ctrl-C it is not ended, because the user can end it at once by a second Ctrl-C.
+    After a signal, the run has `grace_s` seconds. When half of this time is over, the thread calls `on_half_time`.
+    For SIGTERM and Ctrl-C, this happens FINISH_ON_TERM_S seconds after the signal if that is earlier. When the whole
+    time is over, the process is ended, except after Ctrl-C: the user can then end it at once by a second Ctrl-C.
     """
 
     def __init__(

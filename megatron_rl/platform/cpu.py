@@ -1,8 +1,8 @@
 """CPU stand-ins for CUDA in megatron.core: constants replaced in its code, and a few replaced torch functions.
 
 Streams and events become no-ops, and the CPU random generator replaces CUDA's. tests/megatron trains with these
-stand-ins on real Megatron-Core over gloo. Every version up to 0.19.2 needs them; versions from 0.18 on
-also need the one for triton.
+stand-ins on real Megatron-Core over gloo. Every megatron.core version up to 0.19.2 needs them. Versions
+from 0.18 on also need the stand-in for triton.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ SMALLEST_PRODUCT = 1 << 22
 
 
 def has_slow_matrix_products() -> bool:
-    """Return True on an AMD processor with AVX-512, which torch's float32 products (MKL) use only on Intel's."""
+    """Return True on an AMD processor with AVX-512. MKL, which computes float32 products, uses it only on Intel."""
     cpuinfo = Path("/proc/cpuinfo")
     if not (cpuinfo.is_file() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False

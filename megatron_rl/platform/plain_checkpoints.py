@@ -2,7 +2,7 @@
 
 A checkpoint may come from an untrusted source, and a pickle can run arbitrary code. Megatron uses torch's checkpoint
 format (torch.distributed.checkpoint, torch 2.13), whose file `.metadata` is a pickle. torch loads that file without a
-check, and each object that is not a tensor with weights_only=False.
+check. It loads each object that is not a tensor with weights_only=False.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class _ResultsFile:
 
 
 def checkpoint_results_without_a_server(module: ModuleType) -> None:
-    """Replace Megatron's queue for the results of a save's writers, which a spawned process serves.
+    """Replace the queue through which checkpoint writers report results: Megatron spawns a process to serve it.
 
     That process runs the main script again and outlives the save. Its start takes seconds, or never ends if the script
     has no `__main__` guard.

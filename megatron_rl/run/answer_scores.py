@@ -14,9 +14,10 @@ RIGHT = 1.0
 
 
 def pass_at_k(replies: int, right: int, k: int) -> float:
-    """Estimate the chance that at least one of k replies is right, if c = `right` of n = `replies` samples were.
+    """Estimate the probability that at least one of k replies is right.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv 2107.03374, eq. 1.
+    The estimate uses n = `replies` samples, of which c = `right` were right. It is 1 - C(n - c, k) / C(n, k), the
+    unbiased estimate of arXiv 2107.03374, eq. 1.
     """
     if not 1 <= k <= replies:
         raise ValueError(f"pass@{k}: needs 1 <= k <= {replies} replies; sample more, or ask for a smaller k.")
@@ -24,9 +25,10 @@ def pass_at_k(replies: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """Return the reward of the most frequent answer, or the mean reward of those tied. Blank answers do not vote.
+    """Return the reward of the most frequent answer. If several answers tie, return the mean of their rewards.
 
-    An answer's reward is the mean reward of the replies that give it. The result is 0 if all answers are blank.
+    An answer's reward is the mean reward of the replies that give it. Blank answers do not vote; the result is 0 if all
+    answers are blank.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:

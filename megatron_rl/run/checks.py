@@ -30,7 +30,8 @@ from megatron_rl.weights.mapping import weight_source
 
 Prompts = list[dict[str, Any]]
 CHECKPOINT_COPIES = 7
-"""Bytes of a checkpoint per byte of bfloat16 weights: 1, and 2 each for main weights and two moments in float32."""
+"""Bytes of a checkpoint per byte of bfloat16 weights: 1 for the weights, and 2 each for main weights and two
+moments in float32."""
 
 
 def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:
@@ -101,8 +102,8 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
 def dry_run(config: TrainConfig) -> str:
     """Run `check`, and try whatever else needs no server. Return a line that says what was run.
 
-    Imports the modules in run.import_from, and calls the data functions, the workflow's constructor and, once, the
-    rewards.
+    Imports the modules in run.import_from, calls the data functions and the workflow's constructor, and tries the
+    rewards on the first training prompt.
     """
     tokenizer, train, held_out = check(config)
     options, folder = config.rollout, Path(config.run.folder)
@@ -150,7 +151,10 @@ def check_fields(key: str, prompts: Prompts) -> None:
 
 
 def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
-    """Raise ValueError if a value model is incomplete, does not fit its layout, or has another vocabulary."""
+    """Check a value model.
+
+    Raises ValueError if it is incomplete, does not fit its layout, or has another vocabulary size than the policy.
+    """
     folder = engine.model.path
     arch = read_architecture(folder).with_head("value")
     if engine.model.init == "hf":

@@ -69,9 +69,10 @@ class Demonstrations:
             self.order.number = state["step"] * self.options.rows_per_step
 
     def add(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
-        """Return the updates with demonstrations: tokens that a workflow marked, and each update's part of the rows.
+        """Return the updates with demonstrations: tokens that a workflow marked, and rows from demonstrations.source.
 
-        Raises ValueError if a workflow marks tokens although no weight is set for them.
+        Each update gets its part of the step's rows. Raises ValueError if a workflow marks tokens although no weight is
+        set for them.
         """
         if self.options.weight == 0:
             if DEMONSTRATED in batch:

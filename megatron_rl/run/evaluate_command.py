@@ -69,7 +69,7 @@ def evaluate(path: Path, overrides: list[str]) -> str:
 
 
 def where_it_is(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
-    """Return the config file and the overrides. If `path` is a run's folder, they select its newest weights."""
+    """Return the config file and the overrides. For a run's folder, add overrides that select its newest weights."""
     if not path.is_dir():
         return path, overrides
     steps = [file.parent for file in path.glob("step-*/config.json") if file.parent.name[5:].isdecimal()]

@@ -69,8 +69,8 @@ class Evaluations:
     def log_finished(self, *, is_ending: bool = False) -> None:
         """Log the finished evaluations in order. Raises RuntimeError if one of them failed.
 
-        is_ending: the run is about to end and cuts evaluations short. A failed one then stays pending, for the resumed
-        run.
+        is_ending: the run is about to end and cuts evaluations short. A failed evaluation then stays pending
+        for the resumed run.
         """
         while self._under_way and self._under_way[0][1].done():
             step, replies = self._under_way[0]  # only the oldest, so that the log is in step order
@@ -113,7 +113,7 @@ def mean_reward(scores: SetScores) -> float:
 def score_sets(
     tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, prompts: dict[str, list[dict[str, Any]]]
 ) -> dict[str, SetScores]:
-    """Return the scores of each set that has a reply. The batch's `prompt` numbers the prompts through all sets.
+    """Return the scores of each set that has a reply. The batch's column `prompt` is an index into all sets joined.
 
     Trajectories with the same `sample`, such as those of a debate's agents, count as one reply.
     """

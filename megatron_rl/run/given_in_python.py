@@ -84,7 +84,7 @@ class Given:
     def _path_of(self, value: Any, key: str) -> str:
         """Return the import path of a module's function or class, or '' for anything else.
 
-        The function's module is added to `modules`, also that of a functools.partial's function.
+        Also adds the function's module to `modules`; for a functools.partial, that of the wrapped function.
         """
         origin = value.func if isinstance(value, functools.partial) else value
         home = str(getattr(origin, "__module__", MAIN))
@@ -132,7 +132,7 @@ def callables_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
-    """Return `value`, replacing each part whose dotted key is in `paths` by the path there. key: that of `value`."""
+    """Return `value`, with each part whose dotted key is in `paths` replaced by its path. key: that of `value`."""
     if isinstance(value, Mapping):
         return {name: replaced(part, paths, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
     if isinstance(value, list | tuple):

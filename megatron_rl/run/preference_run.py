@@ -46,7 +46,8 @@ class PairTraining(RowTraining):
     def ref_logprobs(self, pairs: TrajectoryBatch) -> Tensor:
         """Return the log-probability of every reply token under the current weights, `[N]` float32; 0 for prompts.
 
-        If the loss needs a reference, pairs need this column as `ref_logprobs` before an update or an evaluation.
+        If the loss needs a reference, pairs must have this result as column `ref_logprobs` before an update or
+        an evaluation.
         """
         self.engine.eval()
         return exchange.by_token(pairs, self.groups, self.engine.forward, share_prompts=self.share_prompts)

@@ -72,7 +72,7 @@ class RLRun(Run):
 
     @property
     def is_ending(self) -> bool:
-        """True once this rank knows of a stop signal or a hang. From then on, waits for replies or servers may fail."""
+        """True once this rank knows of a stop signal or a hang. After that, waiting for replies or servers may fail."""
         return self.stop_signal.came() or self.has_hung
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class RLRun(Run):
             )
 
     def add_reward_model_scores(self, batch: StepBatch) -> StepBatch:
-        """Add the reward model's scores, if there is one, to the rewards. Return the trajectories to train."""
+        """Add the reward model's scores, if there is one, to the rewards. Return the trajectories to train on."""
         check_greedy(self.config, batch)  # before the greedy replies are removed below
         if self.reward_model is not None:
             with self.timers("score"):
@@ -322,7 +322,7 @@ class RLRun(Run):
             return [self.teachers.targets(share) for share in updates]
 
     def update_critic(self, batch: StepBatch, step: int) -> list[StepStats]:
-        """Train the critic, if there is one. Its updates split the step as the policy's do, in the critic's layout."""
+        """Train the critic, if any. The step is split into updates as for the policy, but in the critic's layout."""
         if self.critic is None:
             return []
         if step < self.config.critic.warmup_steps:  # admission counts versions, so raise it without an update
@@ -353,8 +353,8 @@ class RLRun(Run):
     ) -> None:
         """Write the step's metrics. Means over the step's updates are weighted by trained tokens.
 
-        Raises RuntimeError if trainer and servers differ by more than correction.alarm, or if too many updates in a row
-        were skipped.
+        Raises RuntimeError if log-probabilities of trainer and servers differ by more than correction.alarm, or if too
+        many updates in a row were skipped.
         """
         metrics = (
             batch_metrics(batch, self.trained_version)

@@ -49,7 +49,7 @@ from megatron_rl.weights.route_form import route_form
 logger = logging.getLogger(__name__)
 
 SERVER_LOOK_S = 0.2
-"""Seconds between two checks, by a rank that waits for replies, whether the servers need weights."""
+"""Seconds between two checks of whether servers need weights, made by a rank while it waits for replies."""
 PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
 """Phases in which the trainer waits for its rollout process."""
 PUBLICATION_ATTEMPTS = 3
@@ -257,9 +257,10 @@ class Rollouts:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Publish the policy's weights and version to all participating servers, at least one.
+        """Publish the policy's weights and version to all participating servers.
 
-        Servers that fail are dropped. Servers restarted since the last publication take part again.
+        Servers that fail are dropped. Servers restarted since the last publication take part again. If no server is
+        left and the run is ending, nothing is published.
         """
         engine, groups = self.engine, self.groups
         self.devices.prepare_publication()
@@ -289,8 +290,8 @@ class Rollouts:
     def _select_servers(self) -> bool:
         """Select the servers of the publication, at least one.
 
-        Return False on all ranks if no server is left and the run is ending. Servers that were stopped with the run do
-        not come back, and the run only has to save.
+        Return False on all ranks if no server is left and the run is ending. Its servers were then stopped with it
+        and do not come back, and the run only has to save.
         """
         is_over = False
         if self.groups.is_main:

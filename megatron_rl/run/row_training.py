@@ -175,7 +175,7 @@ class RowSteps:
         """Return the indices of the rows of data.train that a step takes.
 
         This process's steps continue after the rows taken so far, whatever number of rows per step earlier processes
-        used. The rows of an earlier step are found by counting back from there.
+        used. For a step before this process's first step, rows are counted back from the same position.
         """
         end = self._end_of(step)
         places = range(max(0, end - self.data.rows_per_step), max(0, end))

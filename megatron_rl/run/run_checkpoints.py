@@ -252,7 +252,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_place(state: Any) -> bool:
-    """Return True if this is the state of an iterator over prompts or rows."""
+    """Return True if `state` is the state of an iterator over prompts or rows."""
     return isinstance(state, dict) and all(is_count(state.get(name)) for name in ("number", "count"))
 
 

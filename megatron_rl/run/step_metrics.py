@@ -41,7 +41,7 @@ def applied_of(stats: list[StepStats]) -> list[StepStats]:
 
 
 def trained_tokens(stats: StepStats) -> float:
-    """Return the number of trained tokens of an update: its weight, unless the loss is a mean over trajectories."""
+    """Return an update's trained tokens: its sum `tokens` if the loss is a mean over trajectories, else its weight."""
     return stats.sums.get("tokens", stats.weight)
 
 
@@ -65,7 +65,7 @@ COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
     """Return the policy's metrics.
 
-    The loss is aggregated as configured. The other sums that it returns become means over trained tokens.
+    The loss is aggregated as configured. The other sums that the loss returns become means over trained tokens.
     """
     metrics = update_metrics(stats)
     for key in stats[0].sums:
@@ -186,8 +186,8 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Compare trainer and server log-probabilities of the step's first update, over all ranks.
 
-    The trainer computes its own before it changes the weights. version: policy version before the updates. Reused
-    trajectories are excluded. Collective: every rank calls it.
+    The trainer computes its log-probabilities before it changes the weights. Reused trajectories are excluded. version:
+    policy version before the updates. Collective: every rank calls it.
     """
     if not stats or stats[0].logprobs is None:  # equal on all ranks
         return {}

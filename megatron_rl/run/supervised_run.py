@@ -51,7 +51,7 @@ class SupervisedRun(Run):
         return self.steps.state_dict()
 
     def begin(self) -> bool:
-        """Bring the model to the state of the first step. Always returns True: this is too short to be stopped."""
+        """Bring the model to the state of the first step. Always returns True: it is too short to be interrupted."""
         if self.resumed:
             self.load_checkpoint()
         else:

@@ -1,4 +1,4 @@
-"""Teachers that are engines: their checks, and their log-probabilities or distributions for the policy's tokens.
+"""Teachers that run on the trainer's engines: checks, and log-probabilities or distributions for policy tokens.
 
 A teacher with a hint reads a prompt that contains the hint, followed by the same tokens as the policy's.
 """
@@ -36,8 +36,8 @@ def check_teachers(
 ) -> None:
     """Check the teachers. Raises ValueError with the reason.
 
-    A teacher must be complete, share the policy's tokens, have a sufficient context, and cover the source of every
-    prompt.
+    A teacher must be complete, share the policy's tokens and have a sufficient context. Every prompt's source must have
+    a teacher.
     """
     options, own_tokens = config.teacher, tokenizer.get_vocab()
     teachers, contexts = options.teachers, {POLICY: policy.max_positions, "": policy.max_positions}
@@ -126,7 +126,7 @@ class Teachers:
     def targets(self, share: TrajectoryBatch) -> TeacherTargets:
         """Return the teachers' distributions for the trained tokens of an update's share.
 
-        Set the share's column PLACE, which has each token's row in the distributions.
+        Also sets the share's column PLACE: each token's row in the distributions, or -1.
         """
         place, found, count = torch.full((len(share["input_ids"]),), -1, dtype=torch.int32), [], 0
         for engine, read, places in self._readings(share):

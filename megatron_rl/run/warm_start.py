@@ -1,4 +1,4 @@
-"""Warm start: supervised training on the prompts' own answers before RL, kept for runs with the same settings."""
+"""Warm start: supervised training on the prompts' answers before RL. Runs with the same settings reuse its result."""
 
 from __future__ import annotations
 

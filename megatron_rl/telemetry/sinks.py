@@ -1,7 +1,7 @@
 """External loggers for a run's metrics: TensorBoard, Weights & Biases, trackio, and a Prometheus endpoint.
 
-metrics.jsonl is the record; these are views of it. A logger that cannot be opened stops the run before it starts. One
-that fails later is dropped with a warning: training matters more than a dashboard.
+The complete record is metrics.jsonl; these loggers only show it. A logger that cannot be opened stops the run
+before it starts. One that fails later is dropped with a warning: training matters more than a dashboard.
 """
 
 from __future__ import annotations

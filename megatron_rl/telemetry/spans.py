@@ -135,6 +135,6 @@ def copied(spans: list[Span]) -> list[Span]:
 
 
 def span_here(row: str, name: str, **args: Any) -> AbstractContextManager[Span | None]:
-    """Open a span within the current one, whichever Spans object that belongs to. Does nothing outside of a span."""
+    """Open a span within the current one, in the same Spans object. Does nothing outside of a span."""
     within = _inside.get()
     return nullcontext() if within is None else within[0](row, name, **args)

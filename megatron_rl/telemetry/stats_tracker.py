@@ -141,8 +141,8 @@ class StatsTracker:
 
 
 def means_of(parts: Sequence[Sums]) -> dict[str, float]:
-    """Compute means over several processes: the sum of numerators over the sum of denominators. Omits means over
-    nothing."""
+    """Compute means over several processes: the sum of numerators over the sum of denominators. Omits means with
+    denominator 0."""
     sums: Sums = {}
     for part in parts:
         for name, (total, count) in part.items():

@@ -208,7 +208,7 @@ class Picture:
         self._arrows: list[tuple[str, Drawn, Drawn]] = []
         self._names: list[Event] = []
         self._numbers = itertools.count(1)
-        """Shared by process and thread ids: a thread with its process's id would be taken for the main thread."""
+        """Counter for process and thread ids: a thread with its process's id would be taken for the main thread."""
 
     def add(self, process: str, label: str, spans: list[Span]) -> None:
         """Add a process. A row gets one lane for each span that is open at the same time. A child is drawn
@@ -272,7 +272,7 @@ def lanes(spans: list[Span]) -> list[list[Span]]:
     """Distribute a row's spans over lanes. Within a lane, only a parent and its children overlap."""
     dealt: list[list[Span]] = []
     busy: list[tuple[float, int]] = []
-    """(end time, lane)."""
+    """Heap of (end time, lane number) of the occupied lanes."""
     free: list[int] = []
     lane_of: dict[Span, int] = {}
     # Of spans that begin together, sort the longest first, then ancestors, so that parents precede their children.

@@ -63,7 +63,7 @@ def matrix_of(name: str) -> tuple[str, str]:
 
 
 def projections(arch: Architecture) -> list[str]:
-    """Return the projections that can have adapters, named without layer and expert numbers: `self_attn.q_proj`."""
+    """Return the projections that can have adapters, without layer and expert numbers, such as `self_attn.q_proj`."""
     rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
     everything = LoraConfig(rank=1)
     names = (_general(name) for rule in rules for name in adapted(rule, everything))
@@ -232,7 +232,7 @@ class AdaptedMatrices:
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        """Raise ValueError unless every adapter's product has its matrix's shape; it may belong to a larger model."""
+        """Raise ValueError if an adapter does not fit its matrix, as when it was trained for a larger model."""
         for name in self.names:
             (rows, *columns), rank = self.shapes[name], self.config.rank_of(name.removesuffix(".weight"))
             for part, wanted in (("lora_A", (rank, *columns)), ("lora_B", (rows, rank))):

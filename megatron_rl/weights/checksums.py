@@ -34,12 +34,12 @@ class ExpectedChecksums:
     def watch(
         self, tensors: Iterable[tuple[str, Tensor]], buckets: Iterable[Sequence[object]] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors unchanged, and take their checksums while the consumer sends them.
+        """Yield the tensors unchanged, and compute their checksums while the consumer sends them.
 
         The consumer must not write to a tensor before it asks for the next one.
 
-        buckets: the stream in runs whose checksums are taken together. On a GPU, a bucket's tensors are kept in memory
-        until the last of them has been sent. All other tensors are handled one at a time.
+        buckets: runs of consecutive tensors whose checksums are computed together. On a GPU, a bucket's tensors are
+        kept in memory until the last of them has been sent. All other tensors are handled one at a time.
         """
         stream = iter(tensors)
         for bucket in buckets if self.forms else ():
@@ -55,7 +55,7 @@ class ExpectedChecksums:
             self.add([(name, tensor)])
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Take the checksums of tensors on one device. Does not synchronise with a GPU; `of` does."""
+        """Compute the checksums of tensors on one device. Does not synchronise with a GPU; `of` does."""
         for form in self.forms:
             dtype = None if form.dtype is None else getattr(torch, form.dtype)
             if all(dtype in (None, tensor.dtype) for _, tensor in tensors):
@@ -73,7 +73,7 @@ class ExpectedChecksums:
             self._sglang[form].add(tensors)
 
     def of(self, form: ChecksumForm) -> dict[str, str]:
-        """Return tensor name -> checksum, both as servers of this form report them."""
+        """Return {tensor name: checksum}, with the names and checksums that servers of this form report."""
         if form.kind != "embedded":
             return self._sglang[form].of()
         found = {}

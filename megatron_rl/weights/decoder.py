@@ -49,7 +49,7 @@ class DeltaNet:
 
     key_heads: int
     value_heads: int
-    """A multiple of `key_heads`; adjacent value heads share a key head."""
+    """Number of value heads, a multiple of `key_heads`. Adjacent value heads share a key head."""
     key_dim: int
     value_dim: int
     kernel: int

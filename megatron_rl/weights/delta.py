@@ -22,7 +22,7 @@ from megatron_rl.weights.sglang_loaders import pickled_parts
 from megatron_rl.weights.update_group import TensorSpec
 
 RUN_NUMBERS = 1 << 22
-"""A tensor is encoded in runs of at most this many numbers."""
+"""Maximum numbers in a run. Each tensor is encoded in one or more runs of consecutive numbers."""
 
 Parcel = list[tuple[Run, Tensor]]
 """Encoded runs of changes. Each comes with the run's new numbers as integers, for servers that need whole tensors."""
@@ -40,7 +40,7 @@ class DeltaPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.parcel_bytes = parcel_bytes
         self._base: dict[str, Tensor] = {}
-        """The base of the next changes: the last published tensors, flattened, their bits as integers."""
+        """The last published tensors, flattened, as integers of their bits. The next changes are computed from them."""
         self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
@@ -71,7 +71,7 @@ class DeltaPublisher(WeightPublisher):
         self._lose(dict.fromkeys(others, reason))
 
     def _holders(self, dtypes: set[str]) -> set[str]:
-        """Return the servers that hold exactly the base, in the dtype that is sent. dtypes: of all tensors to send."""
+        """Return the servers that hold exactly the base, in the dtype that is sent. dtypes: those of all tensors."""
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
         holders = set()

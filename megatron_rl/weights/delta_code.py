@@ -36,7 +36,7 @@ class Change:
     """
 
     count: int
-    """Numbers in the run, changed or unchanged."""
+    """How many numbers the run has, changed or unchanged."""
     places: str
     values: str
     place_bytes: Tensor
@@ -141,7 +141,10 @@ def _sizes(numbers: Tensor) -> Tensor:
 
 
 def _write(numbers: Tensor) -> Tensor:
-    """Encode non-negative numbers with seven bits per byte, low bits first. All bytes but the last have the top bit."""
+    """Encode non-negative numbers with seven bits per byte, low bits first.
+
+    The top bit of a byte is 1 if the next byte belongs to the same number, else 0.
+    """
     ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
     places = torch.cat([ends.new_zeros(1), ends])[:-1]
@@ -193,7 +196,7 @@ def pack(runs: list[Run], version: int) -> bytes:
 
 
 def unpack(body: bytes) -> tuple[list[Run], str]:
-    """Return the runs and the version of a packed body. Raises ValueError for any other body."""
+    """Return the runs and the version of a packed body. Raises ValueError if the body is invalid."""
     start = 8 + int.from_bytes(body[:8], "little")
     try:
         header = json.loads(body[8:start])

@@ -34,8 +34,8 @@ class Family:
     """Rules for the norms and the delta net, in layers that have a gated delta net instead of attention."""
     mixture: tuple[Rule, ...] = ()
     classifiers: tuple[str, ...] = ()
-    """Classifier class names, one per entry of `classes`. If empty, they are these names with ForSequenceClassification
-    instead of ForCausalLM."""
+    """Classifier class names, one per entry of `classes`. If empty, they are the names in `classes` with
+    ForSequenceClassification instead of ForCausalLM."""
     read: Callable[[Config], dict[str, Any]] = lambda config: {}
     """Function that returns the Architecture fields whose values differ from Llama's."""
     demands: Mapping[str, Any] = field(default_factory=dict)

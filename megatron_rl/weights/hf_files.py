@@ -131,7 +131,7 @@ class HFFolder:
 def packed_shapes(name: str, shape: Shape) -> dict[str, Shape]:
     """Return names and shapes of the MXFP4 tensors (blocks, scales) that store a stack `[experts, inputs, outputs]`.
 
-    In these tensors, outputs come before inputs. An empty `shape` returns the names only, with meaningless shapes.
+    In these tensors, outputs come before inputs. If `shape` is empty, only the returned names are meaningful.
     """
     blocks = (shape[0], shape[2], shape[1] // MXFP4_BLOCK) if shape else ()
     return {f"{name}_blocks": (*blocks, MXFP4_BLOCK // 2), f"{name}_scales": blocks}

@@ -55,7 +55,7 @@ class IPCPublisher(WeightPublisher):
         self._handle_forms: dict[str, str | None] = {}
         self._left: list[Path] = []
         """Bucket files still open in servers. They are deleted at the next publication, because a dead server never
-        releases its file. A server that only hangs may release it before."""
+        releases its file. Until then, a server that only hangs may still release it."""
 
     def close(self) -> None:
         while self._left:

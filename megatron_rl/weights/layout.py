@@ -79,7 +79,7 @@ def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dic
     """Return the global layer numbers of each model chunk of each pipeline stage.
 
     megatron: the config section. If it sets any of PIPELINE_CUTS, megatron.core divides the layers accordingly;
-    otherwise all chunks have equally many. Raises ValueError if the layers cannot be divided so.
+    otherwise all chunks have equally many layers. Raises ValueError if the layers cannot be divided in this way.
     """
     layers, stages, chunks = arch.layers, parallel.pipeline, parallel.virtual_pipeline
     count = stages * chunks
@@ -142,7 +142,7 @@ class Shares:
 def parameters_of_stage(
     arch: Architecture, parallel: ParallelConfig, stage: int, megatron: dict[str, Any] | None = None
 ) -> Shares:
-    """Return the number of parameters on each rank of a pipeline stage. All its ranks have equally many."""
+    """Return the number of parameters on each rank of a pipeline stage, which is the same for all its ranks."""
     embedding, final_norm, output = edges(arch)
     rules = [embedding] if stage == 0 else []
     if stage == parallel.pipeline - 1:

@@ -124,8 +124,8 @@ class PeftConfig:
     def modules(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
         """Return the modules that have both lora_A and lora_B.
 
-        ranks: (name, first dimension) of every tensor in the folder. Raises ValueError for a tensor of no
-        adapter, a module with only one of the two, or a module whose adapter contradicts this config.
+        ranks: (name, first dimension) of every tensor in the folder. Raises ValueError for a tensor that
+        belongs to no adapter, a module with only one of the two, or a module whose adapter contradicts this config.
         """
         parts: dict[str, dict[str, int]] = {}
         for name, rows in ranks:
@@ -184,7 +184,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _is_named(names: str | list[str], module: str) -> bool:
-    """Return True if `names` match the module. As in PEFT, a string is a regex for whole names, a list has endings."""
+    """Return True if `names` match the module. As in PEFT, a string is a regex for full names, a list has endings."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

@@ -57,10 +57,10 @@ FLAT_BELOW_BYTES = 256 * 1024
 first copied into one flat tensor. On a CPU each broadcast has 0.1 ms of latency; a flat tensor instead costs one more
 copy at each end."""
 AFTERMATH_S = 5.0
-"""Time given to servers to notice that a group is broken."""
+"""Maximum seconds to wait for the servers' answers after a broken group was left."""
 SUMMED_BYTES = 1 << 26
-"""Bytes of tensors kept on a GPU so that one kernel launch takes their checksums. Used only by transports that do not
-keep the tensors anyway."""
+"""Maximum bytes of tensors that are kept on a GPU so that one kernel launch computes all their checksums. Used only by
+transports that do not keep the tensors anyway."""
 NAMED_TENSORS = 3
 """Maximum number of mismatching tensors named in an error message."""
 
@@ -123,7 +123,7 @@ class WeightPublisher(abc.ABC):
         self.last.seconds = time.perf_counter() - started
 
     def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
-        """Divide the stream into runs of tensors whose checksums are taken together."""
+        """Divide the stream into runs of tensors whose checksums are computed together."""
         return plan_buckets(specs, SUMMED_BYTES)
 
     @abc.abstractmethod
@@ -438,7 +438,7 @@ class GroupPublisher(WeightPublisher):
         return _Shipment(number, loads, deadline)
 
     def _complete(self, shipment: _Shipment) -> None:
-        """Wait until every server has the round. Drop servers that fail, and send it again to the others."""
+        """Wait until every server has the round. Drop servers that fail, and send the round again to the others."""
         broken_before = False
         while not self._arrived(shipment):
             refused = _failures(shipment.loads)
@@ -520,7 +520,7 @@ class GroupPublisher(WeightPublisher):
 
 
 def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Divide the stream into buckets of one dtype and at most `bucket_bytes`. A larger tensor is one bucket."""
+    """Divide the stream into buckets of one dtype and at most `bucket_bytes`. A larger tensor gets its own bucket."""
     buckets: list[list[TensorSpec]] = []
     size = 0
     # One dtype per bucket, so that every tensor of a flat bucket begins at a multiple of its item size.

@@ -1,4 +1,4 @@
-"""Map model folders to their Hugging Face Hub names, which add the owner, for messages and docs."""
+"""Find the Hugging Face Hub names (OWNER/NAME) of model folders, for messages and docs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hub_name(path: str) -> str:
 def how_to_fetch(path: str) -> str:
     """Return the command that creates the model folder at `path`, for a message.
 
-    If the folder must have another name, the text also says which model.path to set.
+    If the command creates a folder other than `path`, the text also says which model.path to set.
     """
     name = Path(path).name.lower()
     if name == SMOLLM2:

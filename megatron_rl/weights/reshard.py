@@ -72,8 +72,8 @@ def load_shards(
 ) -> None:
     """Load this rank's slices from the source into its model chunks, or with `lora` into their adapters.
 
-    Collective: every rank calls it. A rank reads only its own shard. Replicas of a shard divide its parameters: each
-    reads a different one at the same time, then broadcasts it to the others.
+    Collective: every rank calls it. A rank reads only its own shard. Ranks that hold the same shard read different
+    parameters of it in parallel, and broadcast them to each other.
     """
 
     def order(entry: tuple[Tensor, Rule]) -> tuple[bool, int]:
@@ -105,8 +105,8 @@ class HFExport:
         export = HFExport(model_chunks, arch, groups)
         publisher.publish(export.specs, export.stream(), version=7)
 
-    lora: exports the adapters instead. shard_of: maps a parameter to the tensor that is sent, for example the parameter
-    with its adapter merged.
+    lora: if given, the adapters are exported instead of the model. shard_of: maps a parameter to the tensor that is
+    sent, for example the parameter with its adapter merged.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class StageHeads:
     """The senders of a pipelined model: the first rank of each stage."""
 
     heads: Axis | None
-    """The axis of the stage heads; None on other ranks. Its group uses gloo, so that orders never wait for a kernel."""
+    """Axis of the stage heads; None on other ranks. Its group uses gloo, so that orders never wait for a GPU kernel."""
     specs: Sequence[list[TensorSpec]]
     """HF tensors of each stage, in stream order."""
     own_stage: int
@@ -70,8 +70,8 @@ class Sender:
     def _send(self, piece: Tensor, is_hopeless: Callable[[], bool]) -> bool:
         """Start a broadcast. Return False if the group is broken, or once `is_hopeless()` returns True.
 
-        NCCL connects in a group's first broadcast, which blocks until all servers take part. So that one runs in a
-        thread.
+        NCCL connects in a group's first broadcast, which blocks until all servers take part. So the first broadcast
+        runs in a thread.
         """
         sending: Future[dist.Work] = Future()
         group = self.group

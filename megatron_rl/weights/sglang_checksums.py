@@ -42,7 +42,7 @@ class Piece:
     """One rank's part of an expert's matrix, and its place in the tensor that holds all experts of the rank."""
 
     name: str
-    """SGLang's name of that tensor on the rank."""
+    """SGLang's name of the tensor with all experts of the rank."""
     number: int
     count: int
     """Number of pieces in that tensor. Pieces have equal size and are stacked by rows, this one at place `number`."""
@@ -50,7 +50,7 @@ class Piece:
 
 
 class SGLangChecksums:
-    """The checksums that servers of one form must report once they hold all tensors that `add` got, in any order."""
+    """The checksums that servers of one form must report once they hold all tensors passed to `add`, in any order."""
 
     def __init__(self, form: ChecksumForm) -> None:
         self.form = form
@@ -148,7 +148,7 @@ class SGLangChecksums:
             yield from ([first] for _ in range(ranks))
 
     def of(self) -> dict[str, str]:
-        """Return tensor name -> checksum, both as servers of this form report them."""
+        """Return {tensor name: checksum}, with the names and checksums that servers of this form report."""
         totals: Counter[str] = Counter()
         for names, sums in self._sums:
             for name, total in zip(names, sums.tolist(), strict=True):

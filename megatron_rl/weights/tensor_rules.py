@@ -181,8 +181,8 @@ class OneQKV(FusedQKV):
 class Part(NamedTuple):
     """Rows of one HF tensor that belong to a group of heads.
 
-    For the group of number `group`, these are `rows` rows from row `start + group * stride` on. tensor: index of the HF
-    tensor in the rule.
+    In group number `group`, they are the `rows` rows that start at row `start + group * stride`. tensor: index of the
+    HF tensor in the rule.
     """
 
     tensor: int
@@ -192,7 +192,7 @@ class Part(NamedTuple):
 
 
 class HeadGroups:
-    """Layout whose rows are ordered by groups of heads, and in a group as in `parts`. Ranks hold equally many groups.
+    """Layout whose rows are ordered by group of heads, then as in `parts`. All ranks hold equally many groups.
 
     parts: function from an architecture to the number of groups and the parts of a group. Over all groups, the parts
     cover all rows of the HF tensors.

@@ -1,4 +1,4 @@
-"""Gemma 3: norms before and after each block, which add 1 to their weights; scaled embeddings; own RoPE for windows."""
+"""Gemma 3: norms before and after each block, norm weights offset by 1, scaled embeddings, own RoPE for windows."""
 
 from __future__ import annotations
 

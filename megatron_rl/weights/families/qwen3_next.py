@@ -1,4 +1,4 @@
-"""Qwen3-Next: three delta-net layers per gated-attention layer, norms that add 1, MoE with a gated shared expert."""
+"""Qwen3-Next: three delta-net layers per gated-attention layer, norm weights offset by 1, gated shared expert."""
 
 from __future__ import annotations
 
