@@ -24,7 +24,7 @@ LARGEST_WEIGHT = (1 << WEIGHT_BITS) - 1
 SHIFT_MARGIN = 0.1
 """Threshold, as a share of all choices. Routes count as shifted if the trainer's choices agree that much more often
 with a neighbouring row's route than with their own row's."""
-SHIFT_ROWS = 32
+SHIFT_CHOICES = 32
 """Minimum number of choices to decide whether routes are shifted."""
 
 
@@ -152,7 +152,7 @@ def shift_fault(agreed: Tensor) -> str:
     own, before, after, choices = agreed.tolist()
     margin = max(SHIFT_MARGIN, 4.0 / max(choices, 1) ** 0.5)
     where, most = max((("before", before), ("after", after)), key=lambda pair: pair[1])
-    if choices < SHIFT_ROWS or most - own <= margin * choices:
+    if choices < SHIFT_CHOICES or most - own <= margin * choices:
         return ""
     return (
         f"algo.routing_replay: the servers' map of routes is shifted: the trainer's router agrees with the row {where} "
