@@ -24,7 +24,7 @@ def write_sums(folder: Path, sums: dict[str, str]) -> None:
 def check_sums(folder: str | Path, found: dict[str, str]) -> None:
     """Raise ValueError if a folder's tensors differ from what was published. found: checksum by tensor name.
 
-    A folder without the file, which another program wrote, is not checked.
+    A folder without a checksum file was written by another program, and is not checked.
     """
     path = Path(folder) / FILE
     if not path.is_file():

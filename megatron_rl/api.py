@@ -361,7 +361,7 @@ class LogitsTerm(Protocol):
     def of(
         self, rows: TensorDict, device: torch.device
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Return the term of one microbatch as a function.
+        """Return the loss term of one microbatch, as a function.
 
         The microbatch's rows are on the host, the model on `device`. The function maps (logits `[c, V_local]`, their
         row indices) to the loss part, its sums, and its gradient with respect to the logits. It must not modify the

@@ -1,4 +1,4 @@
-"""Common interface of the agent APIs, which convert requests to chat completions, and answers back to an API's form.
+"""Common interface of the agent APIs. Each converts its requests to chat completions, and replies to its own format.
 
 The three APIs are in `chat_api`, `responses_api` and `messages_api`.
 """

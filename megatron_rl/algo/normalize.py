@@ -37,7 +37,10 @@ def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Te
 
 
 def shares_of(sample: Tensor) -> Tensor:
-    """Return 1 / the number of entries of the same sample, `[K]` float64. As weights they count every sample once."""
+    """Return, for each entry, 1 / (number of entries of its sample), `[K]` float64.
+
+    As weights, these count every sample once.
+    """
     return 1.0 / torch.bincount(sample).double()[sample]
 
 

@@ -157,7 +157,7 @@ def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sequence of each row, `[T]` int64: the first whose end is above the row."""
+    """Return the index of the sequence that contains each row, `[T]` int64."""
     return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)
 
 

@@ -83,7 +83,7 @@ class AlgorithmConfig(Section, name="algo"):
     """Estimator of the KL divergence. unbiased (only with kl_in = loss) is k3 times the ratio p / p(proximal),
     including the ratio's gradient."""
     kl_in: str = one_of("loss", "reward", default="loss")
-    """loss: a term with gradient. reward: a penalty subtracted from each token's reward."""
+    """loss: the term is added to the loss and differentiated. reward: it is subtracted from each token's reward."""
     kl_target: float = at_least(0, default=0.0, hint="0 keeps the coefficient")
     """With kl_in = reward: target KL per token in nats, to which the coefficient is adapted; 0 keeps it fixed."""
     kl_horizon: float = above(0, "trajectories", default=10_000.0)
@@ -249,12 +249,12 @@ class CriticConfig(Section, name="critic"):
     discount: float = within("(0, 1]", default=1.0, hint="1 discounts nothing")
     """Discount factor per trained token or turn."""
     trace_decay: float = within("[0, 1]", default=1.0)
-    """GAE's lambda. 1 uses only the rewards, 0 only the critic's next value."""
+    """GAE's lambda. 1 sums up all later rewards; 0 uses one reward and then the critic's value of the next state."""
     level: str = one_of("token", "turn", default="token")
     """What an advantage belongs to: a token, or a turn (an unbroken run of trained tokens)."""
     decoupled: bool = False
     """Use trace_decay only for the policy's advantages, and 1 for the critic's targets (VAPO, arXiv 2504.05118)."""
-    length_factor: float = at_least(0, default=0.0, hint="0 takes trace_decay for all")
+    length_factor: float = at_least(0, default=0.0, hint="0 uses trace_decay for all replies")
     """If above 0, trace_decay is 1 - 1 / (length_factor l) for a trajectory of l trained tokens or turns. VAPO uses
     0.05."""
     value_clip: float = at_least(0, default=0.2, hint="0 sets no bound")

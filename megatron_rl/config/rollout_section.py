@@ -180,10 +180,10 @@ class RolloutConfig(Section, name="rollout"):
     this many times the groups of a step; groups beyond it are trained unchanged. 0 replaces none. Refused together with
     anything that learns from such groups: a teacher, a KL term, positive trajectories or marked tokens."""
     oversample: float = within("[1, 2]", default=1.0)
-    """Synchronous runs: start this many times the episodes that a step needs, and train the first ones to finish. The
-    next step begins with the prompts of the unfinished episodes, and waits for them. With `stale` = mask or keep, their
-    replies resume where they stopped. With `stale` = drop they restart, because drop trains no token of an earlier
-    version."""
+    """Oversampling factor of synchronous runs: a step starts this factor times the episodes that it needs, and trains
+    on the first ones to finish. The next step begins with the prompts of the unfinished episodes, and waits for them.
+    With `stale` = mask or keep, their replies resume where they stopped. With `stale` = drop they restart, because drop
+    trains no token of an earlier version."""
     interruption: str = one_of("abort", "retract", "in_place", default="retract")
     """What happens to running replies when new weights arrive. All of them continue afterwards.
 

@@ -59,7 +59,7 @@ def sort_digits(
 def copy_letters(
     split: str = "train", seed: int = 0, count: int | None = None, letters: int = 3, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """Copy 2 to 8 letters from a to h: `bdh>` -> `bdh`."""
+    """Task of repeating 2 to 8 letters, each between a and h: `bdh>` -> `bdh`."""
     if not 2 <= letters <= 8:
         raise ValueError(f"letters = {letters}: must be in [2, 8]; 3 is what a tiny model learns from scratch.")
     chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)

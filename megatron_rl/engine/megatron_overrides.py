@@ -81,7 +81,7 @@ REASONS = {
     }.items()
     for field in fields.split()
 }
-"""Reasons why a field must not be set. Fields that the model or layout determines need no entry to be rejected."""
+"""Reasons why a field must not be set. Fields that the model or layout determines are rejected without an entry."""
 
 
 def check_flex_dispatcher(parallel: ParallelConfig) -> None:

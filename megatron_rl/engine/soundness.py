@@ -49,7 +49,7 @@ def explain(
 
 
 def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) -> list[str]:
-    """Describe the first trained tokens that have a NaN or infinite number, with all numbers of each."""
+    """Describe the first trained tokens that have a NaN or infinite number, with all numbers of each such token."""
     columns = columns_of(batch, results, name)
     bad = torch.stack([~column.isfinite() for column in columns.values()]).any(0) & batch["loss_mask"]
     places = bad.nonzero()[:, 0].tolist()
@@ -58,7 +58,10 @@ def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) ->
 
 
 def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[float, str]:
-    """Return the trained tokens' largest absolute number and its token's description; (-1, "") if none is trained."""
+    """Return the largest absolute number in all columns of trained tokens, and a description of the token that has it.
+
+    (-1, "") if no token is trained.
+    """
     columns = columns_of(batch, results, name)
     sizes = torch.stack([column.double().abs() for column in columns.values()]).amax(0)
     sizes = sizes.masked_fill(~batch["loss_mask"], -1.0)

@@ -188,7 +188,10 @@ POSITION_TURNS = (15, 13)
 
 
 def tile_hash(parts: list[Tensor], begin: int, whole_nbytes: int) -> Tensor:
-    """`ops.tile_hashes` for one slice of contiguous parts, from byte `begin` of `whole_nbytes`; 0-dim."""
+    """`ops.tile_hashes` for one slice, given as contiguous parts. Returns a 0-dim tensor.
+
+    The slice starts at byte `begin` of a tensor of `whole_nbytes` bytes.
+    """
     data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))

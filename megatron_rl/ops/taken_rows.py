@@ -15,9 +15,9 @@ from torch import Tensor
 class TakenRows(NamedTuple):
     """Which rows to gather, and the inverse map for the gradient.
 
-    rows: `[K]` int64. back: pairs of tensors, one for each count m such that some row is taken m times. A pair has the
-    P rows that are taken m times, `[P]`, and their places in `rows`, `[P * m]`. The m places of each row are in
-    ascending order.
+    rows: `[K]` int64. back: one pair of tensors for each number m of times that some row is taken. The first tensor
+    has the P rows that are taken m times, `[P]`. The second has their positions in `rows`, `[P * m]`: the m positions
+    of the first row in ascending order, then those of the next.
     """
 
     rows: Tensor

@@ -85,9 +85,9 @@ def stand_in_for_triton(module_name: str) -> Iterator[None]:
 
 
 LOGGERS = ("wandb", "torch.utils.tensorboard")
-"""Optional loggers that megatron.core's timers and inference engine import, which takes each rank a second.
+"""Optional loggers. megatron.core's timers and inference engine import them, which takes each rank a second.
 
-Nothing in this package makes those modules log to them, so `surround` makes their imports fail.
+This package never logs through them, so `surround` makes importing them fail.
 """
 
 

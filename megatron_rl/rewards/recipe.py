@@ -204,7 +204,8 @@ class Recipe:
 async def reach(found: Sequence[Ingredient], patience_s: float) -> list[str]:
     """Wait until the services of awaited rewards answer. Return the import paths of rewards that cannot be checked.
 
-    InfrastructureFailure begins with the path of the first reward whose service does not answer within `patience_s`.
+    Raises InfrastructureFailure if a service does not answer within `patience_s`. Its message begins with the import
+    path of the first such reward.
     """
     unknown = []
     for ingredient in (it for it in found if it.is_awaited):

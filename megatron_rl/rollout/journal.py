@@ -243,7 +243,7 @@ class RolloutJournal(RolloutEvents):
         self._write(_EVENT, json.dumps({"event": event} | content).encode())
 
     def _write_later(self, kind: bytes, columns: dict[str, Tensor], about: dict[str, Any]) -> None:
-        """Write from another thread, in the order of these calls. The columns must not change meanwhile."""
+        """Write from another thread, in the order of calls of this method. The columns must not change until then."""
 
         def write() -> None:
             pieces = _blob(columns, about)

@@ -39,7 +39,7 @@ PULSE_S = 2.0
 ANSWER_S = 4.0
 """Timeout for the hang report of a process that may itself hang."""
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""Signals that the rollout process leaves to the trainer. They are blocked until it has installed its handlers."""
+"""Signals that the rollout process leaves to the trainer. They are blocked in it until its handlers are installed."""
 
 
 class RolloutDied(RuntimeError):

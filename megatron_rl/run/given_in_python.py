@@ -132,7 +132,10 @@ def callables_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
-    """Return `value`, with each part whose dotted key is in `paths` replaced by its path. key: that of `value`."""
+    """Return `value`, with each part whose dotted key is in `paths` replaced by its path.
+
+    key: the dotted key of `value` itself.
+    """
     if isinstance(value, Mapping):
         return {name: replaced(part, paths, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
     if isinstance(value, list | tuple):

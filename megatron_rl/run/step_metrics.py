@@ -41,7 +41,10 @@ def applied_of(stats: list[StepStats]) -> list[StepStats]:
 
 
 def trained_tokens(stats: StepStats) -> float:
-    """Return an update's trained tokens: its sum `tokens` if the loss is a mean over trajectories, else its weight."""
+    """Return the number of tokens that an update trained on.
+
+    This is the entry `tokens` of its sums if the loss is a mean over trajectories, otherwise the update's weight.
+    """
     return stats.sums.get("tokens", stats.weight)
 
 

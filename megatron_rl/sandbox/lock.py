@@ -164,7 +164,7 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        """Create the sockets. `theirs` is the socket through which `lock` sends the listener."""
+        """Create the sockets. `lock` sends the listener's descriptor through `theirs`."""
         self._ours, self.theirs = socket.socketpair()
         self._left, self.listener = MOST_THREADS, -1
         self.is_locked = False

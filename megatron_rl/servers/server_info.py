@@ -31,7 +31,7 @@ class ServerInfo:
     ranks: int
     """Ranks that the server adds to a weight-update group: its tensor-parallel size, which DP attention subdivides."""
     replicas: int
-    """Copies of the weights: the data-parallel size without DP attention."""
+    """Copies of the weights: the data-parallel size, or 1 with DP attention."""
     stages: int
     """Pipeline-parallel size."""
     nodes: int

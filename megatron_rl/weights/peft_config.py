@@ -184,7 +184,10 @@ def _is_on(value: Any) -> bool:
 
 
 def _is_named(names: str | list[str], module: str) -> bool:
-    """Return True if `names` match the module. As in PEFT, a string is a regex for full names, a list has endings."""
+    """Return True if `names` match the module.
+
+    As in PEFT, a string is a regex that must match the full name, and a list contains endings of names.
+    """
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

@@ -128,7 +128,10 @@ class SGLangChecksums:
         yield name, {last: tensor}
 
     def _kept_by_ranks(self, name: str, parts: dict[str, Tensor]) -> Iterator[list[Tensor]]:
-        """Yield for each rank the tensors that it stacks by rows, or nothing if SGLang's storage is unknown."""
+        """Yield, rank by rank, the tensors that SGLang concatenates by rows on that rank.
+
+        Yields nothing if it is unknown how SGLang stores them.
+        """
         ranks, kv_heads = self.form.ranks, self.form.kv_heads
         (last, first), is_weight = next(iter(parts.items())), name.endswith(".weight")
         if last in EMBEDDINGS and is_weight:  # padded even with a single rank

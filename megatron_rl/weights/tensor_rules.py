@@ -86,7 +86,7 @@ class Columns:
 
 
 Place = tuple[str, int]
-"""Name of an HF tensor, and the row at which a part begins in it."""
+"""Where a part of a parameter begins: the name of an HF tensor, and the first row in it."""
 
 
 class GateUp:

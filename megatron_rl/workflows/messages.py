@@ -102,7 +102,7 @@ def normal_tools(tools: Any, field: str = "tools") -> list[Message] | None:
 
 
 def without_none(value: Any) -> Any:
-    """Return a copy without the objects' fields that are None, at any depth. None entries of lists are kept."""
+    """Return a copy of a JSON value without the dict entries that are None, at any depth. Lists keep theirs."""
     if isinstance(value, dict):
         return {name: without_none(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

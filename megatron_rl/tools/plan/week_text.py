@@ -27,7 +27,7 @@ NOTE = "Simulated: no run on GPUs has checked these figures. The times of a toke
 
 @dataclass(frozen=True)
 class Scale:
-    """How many real replies of a group a simulated reply stands for, and how many real groups a simulated group."""
+    """Scale of the simulation: real replies per simulated reply of a group, and real groups per simulated group."""
 
     replies: int
     groups: int

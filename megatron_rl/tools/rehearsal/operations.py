@@ -29,7 +29,7 @@ class Operation:
     changes_form: bool
     """True if the operator may change its arguments' shapes or storages."""
     launches: bool
-    """True if a call that allocates or writes a tensor launches a kernel."""
+    """True if the operator launches a kernel. Only calls that allocate or write a tensor count."""
 
     def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the tensors that a call writes to."""
