@@ -284,8 +284,8 @@ def test_a_run_goes_on_behind_skipped_updates_and_counts_them(tmp_path):
 
 def test_a_run_ends_behind_too_many_skipped_updates_and_names_tokens_and_rows(tmp_path):
     message = (
-        r"RuntimeError: run.most_skipped_updates = 1: 2 updates of the model in a row had a loss or a gradient that is "
-        r"no number, and were skipped. The last one, whose groups are the rows \d+(, \d+){5} of data.train: loss = "
+        r"RuntimeError: run.most_skipped_updates = 1: 2 updates of the model in a row had a NaN or infinite loss or "
+        r"gradient, and were skipped. The last one, whose groups are the rows \d+(, \d+){5} of data.train: loss = "
         r"nan, .* rank 0, sequence \d+ of group \d+, token \d+: own log p = -"
     )
     with pytest.raises(AssertionError, match=message):

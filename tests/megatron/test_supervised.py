@@ -238,7 +238,7 @@ def test_run_says_how_many_rows_it_leaves_out(tmp_path, capfd):
         (["supervised.answer=''", "generation.n_samples=2"], "supervised.answer = '': names no column of the rows"),
         (["batch.updates_per_step=2"], "batch.updates_per_step = 2: must be 1 with supervised.answer; set"),
         (["warm_start.updates=5"], "warm_start.updates = 5: must be 0 with supervised.answer; run megatron-rl sft"),
-        (["supervised.answer=solution"], "data.train, row 1: solution = None: must be the text of the answer"),
+        (["supervised.answer=solution"], "data.train, row 1: solution = None: must be the answer"),
         (["data.max_tokens=10"], "data.max_tokens = 10: all 192 prompts of data.train have more; raise it"),
         (["model.init=hf"], "no .*safetensors there"),
         (["parallel.tensor=3"], "parallel.tensor = 3"),
