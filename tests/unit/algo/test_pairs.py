@@ -61,7 +61,7 @@ def _parts(pairs):
         ({"prompt": "1?", "chosen": " ", "rejected": "1"}, "pair 2: chosen = ' ': must be the text of a reply"),
         (
             {"prompt": "1?", "chosen": ["1"], "rejected": "0"},
-            r"pair 2: chosen = \['1'\]: .* the last message's content",
+            r"pair 2: chosen = \['1'\]: .* as the last message of the dialogue",
         ),
         ({"prompt": "1?", "chosen": "1", "rejected": "1"}, "pair 2: chosen and rejected are the same reply, '1'"),
         ({"prompt": "1?" * 7, "chosen": "1", "rejected": "10"}, "pair 2: has 17 tokens, more than .* context of 16"),
