@@ -249,7 +249,7 @@ class CriticConfig(Section, name="critic"):
     discount: float = within("(0, 1]", default=1.0, hint="1 discounts nothing")
     """Discount factor per trained token or turn."""
     trace_decay: float = within("[0, 1]", default=1.0)
-    """GAE's lambda. 1 sums up all later rewards; 0 uses one reward and then the critic's value of the next state."""
+    """GAE's lambda. 1 sums up all later rewards. 0 uses one reward, then the critic's value of the next state."""
     level: str = one_of("token", "turn", default="token")
     """What an advantage belongs to: a token, or a turn (an unbroken run of trained tokens)."""
     decoupled: bool = False

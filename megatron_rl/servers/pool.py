@@ -311,8 +311,8 @@ class Fleet:
                 self.members.drop(server, str(error))
         if not self.members.publishing:
             raise NoServerLeft("no rollout server is left. " + " ".join(map(str, failures.values())))
-        if len(failures) == len(servers):  # those that are left have refused
-            raise failures[self.members.publishing[0]]
+        if len(failures) == len(servers):  # a refusal, if there is one: the servers that failed are dropped
+            raise min(failures.values(), key=lambda error: not isinstance(error, CommandRefused))
 
     async def pause(self) -> None:
         """Pause generation as configured. Flush each cache that has outlived the allowed number of publications."""

@@ -38,7 +38,7 @@ class ServerInfo:
     vocab_size: int | None
     context_length: int | None
     checksum_form: ChecksumForm | None
-    """How the server computes checksums of its weights. None if the trainer cannot compute the same ones."""
+    """How the server computes checksums of its weights. None if the trainer does not know how."""
     weight_version: str | None
     """Name of the current weights."""
     is_embedded: bool

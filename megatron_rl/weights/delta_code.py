@@ -36,7 +36,7 @@ class Change:
     """
 
     count: int
-    """How many numbers the run has, changed or unchanged."""
+    """Number of elements in the run, changed or not."""
     places: str
     values: str
     place_bytes: Tensor

@@ -86,7 +86,7 @@ class Columns:
 
 
 Place = tuple[str, int]
-"""Where a part of a parameter begins: the name of an HF tensor, and the first row in it."""
+"""Name of an HF tensor, and number of the row in it at which a part of a parameter begins."""
 
 
 class GateUp:

@@ -201,7 +201,7 @@ class EpisodeEngine(Sampler):
 
     @property
     def is_lost(self) -> bool:
-        """Whether a sample has failed in all its tries, which another attempt at the episode would only repeat."""
+        """True if a sample has failed in all its tries. Another attempt at the episode would only repeat them."""
         return self._attempt.is_lost
 
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:

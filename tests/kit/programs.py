@@ -199,9 +199,8 @@ def _become(
         os.chdir(cwd or os.getcwd())
         sys.argv = [module, *command[command.index(module) + 1 :]]
         _forget_modules_of_tests()
-        torch.set_num_threads(
-            1
-        )  # a fork has no threads of OpenMP, for which it would wait where its parent has used some
+        # A fork lacks the OpenMP threads that its parent has used, and would wait for them.
+        torch.set_num_threads(1)
         if "-P" not in command:
             sys.path.insert(0, os.getcwd())
         os.write(says_so, b".")

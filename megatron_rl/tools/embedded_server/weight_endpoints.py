@@ -307,7 +307,7 @@ class WeightEndpoints:
             changes_before = self.batcher.model.changes
             try:
                 change()
-            except BaseException:
+            except Exception:  # whatever ended it, half of the weights may be new
                 if self.batcher.model.changes > changes_before:
                     self.batcher.weights_changed(INCOMPLETE)
                 raise

@@ -97,8 +97,7 @@ class Ledger:
         self.assumed: Counter[str] = Counter()
         self.is_in_microbatch = False
         self.overlaps = False
-        """Whether coalesced collectives overlap with computation, which their arguments do not show. Only DDP issues
-        coalesced collectives."""
+        """Whether DDP's coalesced collectives overlap with computation. Their arguments do not show it."""
         self._is_compiled = False
         self.memory = DeviceMemory()
         self.host_memory = DeviceMemory()
