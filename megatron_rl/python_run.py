@@ -52,8 +52,8 @@ class Report:
     page: Path
     picture: Path
 
-    def _repr_png_(self) -> bytes | None:
-        return self.picture.read_bytes() if self.picture.is_file() else None
+    def _repr_svg_(self) -> str:
+        return self.picture.read_text(encoding="utf-8")
 
 
 class Run:
@@ -208,7 +208,7 @@ class Run:
         from megatron_rl.run.run import write_report
 
         page = write_report(self.folder)
-        return Report(page=page, picture=page.with_suffix(".png"))
+        return Report(page=page, picture=page.with_suffix(".svg"))
 
 
 def config_on(

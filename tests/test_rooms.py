@@ -127,7 +127,7 @@ LIGHT = {
     "megatron_rl.tools.embedded_server.serve_command": {"torch", "aiohttp", "transformers"},
     "megatron_rl.config": {"torch", "megatron", "transformers"},
     "megatron_rl.api": {"torch", "megatron", "transformers"},
-    "megatron_rl.tools.report.report": {"torch", "megatron", "matplotlib"},
+    "megatron_rl.tools.report.report": {"torch", "megatron"},
 }
 """Modules that start at once, and packages that loading them does not load."""
 WITH_TORCH = {

@@ -290,7 +290,7 @@ class Run(ABC):
 
 
 def write_report(folder: Path) -> Path:
-    """Write a run's report.html and report.png; return the page's path. Raises RuntimeError with the reason on failure.
+    """Write a run's report.html and report.svg; return the page's path. Raises RuntimeError with the reason on failure.
 
     Runs in a separate process, so that a failing report cannot lose trained weights.
     """

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.servers.supervisor import Supervisor
-from megatron_rl.tools.report import picture
 from tests.kit.programs import fork_programs
 from tests.kit.runs import rollout_servers, served_by
 
@@ -20,15 +19,6 @@ from tests.kit.runs import rollout_servers, served_by
 def programs_are_forked():
     with pytest.MonkeyPatch.context() as patch:
         fork_programs(patch)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_run_draws_a_picture(request):
-    """Leave out report.png, half a second for each run, but for those of two files that look at it."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not request.module.__name__.endswith(("test_training", "test_python_run")):
-            patch.setattr(picture, "write_picture", lambda run, path, title: None)
         yield
 
 

@@ -68,7 +68,7 @@ def test_a_notebook_trains_step_by_step_and_shows_progress_and_report(kernel, mo
     )
     said = "".join(out.text for out in trained.outputs if out.output_type == "stream" and out.name == "stdout")
     assert re.search(r"\rstep 3/3 .*reward", said) and "\rreport: " in said
-    assert report.outputs[-1]["data"]["image/png"]
+    assert report.outputs[-1]["data"]["image/svg+xml"]
     assert re.findall(r"'step': (\d)", scores.outputs[-1]["data"]["text/plain"]) == ["0", "3"]
     folder = tmp_path / "runs/notebook"
     assert len(steps_of(folder)) == 3 and (folder / "final/model.safetensors").is_file()

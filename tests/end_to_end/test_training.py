@@ -65,7 +65,7 @@ def test_count_task_is_learned_on_four_ranks(several_ranks, folder):
     # The warm start's likeliest replies are mostly right already: what is learned shows in those that are sampled.
     # 0.17 are three standard errors of 64 prompts.
     assert len(scores) == 3 and scores[-1] >= scores[0] - 0.17 and "held-out accuracy" in several_ranks
-    assert (folder / "several" / "report.html").stat().st_size > 10_000 and (folder / "several" / "report.png").exists()
+    assert (folder / "several" / "report.html").stat().st_size > 10_000 and (folder / "several" / "report.svg").exists()
     assert (folder / "several" / "final" / "model.safetensors").exists()
 
 
@@ -106,7 +106,7 @@ def test_token_of_a_run_is_in_no_file_but_its_own(several_ranks, folder):
     own = folder / "several" / "token"
     token = token_in(own)
     others = [path for path in (folder / "several").rglob("*") if path.is_file() and path != own]
-    written = {"server-0.log", "config.yaml", "metrics.jsonl", "rollout.log", "report.html", "report.png"}
+    written = {"server-0.log", "config.yaml", "metrics.jsonl", "rollout.log", "report.html", "report.svg"}
     assert written | {"model.safetensors"} <= {path.name for path in others}
     assert not [path for path in others if token.encode() in path.read_bytes()] and token not in several_ranks
 

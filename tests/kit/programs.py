@@ -32,9 +32,6 @@ from tests.kit.forked import Forked
 from tests.kit.ranks import start_up  # which prepares the platform first
 
 with start_up.importing():
-    import matplotlib.backends.backend_agg  # noqa: F401  of the report's picture
-    import matplotlib.figure  # noqa: F401
-
     import megatron_rl.rollout.__main__
     import megatron_rl.rollout.rollout_rank
     import megatron_rl.run.rl_run

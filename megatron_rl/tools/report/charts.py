@@ -1,8 +1,4 @@
-"""Draws charts as inline SVG. Colours and fonts are the page's CSS classes, so a chart suits light and dark mode.
-
-Why not matplotlib's SVG: it shows no values on hover, has fixed colours, is twice as large, and takes a quarter of a
-second per chart.
-"""
+"""Draws charts as inline SVG. Colours and fonts are the page's CSS classes, so a chart suits light and dark mode."""
 
 from __future__ import annotations
 

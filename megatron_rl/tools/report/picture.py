@@ -1,85 +1,125 @@
-"""Draws report.png with matplotlib: the run's main metric, its evaluations, and the time per phase."""
+"""The report's charts of the run's main metric and of the time per phase, for the page and for `report.svg`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+import re
+from dataclasses import dataclass
+from html import escape
+from typing import Any
 
 from megatron_rl.telemetry.run_log import RunRecord
-from megatron_rl.tools.report.charts import LONG_CURVE, smooth
+from megatron_rl.tools.report.charts import LONG_CURVE, Series, line_chart, smooth, stacked_bars
+from megatron_rl.tools.report.report_css import STYLE
 from megatron_rl.tools.report.summary import (
-    Aim,
     aim_of,
     column,
     evaluation_curves,
+    has_values,
     numbers,
     phase_seconds,
     phases_by_size,
 )
 
-COLORS = ("#2563eb", "#e8590c", "#0f9d6e", "#9333ea", "#d6336c", "#0c8599", "#a07400", "#868e96")
+WIDTH, MARGIN = 960, 24
+MOST_BARS = 80
+LETTER = 6.2
+"""Mean width in pixels of a letter of a legend. SVG cannot measure text."""
+LIGHT = dict(re.findall(r"(--[\w-]+):([^;}]+)", STYLE.partition("@media")[0]))
+RULES = "\n".join(re.findall(r"^(?:svg |\.c\d).*$", STYLE, re.MULTILINE))
+"""Not every program that shows SVG files knows CSS variables, so a file has the colours of light mode written out."""
+PICTURE_STYLE = "text{font-family:sans-serif;font-size:12px;fill:var(--soft)}.title{fill:var(--ink);font-weight:600}"
 
 
-def write_picture(run: RunRecord, path: Path, title: str) -> None:
-    """Draw a run's picture into a file.
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A drawing of WIDTH x `height` pixels with its heading and legend: pairs of a colour class and a label."""
 
-    The picture has its own canvas, so this needs no display and changes no matplotlib settings.
-    """
-    figure = Figure(figsize=(12, 4.6), dpi=120, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    draw_aim(run, aim_of(run), left)
-    draw_time(run, right)
-    claims = [f"{one.label} {one.change}" for one in evaluation_curves(run) if len(one.steps) > 1]
-    figure.suptitle("   ".join([title, *claims]), fontsize=14, fontweight="bold", x=0.012, ha="left")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e2e5ea", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_xlabel("step")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path)
+    heading: str
+    drawing: str
+    height: int
+    legend: list[tuple[str, str]]
 
 
-def draw_aim(run: RunRecord, aim: Aim | None, axes: Axes) -> None:
-    if aim is not None:
-        draw_metric(run, aim.metric, aim.label, axes)
+def aim_chart(run: RunRecord) -> Chart | None:
+    """Draw the run's main metric by step, together with its evaluations."""
+    aim = aim_of(run)
+    series = [] if aim is None else curve(run.steps, aim.metric)
+    legend = [] if aim is None else [("c0", f"{aim.label} of each step's batch")]
+    heading = "Evaluations" if aim is None else aim.name.capitalize()
     for number, one in enumerate(evaluation_curves(run), start=1):
-        axes.plot(one.steps, one.scores, "o--", color=COLORS[number % len(COLORS)], linewidth=1.2, label=one.label)
-    falls = aim is not None and aim.lower_is_better
-    if not falls:  # with 0 on the axis, a loss curve would look flat
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.set_title("Evaluations" if aim is None else aim.name.capitalize(), loc="left", fontsize=11)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="upper right" if falls else "lower right", fontsize=9)
+        color = f"c{number % 8}"
+        series.append(Series(x=one.steps, y=one.scores, style=f"line dashed {color}"))
+        series.append(Series(x=one.steps, y=one.scores, style=f"marker {color}", label=one.label))
+        legend.append((color, one.label))
+    if not series:
+        return None
+    starts_at_zero = aim is None or not aim.lower_is_better  # a loss curve would look flat
+    drawing = line_chart(series, width=WIDTH, height=300, title=f"{heading} by step", y_zero=starts_at_zero)
+    return Chart(heading=heading, drawing=drawing, height=300, legend=legend)
 
 
-def draw_metric(run: RunRecord, key: str, label: str, axes: Axes) -> None:
-    """Draw a metric by step. If it has many steps, draw faint values under their moving average."""
-    x = numbers(run.steps)
-    y = column(run.steps, key)
-    if len(y) >= LONG_CURVE:
-        axes.plot(x, _with_gaps(y), color=COLORS[0], alpha=0.3, linewidth=1)
-        y, label = smooth(y), f"{label}, moving average"
-    axes.plot(x, _with_gaps(y), color=COLORS[0], linewidth=2, label=label)
+def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
+    """Return a metric's curves. If it has many steps, they are faint values and their moving average."""
+    x, y = numbers(steps), column(steps, key)
+    if not has_values(y):
+        return []
+    if len(y) < LONG_CURVE:
+        return [Series(x=x, y=y)]
+    return [Series(x=x, y=y, style="faint c0"), Series(x=x, y=smooth(y))]
 
 
-def _with_gaps(values: list[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]
-
-
-def draw_time(run: RunRecord, axes: Axes) -> None:
+def time_chart(run: RunRecord) -> Chart | None:
+    """Draw seconds per phase as stacked bars. In long runs, a bar is the mean of neighbouring steps."""
     seconds = [phase_seconds(line) for line in run.steps]
-    order = list(phases_by_size(seconds))
-    x, bottom = numbers(run.steps), [0.0] * len(run.steps)
-    for number, name in enumerate(order):
-        heights = [phases.get(name, 0.0) for phases in seconds]
-        axes.bar(x, heights, 0.85, bottom, color=COLORS[number % len(COLORS)], label=name)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set_title("Seconds per step by phase", loc="left", fontsize=11)
-    if order:
-        axes.set_ylim(0, max(bottom) * 1.3 or 1.0)
-        axes.legend(frameon=False, loc="upper right", fontsize=9, ncols=3)
+    totals = phases_by_size(seconds)
+    order, whole = list(totals), sum(totals.values())
+    if not whole:
+        return None
+    per_bar = -(-len(run.steps) // MOST_BARS)  # rounded up
+    bars, x = [], []
+    for start in range(0, len(run.steps), per_bar):
+        part = seconds[start : start + per_bar]
+        bars.append({name: sum(phases.get(name, 0.0) for phases in part) / len(part) for name in order})
+        x.append(run.steps[start]["step"] + 1)
+    legend = [
+        (f"c{i % 8}", f"{name} {totals[name] / whole:.0%} ({totals[name]:.1f} s)") for i, name in enumerate(order)
+    ]
+    note = "" if per_bar == 1 else f", mean of {per_bar} steps per bar"
+    drawing = stacked_bars(bars, x, order, width=WIDTH, height=240, title="Seconds per phase")
+    return Chart(heading=f"Time, seconds per step by phase{note}", drawing=drawing, height=240, legend=legend)
+
+
+def picture(run: RunRecord, title: str) -> str:
+    """Return the picture as the text of an SVG file. A run that has logged nothing has a title alone."""
+    claims = [f"{one.label} {one.change}" for one in evaluation_curves(run) if len(one.steps) > 1]
+    parts, y = [text(" · ".join([title, *claims]), MARGIN, 34, 18)], 72.0
+    for chart in (aim_chart(run), time_chart(run)):
+        if chart is not None:
+            drawn, y = placed(chart, y)
+            parts.append(drawn)
+    colors = re.sub(r"var\((--[\w-]+)\)", lambda name: LIGHT[name[1]], PICTURE_STYLE + RULES)
+    width = WIDTH + 2 * MARGIN
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y:.0f}" viewBox="0 0 {width} {y:.0f}">'
+        f'<style>{colors}</style><rect width="100%" height="100%" fill="{LIGHT["--panel"]}"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def placed(chart: Chart, y: float) -> tuple[str, float]:
+    """Draw a chart with heading and legend at height `y`. Return the drawing and the height at which it ends."""
+    parts = [text(chart.heading, MARGIN, y, 14)]
+    size = f'x="{MARGIN}" y="{y + 12:.0f}" width="{WIDTH}" height="{chart.height}"'
+    parts.append(chart.drawing.replace("<svg ", f"<svg {size} ", 1))
+    x, y = float(MARGIN + 54), y + chart.height + 34
+    for color, label in chart.legend:
+        width = 40 + LETTER * len(label)
+        if x + width > WIDTH and x > MARGIN + 54:
+            x, y = float(MARGIN + 54), y + 20
+        parts.append(f'<rect class="fill {color}" x="{x:.0f}" y="{y - 9:.0f}" width="10" height="10" rx="3"/>')
+        parts.append(f'<text x="{x + 16:.0f}" y="{y:.0f}">{escape(label)}</text>')
+        x += width
+    return "".join(parts), y + 44
+
+
+def text(words: str, x: float, y: float, size: int) -> str:
+    return f'<text class="title" x="{x:.0f}" y="{y:.0f}" style="font-size:{size}px">{escape(words)}</text>'

@@ -1,11 +1,10 @@
-"""Writes a run's report: `report.html`, a self-contained page that needs no network, and `report.png`.
+"""Writes a run's report: `report.html`, a self-contained page that needs no network, and `report.svg`.
 
 Model output is untrusted: every text from the run's files is escaped with `html.escape`.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 import statistics
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ import yaml
 from megatron_rl.telemetry.provenance import read_provenance
 from megatron_rl.telemetry.run_log import TEXT, RunRecord, clock, is_number, read_run
 from megatron_rl.telemetry.trace import FOLDER
-from megatron_rl.tools.report.charts import LONG_CURVE, Series, heat_map, line_chart, short, smooth, stacked_bars
+from megatron_rl.tools.report.charts import Series, heat_map, line_chart, short
+from megatron_rl.tools.report.picture import Chart, aim_chart, curve, picture, time_chart
 from megatron_rl.tools.report.report_css import STYLE
 from megatron_rl.tools.report.report_samples import samples_section, turns_of
 from megatron_rl.tools.report.summary import (
@@ -28,12 +28,8 @@ from megatron_rl.tools.report.summary import (
     evaluation_curves,
     has_values,
     numbers,
-    phase_seconds,
-    phases_by_size,
     tenth_of,
 )
-
-logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """A line of samples.jsonl."""
@@ -62,21 +58,13 @@ ROWS_SHOWN = 12
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write report.html and report.png into a run's folder; return report.html's path. The run may still be running.
-
-    Without matplotlib, report.png is skipped with a warning.
-    """
+    """Write report.html and report.svg into a run's folder; return report.html's path. The run may still be running."""
     folder = Path(folder)
     run = read_run(folder)
     page = folder / "report.html"
     traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
     page.write_text(render(run, title=folder.name, traces=[path.name for path in traces]), **TEXT)
-    try:
-        from megatron_rl.tools.report.picture import write_picture
-    except ImportError as error:
-        logger.warning("report.png not written: %s; pip install 'megatron-rl[tasks]' brings matplotlib", error)
-    else:
-        write_picture(run, folder / "report.png", title=folder.name)
+    (folder / "report.svg").write_text(picture(run, title=folder.name), **TEXT)
     return page
 
 
@@ -85,10 +73,10 @@ def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
     sections = [
         about(run),
         headline(run),
-        aim_section(run),
+        chart_section(aim_chart(run)),
         evaluation_section(run),
         samples_section(run),
-        time_section(run),
+        chart_section(time_chart(run)),
         trace_section(traces),
         histogram_section(run),
         mismatch_section(run),
@@ -166,55 +154,10 @@ def card(label: str, value: str, note: str, style: str = "") -> str:
     )
 
 
-def aim_section(run: RunRecord) -> str:
-    """Draw the run's main metric by step, together with its evaluations."""
-    aim = aim_of(run)
-    series = [] if aim is None else curve(run.steps, aim.metric)
-    legend = [] if aim is None else [("c0", f"{aim.label} of each step's batch")]
-    title = "Evaluations" if aim is None else aim.name.capitalize()
-    for number, one in enumerate(evaluation_curves(run), start=1):
-        color = f"c{number % 8}"
-        series.append(Series(x=one.steps, y=one.scores, style=f"line dashed {color}"))
-        series.append(Series(x=one.steps, y=one.scores, style=f"marker {color}", label=one.label))
-        legend.append((color, one.label))
-    if not series:
+def chart_section(chart: Chart | None) -> str:
+    if chart is None:
         return ""
-    starts_at_zero = aim is None or not aim.lower_is_better  # a loss curve would look flat
-    chart = line_chart(series, width=960, height=300, title=f"{title} by step", y_zero=starts_at_zero)
-    return f"<h2>{title}</h2><figure>{chart}{render_legend(legend)}</figure>"
-
-
-def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
-    """Return a metric's curves. If it has many steps, they are faint values and their moving average."""
-    x, y = numbers(steps), column(steps, key)
-    if not has_values(y):
-        return []
-    if len(y) < LONG_CURVE:
-        return [Series(x=x, y=y)]
-    return [Series(x=x, y=y, style="faint c0"), Series(x=x, y=smooth(y))]
-
-
-def time_section(run: RunRecord) -> str:
-    """Draw seconds per phase as stacked bars. In long runs, a bar is the mean of neighbouring steps."""
-    seconds = [phase_seconds(line) for line in run.steps]
-    totals = phases_by_size(seconds)
-    order, whole = list(totals), sum(totals.values())
-    if not whole:
-        return ""
-    per_bar = -(-len(run.steps) // 80)  # rounded up: at most 80 bars
-    bars, x = [], []
-    for start in range(0, len(run.steps), per_bar):
-        part = seconds[start : start + per_bar]
-        bars.append({name: sum(phases.get(name, 0.0) for phases in part) / len(part) for name in order})
-        x.append(run.steps[start]["step"] + 1)
-    legend = [
-        (f"c{i % 8}", f"{name} {totals[name] / whole:.0%} ({totals[name]:.1f} s)") for i, name in enumerate(order)
-    ]
-    chart = stacked_bars(bars, x, order, width=960, height=240, title="Seconds per phase")
-    note = "" if per_bar == 1 else f", mean of {per_bar} steps per bar"
-    return (
-        f"<h2>Time <small>seconds per step by phase{note}</small></h2><figure>{chart}{render_legend(legend)}</figure>"
-    )
+    return f"<h2>{chart.heading}</h2><figure>{chart.drawing}{render_legend(chart.legend)}</figure>"
 
 
 def trace_section(names: Sequence[str]) -> str:

@@ -27,18 +27,18 @@ figcaption{font-size:13px;color:var(--soft);margin:0 0 4px 4px;overflow-wrap:any
 svg{display:block;width:100%;height:auto;overflow:visible}
 svg .grid{stroke:var(--rule);stroke-width:1}
 svg .tick{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
-svg path{fill:none;stroke:var(--c);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+svg path{fill:none;stroke:currentColor;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 svg path.faint{stroke-width:1.2;opacity:.35}
 svg path.dashed{stroke-width:1.5;stroke-dasharray:4 4;opacity:.8}
-svg .marker{fill:var(--c);stroke:var(--panel);stroke-width:1.5}
-svg .fill,svg .dot{fill:var(--c)}
+svg .marker{fill:currentColor;stroke:var(--panel);stroke-width:1.5}
+svg .fill,svg .dot{fill:currentColor}
 svg .peak{fill:var(--ink);stroke:var(--panel);stroke-width:1.5}
 svg .hover{fill:transparent}
-svg .hover:hover{fill:var(--c)}
+svg .hover:hover{fill:currentColor}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;padding:8px 4px 0 54px;font-size:13px;color:var(--soft)}
-.legend i{display:inline-block;width:10px;height:10px;border-radius:3px;background:var(--c);margin-right:6px}
-.c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}
-.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}
+.legend i{display:inline-block;width:10px;height:10px;border-radius:3px;background:currentColor;margin-right:6px}
+.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}
+.c4{color:var(--c4)}.c5{color:var(--c5)}.c6{color:var(--c6)}.c7{color:var(--c7)}
 .scroll{overflow-x:auto}
 table{width:100%;min-width:560px;border-collapse:collapse;table-layout:fixed;font-size:14px}
 th{text-align:left;color:var(--soft);font-weight:500;font-size:13px}

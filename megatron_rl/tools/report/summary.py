@@ -1,4 +1,4 @@
-"""Computes the numbers that report.html and report.png both show."""
+"""Computes the numbers that report.html and report.svg both show."""
 
 from __future__ import annotations
 

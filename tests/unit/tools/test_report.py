@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -316,11 +317,41 @@ def test_run_that_has_logged_nothing_has_an_empty_report(tmp_path):
     assert "svg" not in page.tags
 
 
-def test_picture_is_written_beside_the_page(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra megatron-rl[tasks] brings it)")
+def drawing(folder):
+    """The root element of report.svg."""
+    return ElementTree.fromstring((folder / "report.svg").read_text())
+
+
+def words_of(element):
+    return [text for text in element.itertext() if text.strip()]
+
+
+def test_picture_has_the_pages_two_charts_and_needs_no_style_of_the_page(tmp_path):
     write_run(tmp_path)
     write_report(tmp_path)
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    picture = drawing(tmp_path)
+    width, height = (float(picture.get(side)) for side in ("width", "height"))
+    charts = picture.findall("{*}svg")
+    assert len(charts) == 2 and "var(" not in "".join(picture.itertext())
+    below = [float(chart.get("y")) + float(chart.get("height")) for chart in charts]
+    assert below[0] < float(charts[1].get("y")) and below[1] < height
+    for word in picture.findall("{*}text"):
+        assert 0 < float(word.get("x")) < width and 0 < float(word.get("y")) < height
+    page = (tmp_path / "report.html").read_text()
+    for chart in charts:
+        curves = [curve.get("d") for curve in chart.iter() if curve.tag.endswith("path")]
+        assert all(f'd="{curve}"' in page for curve in curves)
+
+
+def test_a_picture_escapes_what_the_run_says_and_breaks_a_legend_that_is_too_long(tmp_path):
+    with RunLog(tmp_path, 1, console=Console(file=io.StringIO())) as log:
+        for step in (0, 1):
+            for number in range(9):
+                log.log_evaluation(step, f"<b>{number} {'and a long name ' * 3}", {"accuracy": 0.5})
+        log.log_step(0, {"reward/mean": 0.5, "time/step": 1.0})
+    write_report(tmp_path)
+    legend = [word for word in drawing(tmp_path).findall("{*}text") if "<b>" in word.text and word.get("class") is None]
+    assert len(legend) == 9 and len({word.get("y") for word in legend}) > 2
 
 
 @pytest.mark.parametrize(
@@ -349,19 +380,8 @@ def test_a_run_is_shown_by_what_it_works_towards(tmp_path, metric, score, headin
     # A loss has an axis of its own range, a reward or a share one from 0.
     chart = source[source.index(f'aria-label="{heading} by step"') :]
     assert ('text-anchor="end">0<' in chart[: chart.index("</svg>")]) == (heading != "Loss")
-    if (tmp_path / "report.png").exists():  # where matplotlib is installed
-        assert drawn_on_the_left(tmp_path)[:2] == [heading, card.partition("0.5")[0].partition("50%")[0]]
-
-
-def drawn_on_the_left(folder):
-    """The title of the picture's left half, and the labels of its curves."""
-    from matplotlib.figure import Figure
-
-    from megatron_rl.tools.report.picture import draw_aim
-
-    axes, run = Figure().subplots(), read_run(folder)
-    draw_aim(run, aim_of(run), axes)
-    return [axes.get_title("left"), *axes.get_legend_handles_labels()[1]]
+    words = words_of(drawing(tmp_path))
+    assert heading in words and f"{card.partition('0.5')[0].partition('50%')[0]} of each step's batch" in words
 
 
 def test_the_aim_is_the_first_that_has_a_value_and_a_run_may_have_none(tmp_path):
