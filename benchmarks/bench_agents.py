@@ -21,6 +21,7 @@ import frame
 import uvloop
 
 from megatron_rl.agents import AgentWorkflow
+from megatron_rl.api import Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse
 
@@ -31,11 +32,14 @@ TEMPLATE = (
 )
 
 
-class AtOnce:
+class AtOnce(Sampler):
     """An engine whose replies take no time."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids, self.served = ids, 0
+
+    def get_version(self) -> int:
+        return 0
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         self.served += 1
@@ -65,7 +69,7 @@ def p99(values: Iterable[float]) -> float:
     return ordered[int(0.99 * len(ordered))]
 
 
-async def measured(workflow: AgentWorkflow, engine: Any, prompt: dict[str, Any]) -> tuple[float, ...]:
+async def measured(workflow: AgentWorkflow, engine: Sampler, prompt: dict[str, Any]) -> tuple[float, ...]:
     """Return the 99th percentiles of lag and own work, wall time and CPU of one episode, in seconds."""
     begin, begin_cpu = time.perf_counter(), time.process_time()
     work = asyncio.create_task(workflow.arun_episode(engine, prompt))

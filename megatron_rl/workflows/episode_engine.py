@@ -144,7 +144,7 @@ class EpisodeEngine(Sampler):
         """Start the episode in a task of its own, because a workflow may leave its task marked as cancelled."""
         context = contextvars.copy_context()
         context.run(_attempt.set, self._attempt)
-        return context.run(lambda: asyncio.ensure_future(episode()))
+        return context.run(asyncio.ensure_future, context.run(episode))
 
     async def end(self) -> None:
         """Cancel the attempt's calls that are still in flight, and wait at most ENDING_S for them."""
