@@ -174,12 +174,12 @@ class RolloutProcesses:
             on_death=self._on_death,
             routes=self.routes,
         )
-        self._say(f"starting {options.server_count} {self.supervisor.backend} rollout server(s)")
+        self._say(f"starting rollout servers: {options.server_count} {self.supervisor.backend}")
         return self.supervisor.start()
 
     def _registered_servers(self) -> list[str]:
         options, run = self.config.rollout, self.folder.name
-        self._say(f"waiting for {options.server_count} rollout server(s) of run {run} in {options.registry}")
+        self._say(f"waiting for rollout servers: {options.server_count} of run {run} in {options.registry}")
         return wait_for_servers(options.registry, run, options.server_count, timeout_s=options.start_timeout_s)
 
     def stop(self) -> None:

@@ -96,6 +96,7 @@ class Run(ABC):
         with contextlib.ExitStack() as at_end:  # stops the started parts if another fails to start
             self.at_end = at_end
             self._start()
+            self._say_sizes()
             signs = SignsOfLife([StoppedProcesses(names_parent=self.groups.is_main), *self._looks()])
             at_end.callback(signs.close)
             signs.start()
@@ -110,6 +111,12 @@ class Run(ABC):
         self.at_end.__exit__(kind, error, trace)
         if self.is_interrupted and kind is None:
             raise KeyboardInterrupt("the run has stopped in order.")
+
+    def _say_sizes(self) -> None:
+        ranks = "1 rank" if self.groups.world_size == 1 else f"{self.groups.world_size} ranks"
+        for name, engine in self.trained.items():
+            parameters = sum(part.numel() for part in engine.parameters())
+            self.say(f"{name}: {parameters:,} parameters on this rank, {ranks}, {self.config.model.dtype}")
 
     def _join(self) -> None:
         """Join the run's process group."""

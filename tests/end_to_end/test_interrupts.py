@@ -1,6 +1,7 @@
 """Ctrl-C: the first one saves and says how to go on, the second one ends the run at once."""
 
 import os
+import re
 import shlex
 import signal
 import time
@@ -53,6 +54,7 @@ def test_the_first_ctrl_c_saves_all_ranks_behind_the_step_and_the_run_goes_on_wh
     assert newest_checkpoint(folder) == len(steps_of(folder)) == 9 and (folder / "report.html").exists()
     stopped = "stopped after step 9 on another rank's stop signal; --resume auto continues the run"
     assert stopped in " ".join(text.split())
+    assert re.search(r"model: [\d,]+ parameters on this rank, 2 ranks, float32\n", text)
     command = shlex.split(text.partition("To continue: ")[2].splitlines()[0])
     assert command[:4] == ["python", "-m", "megatron_rl.train", CONFIG] and command[-2:] == ["--resume", "auto"]
     assert f"run.folder={folder}" in command and command.count("--resume") == 1 and "Traceback" not in text

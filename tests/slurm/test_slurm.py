@@ -132,7 +132,7 @@ def test_servers_that_take_turns_with_the_ranks_are_on_every_node(cluster, tmp_p
     turns = ("rollout.colocated=true", "rollout.publication=ipc", "rollout.server_count=2", "run.steps=2")
     job = cluster.sbatch(folder.name, "--nodes=2", GRPO, *small(folder, *turns))
     cluster.wait_for_state(job, folder.name, "COMPLETED")
-    assert steps(folder) == [0, 1] and "2 rank(s)" in cluster.told(folder.name)
+    assert steps(folder) == [0, 1] and "2 ranks" in cluster.told(folder.name)
     logs = [(folder / "servers" / f"node-{number}" / "server-0.log").read_text() for number in (0, 1)]
     assert all("embedded_server.server" in log for log in logs)
     assert not (folder / "registry").exists() and processes_of(folder) == []
@@ -313,7 +313,7 @@ def test_preempted_job_goes_on_by_itself_and_then_on_two_ranks_of_a_heterogeneou
     components = ("--nodes=1", ":", "--nodes=1", "--exclusive")
     again = cluster.sbatch("again", *components, GRPO, *small(folder, *more))
     cluster.wait_for_state(again, "again", "COMPLETED")
-    assert "2 rank(s)" in cluster.told("again") and (folder / "ranks" / "rank-1.log").is_file()
+    assert "2 ranks" in cluster.told("again") and (folder / "ranks" / "rank-1.log").is_file()
     assert resumed_after(cluster, "again") == [stopped]
     assert steps(folder) == list(range(stopped + 2))
 
