@@ -38,6 +38,7 @@ def smaller(block: str, model: Path) -> str:
         ("prompts_per_step: 8", "prompts_per_step: 2"),
         ("n_samples: 8", "n_samples: 4"),
         ('"my_task.rewards:right_sum"', '"my_task.rewards:right_sum", reward_workers: 1'),
+        ("max_tokens=400", "max_tokens=200"),
         ("sums[32:]", "sums[8:]"),
         ("sums[:32]", "sums[:8]"),
     ):

@@ -1,6 +1,7 @@
 """Low-rank adapters: those of one process are PEFT's, and every layout's are those of one process."""
 
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_rl.weights.layout import adapters_of_stage
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
 from tests.kit.ranks import run_each, run_ranks
 
-PeftModel = pytest.importorskip("peft", reason="needs the package peft; make installs it").PeftModel
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the package peft; make installs it")
 SFT = LogprobLoss(supervised)
 LORA = dict(rank=3, alpha=8.0)
 TOLERANCE = 1e-4
@@ -68,6 +69,8 @@ def write_adapters(folder, lora=LORA):
 
 def train_by_peft(model, folder):
     """The same updates by float64 autograd over transformers' model with PEFT's adapters, and torch's AdamW."""
+    from peft import PeftModel  # imported here: it takes seconds
+
     folder = folder / "adapter"
     model = PeftModel.from_pretrained(model.double(), folder, is_trainable=True, autocast_adapter_dtype=False)
     own = {name: part for name, part in model.named_parameters() if part.requires_grad}
@@ -185,6 +188,8 @@ def save_trained(folder, layout, lora):
     ],
 )
 def test_saved_weights_are_merged_and_beside_them_adapters_that_peft_loads(tmp_path, family, layout, targets):
+    from peft import PeftModel
+
     base, lora = make_model(family, tmp_path, layers=2), LORA | {"targets": targets}
     write_adapters(tmp_path, lora)
     run_ranks(LAYOUTS[layout][0], save_trained, tmp_path, layout, lora)

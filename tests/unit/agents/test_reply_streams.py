@@ -49,7 +49,7 @@ def whole_parts(text, *, is_open, shows_thoughts, tools):
     return thoughts, said if not calls or any(call.fault for call in calls) else content
 
 
-@settings(max_examples=max_examples(300, 1500), deadline=None)
+@settings(max_examples=max_examples(150, 1500), deadline=None)
 @given(
     st.lists(st.sampled_from(WORDS), max_size=8).map("".join),
     st.booleans(),

@@ -15,7 +15,7 @@ from tests.kit.examples import max_examples
 
 BUDGETS = st.integers(1, 120)  # from one that most sequences exceed to one that holds several
 SEEDS = st.integers(0, 2**16)
-random_batches = settings(max_examples=max_examples(100, 350), deadline=None, derandomize=True, database=None)
+random_batches = settings(max_examples=max_examples(50, 350), deadline=None, derandomize=True, database=None)
 
 
 @st.composite
