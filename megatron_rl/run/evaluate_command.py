@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.data.curriculum import digest_of
 from megatron_rl.data.prompts import load_held_out
@@ -19,6 +21,7 @@ from megatron_rl.rollout.factory import make_workflow, serve_rewards
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.run.evaluation import SetScores, score_sets
 from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 
 RESULTS, LOCK = "eval.jsonl", "eval.lock"
@@ -44,28 +47,39 @@ def evaluate(path: Path, overrides: list[str]) -> str:
     for name, members in prompts.items():
         prompt_lengths(f"evaluation {name}", members, tokenizer, config.evaluation_generation, **sizes)
     make_workflow(config, tokenizer, config.evaluation_generation, evaluates=True)
-    together = [prompt for members in prompts.values() for prompt in members]
     # Publish whole weights: a run merges adapters into the weights that it saves.
     config.rollout = replace(config.rollout, publication="group")
-    servers, folder = servers_of(config), Path(config.run.folder)
+    folder = Path(config.run.folder)
     try:  # two evaluations would write the same eval.jsonl
         lock = file_lock.keep_folder(folder, LOCK, "an evaluation")
     except OSError as error:
         raise ValueError(f"run.folder = {str(folder)!r}: {error}") from error
-    engine, recipe = RemoteSGLangEngine(servers, seed=config.run.seed), serve_rewards(config)
-    supervisor = None if servers.servers else start_servers(config, folder, engine)
     try:
-        engine.initialize(servers.servers or supervisor.urls)
+        batch = answers(config, folder, tokenizer, [prompt for members in prompts.values() for prompt in members])
+        scored = score_sets(tokenizer, batch, prompts)
+        write_results(folder / RESULTS, scored, prompts)
+    finally:
+        os.close(lock)
+    return "\n".join([*table(scored, prompts), str(folder / RESULTS)])
+
+
+def answers(
+    config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[dict[str, Any]]
+) -> TrajectoryBatch:
+    """Generate and score the replies to all prompts. Servers that this starts have stopped when it returns or fails."""
+    servers = servers_of(config)
+    engine, recipe = RemoteSGLangEngine(servers, seed=config.run.seed), serve_rewards(config)
+    supervisor: Supervisor | None = None
+    try:
+        if not servers.servers:
+            supervisor = start_servers(config, folder, engine)
+        engine.initialize(servers.servers if supervisor is None else supervisor.urls)
         workflow = make_workflow(config, tokenizer, config.evaluation_generation, recipe, evaluates=True)
-        batch = engine.evaluate(together, workflow).result()
+        return engine.evaluate(prompts, workflow).result()
     finally:
         engine.destroy(recipe.close())  # before the servers, which still process its requests
         if supervisor is not None:
             supervisor.stop()
-    scored = score_sets(tokenizer, batch, prompts)
-    write_results(folder / RESULTS, scored, prompts)
-    os.close(lock)
-    return "\n".join([*table(scored, prompts), str(folder / RESULTS)])
 
 
 def where_it_is(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:

@@ -172,18 +172,32 @@ class PeftFolder:
     """The adapters of a folder in PEFT's format. Raises ValueError if its rank, scale or targets differ from `lora`."""
 
     def __init__(self, folder: str | Path, arch: Architecture, lora: LoraConfig) -> None:
-        found, tensors = read_peft_config(folder), HFFolder(folder, {}, file=ADAPTER_FILE)
-        for module in found.modules((name, tensors.shape(name)[0]) for name in tensors.file_of):
+        found, self.source = read_peft_config(folder), HFFolder(folder, {}, file=ADAPTER_FILE)
+        for module in found.modules((name, self.source.shape(name)[0]) for name in self.source.file_of):
             _check_scale(found, module, lora)
         self.shapes, self.rank = adapter_shapes(arch, lora), lora.rank
-        named = {PEFT_PREFIX + name: shape for name, shape in self.shapes.items()}
-        self.source = HFFolder(folder, named, file=ADAPTER_FILE)
+        for name, shape in self.shapes.items():
+            self._check_tensor(name, shape)
         extra = {name for name in self.source.file_of if name.removeprefix(PEFT_PREFIX) not in self.shapes}
         if extra:
             raise ValueError(
                 f"lora.targets = {lora.targets}: {folder} has {len(extra)} tensors of other matrices, such as "
                 f"{min(extra)}; name their projections too."
             )
+
+    def _check_tensor(self, name: str, shape: Shape) -> None:
+        named = PEFT_PREFIX + name
+        if named not in self.source.file_of:
+            raise ValueError(
+                f"lora.path: {self.source.folder} has no tensor {named}, which lora.targets asks for; leave its "
+                f"projection out there, or give the adapters of this model."
+            )
+        if (found := self.source.shape(named)) != shape:
+            raise ValueError(
+                f"lora.path: {named} of {self.source.folder} has shape {found}, but the model needs {shape}; give the "
+                f"adapters of this model."
+            )
+        self.source.dtype(named)  # refuses integers and the like
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         if name not in self.shapes:  # a projection of a fused matrix, without an adapter

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.launch import file_lock
+from megatron_rl.run import evaluate_command
 from megatron_rl.run.evaluate_command import evaluate
 from megatron_rl.train import train
 from tests.kit.forks import killed
@@ -68,3 +69,13 @@ def test_a_second_evaluation_in_a_folder_is_refused_with_the_first_ones_name(tmp
     with pytest.raises(ValueError, match=rf"run.folder = .*: process {pid} on .* belongs to an evaluation"):
         evaluate(ROOT / COUNT, overrides)
     assert names(tmp_path) == ["eval.lock"]
+
+
+def test_an_evaluation_that_fails_frees_its_folder(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no server starts")
+
+    monkeypatch.setattr(evaluate_command, "start_servers", fails)
+    with pytest.raises(RuntimeError, match="no server starts"):
+        evaluate(ROOT / COUNT, [MODEL, f"run.folder={tmp_path}", "model.init=hf"])
+    run_ranks(1, functools.partial(file_lock.take, by_process=True), tmp_path / "eval.lock")  # in another process

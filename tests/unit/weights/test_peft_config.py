@@ -168,6 +168,16 @@ def test_an_adapter_of_a_larger_or_smaller_model_is_refused_and_not_cut(part, di
     save_file(tensors | {f"base_model.model.{name}": torch.ones(shape)}, file)
     with pytest.raises(ValueError, match=rf"{re.escape(name)} has shape \({shape[0]}, {shape[1]}\), but .* needs "):
         AdaptedMatrices(model[0], tmp_path)
+    lora = LoraConfig(rank=4, alpha=6.0, targets=["q_proj", "down_proj"])
+    if not (part == "lora_B" and dim == 1):  # its columns are the rank, of which lora_A speaks
+        with pytest.raises(ValueError, match=rf"lora.path: .*{re.escape(name)} of {tmp_path} has shape .* this model"):
+            PeftFolder(tmp_path, read_architecture(model[0]), lora)
+
+
+def test_a_projection_that_the_folder_does_not_adapt_is_named(model, adapter):
+    lora = LoraConfig(rank=4, alpha=6.0, targets=["q_proj", "down_proj", "v_proj"])
+    with pytest.raises(ValueError, match="lora.path: .* no tensor .*v_proj.lora_A.weight, which lora.tar"):
+        PeftFolder(adapter, read_architecture(model[0]), lora)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.lora_embedding_A", "{q}.lora_magnitude_vector"])
