@@ -61,7 +61,7 @@ class StopSignal:
             self._mouth.setblocking(False)
             # Python's own handlers run between instructions of the main thread, so not while it is in a collective.
             self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            process_exit.start_thread(self._hear, name="stop-signal")
+            process_exit.start_thread(self._hear_until_closed, name="stop-signal")
         self._handlers |= {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def close(self) -> None:
@@ -83,6 +83,10 @@ class StopSignal:
     def came(self, *, within_s: float = 0.0) -> bool:
         """Return True if a signal was received, or one arrives within `within_s` seconds."""
         return self._came.wait(within_s)
+
+    def _hear_until_closed(self) -> None:
+        with self._ear:
+            self._hear()
 
     def _hear(self) -> None:
         while (number := self._next(None)) is not None and number not in (signal.SIGINT, *SIGNALS):

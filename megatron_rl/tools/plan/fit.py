@@ -17,7 +17,7 @@ from megatron_rl.tools.plan.step_sizes import PromptTokens, plan_batch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout, nearly_even
 
-MOST_DOUBLINGS = 5
+NODE_COUNTS_TRIED = 5
 """Number of cluster sizes tried in search of a plan that fits: 1, 2, 4, ... times the given nodes."""
 MOST_SPLITS = 32
 """Maximum number of splits tried. If more are possible, evenly spaced ones are tried."""
@@ -154,7 +154,7 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
             f"{server.kv_per_token * server.longest_sequence / GIB:.1f} GiB"
         )
     if nearest is None:
-        most = 2 ** (MOST_DOUBLINGS - 1)
+        most = 2 ** (NODE_COUNTS_TRIED - 1)
         return f"does not fit: {why}. Nothing near it fits either, nor on {most} times the nodes; take larger GPUs."
     return f"does not fit: {why}. Nearest that fits: {shlex.join(nearest[0])}"
 
@@ -168,7 +168,7 @@ def nearest_plan(
     If none helps, tries them with more nodes, and puts `--nodes=` before the overrides. Keys in `given` are not
     changed.
     """
-    for nodes in (cluster.nodes * 2**n for n in range(MOST_DOUBLINGS)):
+    for nodes in (cluster.nodes * 2**n for n in range(NODE_COUNTS_TRIED)):
         found = _nearest(config, tokens, replace(cluster, nodes=nodes), given)
         if found is not None:
             words, plan = found
