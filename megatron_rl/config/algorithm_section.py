@@ -13,15 +13,16 @@ ESTIMATORS = (
     *("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline", "remax", "opo", "cpgd"),
     *("otb", "maxrl", "pass@k", "gdpo", "gae", "none", "turn_norm", "gigpo", "agent_norm"),
 )
-"""Names in the catalogue of megatron_rl.algo. This module does not import it; tests compare the two lists."""
+"""Estimators in the catalogue of megatron_rl.algo. This module does not import the catalogue, but a test compares this
+list with it."""
 COMPARE_GROUP = (
     *("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "otb", "maxrl", "pass@k", "gdpo"),
     *("turn_norm", "gigpo", "agent_norm"),
 )
 """Estimators that compare the replies to one prompt, and therefore need several of them."""
 COMPARE_REWARDS = tuple(it for it in COMPARE_GROUP if it not in ("gdpo", "turn_norm", "gigpo"))
-"""Estimators whose advantages are all 0 if a prompt's rewards are equal. Other members of COMPARE_GROUP compare reward
-parts or turns."""
+"""Estimators whose advantages are all 0 if a prompt's rewards are equal. The other members of COMPARE_GROUP compare
+parts of rewards, or turns, which may differ although the rewards are equal."""
 LOSSES = (
     "ppo_clip",
     "gspo",
@@ -41,71 +42,77 @@ PAIR_LOSSES = ("dpo", "ipo", "kto", "simpo", "bradley_terry")
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Section, name="algo"):
-    """Advantage estimator, policy loss, KL term and entropy bonus.
-
-    `megatron-rl algorithms` lists estimators and losses. docs/algorithms.md explains which options apply to which.
-    """
+    """Advantage estimator, policy loss, KL term and entropy bonus. docs/algorithms.md says which options apply to
+    which."""
 
     advantage: str = name_or_import_path(ESTIMATORS, kind="estimator", default="group_norm")
-    """An estimator from the catalogue, such as group_norm (GRPO) or gae (with a critic), or the import path of your
-    own."""
+    """Advantage estimator: one that `megatron-rl algorithms` lists, such as group_norm (GRPO) or gae (with a critic),
+    or the import path of your own."""
     advantage_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that estimator. gae's options are in the section critic instead."""
+    """Keyword arguments of the estimator in `advantage`. For gae, set the options of the section critic instead."""
     advantage_mean: str = one_of("none", "group", "batch", "", default="")
-    """Mean subtracted from the estimator's result: none, the group's or the batch's. Empty: the estimator's default."""
+    """Mean that is subtracted from the estimator's result: the group's, the batch's, or none. Empty: the estimator's
+    default."""
     advantage_std: str = one_of("none", "group", "batch", "", default="")
-    """Standard deviation by which the estimator's result is divided: none, the group's or the batch's. Empty: the
+    """Standard deviation by which the estimator's result is divided: the group's, the batch's, or none. Empty: the
     estimator's default."""
     advantage_clip: float = at_least(0, default=0.0, hint="0 sets no bound")
     """Advantages are clipped to [-advantage_clip, advantage_clip]; 0 disables clipping."""
     loss: str = name_or_import_path(LOSSES, kind="loss", default="ppo_clip")
-    """A policy loss from the catalogue, or the import path of your own."""
+    """Policy loss: one that `megatron-rl algorithms` lists, or the import path of your own."""
     loss_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that loss."""
+    """Keyword arguments of the loss in `loss`."""
     clip_low: float = within("(0, 1]", default=0.2, hint="PPO's is 0.2, and 1 sets no lower bound, as in CISPO's paper")
+    """Losses that clip the policy's probability ratio, such as ppo_clip, clip it to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
-    """A value above clip_low gives DAPO's clip-higher."""
+    """See clip_low. A value above clip_low gives DAPO's clip-higher."""
     dual_clip: float = ruled("must be 0 (off), or above 1", lambda it: it == 0 or it > 1, default=0.0)
-    """Bounds the loss of a token with a negative advantage to this multiple of |advantage|. 3 is usual; 0 is off."""
+    """Limits the loss of a token with a negative advantage to dual_clip times |advantage|. 3 is usual; 0 disables the
+    limit."""
     aggregation: str = one_of("token_mean", "sequence_mean", "sequence_sum", "constant", default="token_mean")
-    """token_mean: mean over all trained tokens. The others average over trajectories: each trajectory's mean
-    (sequence_mean), its sum (sequence_sum), or its sum divided by aggregation_length (constant, as in Dr. GRPO)."""
+    """How the losses of the tokens are averaged. token_mean: the mean over all trained tokens. The other choices give
+    each trajectory one number, and take the mean over trajectories. That number is the mean over the trajectory's
+    tokens (sequence_mean), their sum (sequence_sum), or their sum divided by aggregation_length (constant, as in Dr.
+    GRPO)."""
     aggregation_length: int = at_least(0, default=0)
-    """Number of tokens to divide by; only for aggregation = constant."""
+    """Number of tokens by which a trajectory's sum is divided; only for aggregation = constant."""
     high_entropy_share: float = within("(0, 1]", default=1.0, hint="1 trains all tokens")
-    """Share of tokens that keep their advantage, namely those of highest entropy. A value below 1 costs an extra
-    forward pass."""
+    """Share of the trained tokens whose advantages count, namely those with the highest entropy. All other tokens get
+    advantage 0. A value below 1 costs an extra forward pass."""
     high_entropy_level: str = one_of("batch", "sequence", default="batch")
-    """Whether the share is taken over the whole batch's tokens or within each sequence."""
+    """Tokens among which high_entropy_share selects: those of the whole batch, or those of each sequence separately."""
     kl_coefficient: float = at_least(0, default=0.0)
-    """Weight of the KL term against the frozen reference model. A value above 0 loads a second engine."""
+    """Weight of the KL term against the frozen reference model. A value above 0 loads a second engine for the
+    reference, but not with `lora`, where the policy without adapters is the reference."""
     kl_estimator: str = one_of("k1", "k2", "k3", "unbiased", default="k3")
-    """Estimator of the KL divergence. unbiased (only with kl_in = loss) is k3 times the ratio p / p(proximal),
-    including the ratio's gradient."""
+    """Estimator of the KL divergence; docs/algorithms.md has the formulas. unbiased, which needs kl_in = loss, is k3
+    times the ratio p / p(proximal). The gradient of the ratio is included."""
     kl_in: str = one_of("loss", "reward", default="loss")
-    """loss: the term is added to the loss and differentiated. reward: it is subtracted from each token's reward."""
+    """loss: the KL term is added to the loss and differentiated. reward: the KL term is subtracted from each token's
+    reward."""
     kl_target: float = at_least(0, default=0.0, hint="0 keeps the coefficient")
-    """With kl_in = reward: target KL per token in nats, to which the coefficient is adapted; 0 keeps it fixed."""
-    kl_horizon: float = above(0, "trajectories", default=10_000.0)
-    """Number of trajectories over which an adaptive coefficient changes by at most a fifth."""
-    positive_weight: float = at_least(0, default=0.0, hint="0 disables the term")
-    """Weight of an extra -log p term on trajectories with at least positive_reward (VAPO, arXiv 2504.05118, takes 0.1).
-    The term is averaged over their tokens, or over the trajectories if `aggregation` averages over trajectories. 0
-    disables it."""
-    positive_reward: float = 1.0
-    """Minimum reward, before shaping, for a trajectory to count as positive."""
-    entropy_coefficient: float = at_least(0, default=0.0)
-    entropy_target: float = at_least(0, default=0.0, hint="0 keeps the weight")
-    """Target entropy per token in nats: entropy_coefficient is adapted to keep the entropy above it. 0 keeps the
+    """Target KL per token in nats, for kl_in = reward only. kl_coefficient is adapted to reach this target. 0 keeps the
     coefficient fixed."""
+    kl_horizon: float = above(0, "trajectories", default=10_000.0)
+    """Number of trajectories over which an adapted kl_coefficient changes by at most a fifth."""
+    positive_weight: float = at_least(0, default=0.0, hint="0 disables the term")
+    """Weight of an extra loss term -log p on positive trajectories (VAPO, arXiv 2504.05118, uses 0.1). A trajectory is
+    positive if its reward is at least positive_reward. The term is averaged over the tokens of the positive
+    trajectories, or over these trajectories if `aggregation` averages over trajectories. 0 disables the term."""
+    positive_reward: float = 1.0
+    """Minimum reward of a positive trajectory (see positive_weight). The reward before reward_shaping counts."""
+    entropy_coefficient: float = at_least(0, default=0.0)
+    """Weight of the entropy bonus; 0 disables it."""
+    entropy_target: float = at_least(0, default=0.0, hint="0 keeps the weight")
+    """Target entropy per token in nats. entropy_coefficient is adapted to keep the entropy above this target. 0 keeps
+    the coefficient fixed."""
     entropy_step: float = above(0, default=0.005)
-    """Change of an adaptive entropy coefficient per step."""
+    """Amount by which an adapted entropy_coefficient rises or falls per step."""
     routing_replay: str = one_of("off", "experts", "experts_and_weights", default="off")
-    """Route each of the policy's tokens through the experts that the server chose for it (R3, arXiv 2510.11370).
-
-    experts: weight those experts by the policy's own router. experts_and_weights: use the server's weights with the
-    gradient of the policy's own weights; this needs servers that the run starts.
-    """
+    """Send each of the policy's tokens through the MoE experts that the server chose for it (R3, arXiv 2510.11370).
+    experts: the policy's own router computes the routing weights of these experts. experts_and_weights: the routing
+    weights are the server's too, but their gradient is that of the policy's own routing weights. This choice works only
+    with servers that the run starts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,67 +155,75 @@ class AlgorithmConfig(Section, name="algo"):
 
 @dataclass(kw_only=True)
 class RewardShapingConfig(Section, name="reward_shaping"):
-    """Changes to the rewards before advantages are computed, applied in the order of the fields. A KL penalty
-    (algo.kl_in = reward) is applied last."""
+    """Changes to rewards before advantages are computed, in the order listed. A KL penalty (algo.kl_in = reward) comes
+    last."""
 
     cut_off_share: float = within("[0, 1]", default=1.0, hint="1 changes nothing")
-    """Share of its reward that a reply keeps if it reached generation.max_new_tokens, whatever its last token is. For a
-    dialogue the longest reply decides. NeMo-RL calls this the penalty for not stopping properly."""
+    """A reply whose length reaches generation.max_new_tokens keeps only this share of its reward, even if its last
+    token ends it properly. For a dialogue, the length of the longest reply counts. NeMo-RL calls this the penalty for
+    not stopping properly."""
     overlong_buffer: int = at_least(0, "tokens", default=0)
-    """Tokens before generation.max_new_tokens over which the overlong penalty grows; 0 disables the penalty."""
+    """Number of tokens before generation.max_new_tokens over which the penalty grows from 0 to overlong_penalty. 0
+    disables the penalty."""
     overlong_penalty: float = above(0, default=1.0)
-    """Amount subtracted from the reward of a reply of length generation.max_new_tokens (DAPO's soft overlong
-    punishment, arXiv 2503.14476). For a dialogue the longest reply decides."""
+    """Amount subtracted from the reward of a reply with generation.max_new_tokens tokens (DAPO's soft overlong
+    punishment, arXiv 2503.14476). For a dialogue, the length of the longest reply counts."""
     per_token: bool = False
     """Divide a trajectory's reward by its number of model-generated tokens."""
     running: str = one_of("none", "std", "mean_std", default="none")
-    """Normalize by statistics of all rewards of the run so far. std: divide by the standard deviation. mean_std:
-    subtract the mean first."""
+    """Normalize rewards by the statistics of all rewards of the run so far. std: divide by the standard deviation.
+    mean_std: subtract the mean, then divide by the standard deviation."""
     clip: float = at_least(0, default=0.0, hint="0 sets no bound")
     """Rewards are clipped to [-clip, clip]; 0 disables clipping."""
 
 
 @dataclass(kw_only=True)
 class CorrectionConfig(Section, name="correction"):
-    """Correction for tokens sampled by a different policy: an older version, or a server that computes differently.
-
-    Decoupled PPO (arXiv 2505.24298) has three policies. The behavior policy sampled the token. The proximal policy is
-    the trainer's at the start of the step. The trained policy's ratio to the proximal policy is clipped.
-    """
+    """Correction for tokens that another policy sampled: an older version, or a server that computes differently from
+    the trainer. As in decoupled PPO (arXiv 2505.24298), there are three policies. The behavior policy sampled the
+    token. The proximal policy is the trainer's policy at the start of the step. The trained policy is the one that the
+    updates change, and the loss clips its ratio to the proximal policy."""
 
     proximal: str = one_of("recompute", "loglinear", "behavior", default="recompute")
-    """How to get the proximal log-probabilities. recompute: one extra forward pass before the first update, over the
-    tokens of the later updates. The first update's own forward pass computes them for its tokens. loglinear: no extra
-    pass; the log-probabilities are interpolated between the behavior and the trained policy's, by the share of the
-    updates since sampling that came before this step. behavior: use the behavior policy itself, as in plain PPO;
-    `weight` must then be off."""
+    """How to get the log-probabilities of the proximal policy. recompute: one extra forward pass before the first
+    update, over the tokens of the later updates. The first update's tokens need no extra pass, because that update's
+    own forward pass computes their log-probabilities. loglinear: no extra pass, but the estimate log p(proximal) = (1 -
+    s) log p(behavior) + s log p, with s = b / (b + d). Here, b is the number of updates between sampling and this step,
+    and d the number of updates done in this step. behavior: use the behavior policy itself, as in plain PPO; `weight`
+    must then be off."""
     weight: str = one_of("off", "clamp", "mask", default="off")
-    """Importance weight p(proximal) / p(behavior), without gradient. clamp: limit it to [low, high] (truncated
-    importance sampling). mask: do not train tokens with a weight outside that range (IcePop, arXiv 2510.18855), or
-    whole sequences if `level` is sequence or product. off: treat every token as sampled by the proximal policy."""
+    """Importance weight p(proximal) / p(behavior), without gradient. clamp: limit the weight to [low, high] (truncated
+    importance sampling). mask: do not train tokens whose weight is outside that range (IcePop, arXiv 2510.18855). If
+    `level` is sequence or product, whole sequences are masked. off: treat every token as if the proximal policy had
+    sampled it."""
     level: str = one_of("token", "sequence", "product", default="token")
-    """token: one weight per token. sequence: one weight per sequence, the geometric mean over its trained tokens.
-    product: one weight per sequence, the product of its tokens' weights, i.e. the true importance weight."""
+    """Whether tokens or sequences have an importance weight. token: one weight per token. sequence: one weight per
+    sequence, the geometric mean of its trained tokens' weights. product: one weight per sequence, the product of its
+    tokens' weights. The product is the true importance weight of a sequence."""
     low: float = within("[0, 1]", default=0.0, hint="a weight of 1 is no mismatch")
+    """Lower bound of the importance weight."""
     high: float = at_least(1, default=5.0, hint="a weight of 1 is no mismatch")
+    """Upper bound of the importance weight."""
     negative_bound: float = at_least(0, default=0.0, hint="0 keeps all")
-    """Set the advantages of a trajectory to 0 if they are negative and the mean of log p(behavior) - log p over its
-    trained tokens is above this, in nats. The policy need not unlearn what it no longer says (DeepSeek-V3.2, arXiv
-    2512.02556). If advantages differ per token, their sum over the trajectory decides. 0 disables this."""
+    """Set the advantages of a trajectory to 0 if they are negative and the policy has moved far from it. The policy
+    need not unlearn what it no longer says (DeepSeek-V3.2, arXiv 2512.02556). Far means that the mean of log
+    p(behavior) - log p over the trajectory's trained tokens exceeds this bound, in nats. If advantages differ per
+    token, the sign of their sum over the trajectory counts. 0 disables this option."""
     reject: str = one_of("off", "k1", "k2", "k3", default="off")
-    """Also reject tokens or trajectories far from the policy that sampled them, by an estimate of KL(behavior ||
-    proximal). With w = p(proximal) / p(behavior): k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w, as in verl's
-    correction."""
+    """Estimate of KL(behavior || proximal), to find tokens or trajectories that are far from the policy that sampled
+    them. If the estimate exceeds reject_bound, they are rejected: their advantages become 0. The estimates are those of
+    verl's correction: k1 = -log w, k2 = (log w)^2 / 2 and k3 = w - 1 - log w, where w = p(proximal) / p(behavior)."""
     reject_level: str = one_of("token", "mean", "sum", "max", default="token")
-    """token: reject single tokens by their own estimate. mean, sum, max: reject whole trajectories by that statistic
-    over their trained tokens."""
+    """token: reject single tokens by their own estimate. mean, sum, max: reject whole trajectories by the mean, sum or
+    maximum of the estimates of their trained tokens."""
     reject_bound: float = at_least(0, default=0.0)
-    """Threshold in nats; larger estimates are rejected. For k1 the absolute value is compared, or with max the largest
-    absolute value."""
+    """Threshold in nats; a larger estimate leads to rejection. k1 may be negative, so its absolute value is compared.
+    With reject_level = max, the largest absolute value among the trajectory's tokens is compared."""
     alarm: float = at_least(0, default=0.0, hint="0 never stops")
-    """Stop the run if trainer and server disagree by more than this: mean |log p - log q|, in nats, over the step's
-    tokens of the current version. If there are no such tokens, all of the step's tokens count. 0 stops only if the
-    difference is NaN or infinite."""
+    """Stop the run if trainer and server disagree by more than this number of nats. Their disagreement is the mean of
+    |log p - log q|, where p is the trainer's probability of a sampled token and q the server's. The mean is over the
+    tokens of the step that the current policy version sampled or, if there are none, over all tokens of the step. With
+    0, only a NaN or infinite difference stops the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,72 +252,74 @@ class CorrectionConfig(Section, name="correction"):
 
 @dataclass(kw_only=True)
 class CriticConfig(Section, name="critic"):
-    """The value model of algo.advantage = gae, which has its own layout and optimizer."""
+    """The value model for algo.advantage = gae. It has its own layout and optimizer."""
 
     model: str = ""
-    """Hugging Face folder of a language model, or of a sequence classification model with one label.
-
-    Empty: start from the policy as it is when RL begins. If the model has no scalar head, the first values are 0.
-    """
+    """Hugging Face folder of a language model, or of a sequence classification model with one label. Empty: start from
+    the policy as it is when RL begins. If the model has no scalar head, all values are 0 at first."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The critic's layout. Its keys are those of the section parallel."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The critic's optimizer. Its keys are those of the section optimizer."""
     discount: float = within("(0, 1]", default=1.0, hint="1 discounts nothing")
     """Discount factor per trained token or turn."""
     trace_decay: float = within("[0, 1]", default=1.0)
-    """GAE's lambda. 1 sums up all later rewards. 0 uses one reward, then the critic's value of the next state."""
+    """GAE's lambda. 1: an advantage sums up all later rewards. 0: it uses only the next reward, and then the critic's
+    value of the next state."""
     level: str = one_of("token", "turn", default="token")
-    """What an advantage belongs to: a token, or a turn (an unbroken run of trained tokens)."""
+    """Unit that has an advantage: a token, or a turn. A turn is an unbroken run of trained tokens."""
     decoupled: bool = False
-    """Use trace_decay only for the policy's advantages, and 1 for the critic's targets (VAPO, arXiv 2504.05118)."""
+    """Use trace_decay only for the policy's advantages. The critic's targets then use 1 instead (VAPO, arXiv
+    2504.05118)."""
     length_factor: float = at_least(0, default=0.0, hint="0 uses trace_decay for all replies")
-    """If above 0, trace_decay is 1 - 1 / (length_factor l) for a trajectory of l trained tokens or turns. VAPO uses
-    0.05."""
+    """If above 0, 1 - 1 / (length_factor l) replaces trace_decay, where l is the trajectory's number of trained tokens
+    or turns. VAPO uses 0.05."""
     value_clip: float = at_least(0, default=0.2, hint="0 sets no bound")
-    """Maximum change of a value in one step; 0 sets no bound."""
+    """Maximum change of a value in one step."""
     warmup_steps: int = at_least(0, default=0)
-    """Initial steps of the run that train only the critic and leave the policy unchanged."""
+    """Number of steps at the start of the run that train only the critic and leave the policy unchanged."""
 
 
 @dataclass(kw_only=True)
 class RewardModelConfig(Section, name="reward_model"):
-    """A frozen model that scores whole sequences, in addition to the workflow's own reward."""
+    """A frozen model that scores whole sequences. Its scores are added to the workflow's own rewards."""
 
     path: str = ""
-    """Hugging Face folder of a sequence classification model with one label and the policy's tokenizer. Empty: none."""
+    """Hugging Face folder of a sequence classification model with one label and the policy's tokenizer. Empty: no
+    reward model."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The reward model's layout. Its keys are those of the section parallel."""
     coefficient: float = 1.0
-    """A trajectory's reward is the workflow's reward plus this times the score."""
+    """A trajectory's reward is the workflow's reward plus this coefficient times the score."""
 
 
 @dataclass(kw_only=True)
 class PreferenceConfig(Section, name="preference"):
-    """Training on pairs of replies instead of RL, with `megatron-rl preferences` or, for more ranks, `launch`.
-
-    Each step is one update on batch.prompts_per_step pairs.
-    """
+    """Training on pairs of replies instead of RL. Start it with `megatron-rl preferences` or, on more than one rank,
+    with `megatron-rl launch`. Each step is one update on batch.prompts_per_step pairs."""
 
     loss: str = name_or_import_path(PAIR_LOSSES, kind="pair_loss", default="")
-    """dpo, ipo, kto and simpo train a policy, bradley_terry trains a reward model. The import path of your own loss is
-    also valid. Empty: RL."""
+    """dpo, ipo, kto and simpo train a policy; bradley_terry trains a reward model. The import path of your own loss is
+    also valid. Empty: no training on pairs."""
     loss_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that loss."""
+    """Keyword arguments of the loss in `loss`."""
 
 
 @dataclass(kw_only=True)
 class DemonstrationsConfig(Section, name="demonstrations"):
-    """Imitation learning mixed into RL steps, on rows with answers and on tokens that a workflow marks. A workflow
-    stores the weights of marked tokens in Trajectory.tokens["demonstrated"]."""
+    """Imitation learning as a part of RL steps. The steps also train on rows with answers, and on tokens that a
+    workflow marks. To mark tokens, a workflow stores their weights in Trajectory.tokens["demonstrated"]."""
 
     weight: float = at_least(0, default=0.0, hint="0 disables imitation")
-    """Weight of the imitation term, the mean of -log p over an update's demonstrated tokens."""
+    """Weight of the imitation term, which is the mean of -log p over an update's demonstrated tokens."""
     source: str = ""
-    """Rows with answers, given like data.train. Empty: only marked tokens are imitated."""
+    """Rows with answers, in any form that data.train can have. Empty: only marked tokens are imitated."""
     source_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of that source, like data.train_args."""
+    """Arguments of `source`, in the form of data.train_args."""
     answer: str = "answer"
-    """Column of the rows that holds the answer's text, as in supervised.answer."""
+    """Column of the rows that holds the answer's text. `messages` has the meaning that it has in supervised.answer."""
     rows_per_step: int = at_least(1, default=16)
-    """Rows per step, shared among the step's updates."""
+    """Rows per step. They are divided among the step's updates."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -312,11 +329,9 @@ class DemonstrationsConfig(Section, name="demonstrations"):
 
 @dataclass(kw_only=True)
 class SupervisedConfig(Section, name="supervised"):
-    """Supervised training on answers instead of RL, with `megatron-rl sft` or, for more ranks, `launch`.
-
-    Each step is one update on batch.prompts_per_step rows.
-    """
+    """Training on answers instead of RL. Start it with `megatron-rl sft` or, on more than one rank, with `megatron-rl
+    launch`. Each step is one update on batch.prompts_per_step rows."""
 
     answer: str = ""
-    """Column of the rows that holds the answer's text. `messages`: the answer is the last message of a dialogue, which
-    must be the assistant's, and the messages before it are the prompt. Empty: no supervised run."""
+    """Column of the rows that holds the answer's text. `messages`: the answer is the last message of a dialogue, and
+    the messages before it are the prompt. The last message must be the assistant's. Empty: no supervised run."""

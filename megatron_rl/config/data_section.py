@@ -19,11 +19,12 @@ TAKEN = frozenset(
 """Arguments of `apply_chat_template` that template_args must not contain: they are not template variables, or the
 trainer sets them itself."""
 BLOCK = 1000
-"""Block size of a mixture: in each block of this many prompts, every part has its share by weight."""
+"""Number of prompts in one block of a mixture. In each block, every part has a number of prompts proportional to its
+weight."""
 
 
 def are_sets(sets: dict[str, Any]) -> bool:
-    """Return whether every extra set of prompts has the form {source: ..., args: {...}} and no reserved name."""
+    """Return whether every set of eval.sets has the form {source: ..., args: {...}}, and none has a reserved name."""
     # held_out is the name of data.evaluation; two sets with one name would share their metrics.
     return "held_out" not in sets and all(
         isinstance(part, dict) and isinstance(part.get("source"), str) and set(part) <= {"source", "args"}
@@ -36,41 +37,49 @@ class DataConfig(Section, name="data"):
     """Prompts for training and for evaluation."""
 
     train: str = "???"
-    """Training prompts: a .jsonl or .parquet file, a folder saved by Hugging Face's `datasets`, hf:NAME[:CONFIG] on
-    their hub, the import path of a function that returns a list of prompts, or `mixture`."""
+    """Where the training prompts come from. It is a .jsonl or .parquet file, a folder saved by Hugging Face's
+    `datasets`, or hf:NAME[:CONFIG] on their hub. It may also be the import path of a function that returns a list of
+    prompts, or `mixture`. A mixture combines several of these sources, which train_args lists."""
     train_args: dict[str, Any] = field(default_factory=dict)
-    """For a function, its keyword arguments. For a folder or hub name, `split`. For a mixture, its parts by name:
-    {source: ..., args: {...}, weight: 1.0}."""
+    """Arguments of `train`. For a function: its keyword arguments. For a folder or hub name: `split`. For a mixture:
+    its parts by name, each in the form {source: ..., args: {...}, weight: 1.0}."""
     evaluation: str = ""
-    """Held-out prompts, given like `train`; empty disables evaluation."""
+    """Held-out prompts, in any form that `train` can have. Empty: no evaluation on held-out prompts."""
     evaluation_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `evaluation`, in the form of train_args."""
     template_args: dict[str, Any] = ruled(
         "must be arguments of the model's chat template, such as enable_thinking; the trainer gives it messages, tools "
         "and whether a reply follows",
         lambda args: all(isinstance(name, str) for name in args) and not TAKEN & set(args),
         default={},
     )
-    """Arguments for the model's chat template wherever messages are rendered: prompts, answers, pairs, evaluation and
-    agents. A row's own `chat_template_kwargs` take precedence."""
+    """Arguments for the model's chat template wherever messages are rendered: for prompts, answers, pairs, evaluation
+    and agents. The field `chat_template_kwargs` of a row takes precedence."""
     shuffle: bool = True
     max_prompt_tokens: int = at_least(0, default=0, hint="0 keeps all")
-    """Discard training prompts with more tokens. 0 discards none; a prompt longer than the context is then an error."""
+    """Discard training prompts with more tokens than this. 0 discards none; a prompt longer than the context is then an
+    error."""
     max_tokens: int = at_least(0, default=0, hint="0 keeps all")
-    """Like max_prompt_tokens, but for the prompt plus its answer, or plus the longer reply of a pair."""
+    """Discard rows with more tokens than this. The limit is for a prompt plus its answer or, in a pair, plus the longer
+    reply."""
     success_rates: str = ruled(
         "must be an eval.jsonl, or empty", lambda path: not path or path.endswith(".jsonl"), default=""
     )
-    """An eval.jsonl from `megatron-rl eval` with the training prompts as one of its sets. Only prompts in success_band
-    are trained, ordered by falling success rate if `shuffle` is false. With `sampling` other than all, none is
-    discarded, and the file gives the initial success rates."""
+    """Path of an eval.jsonl that `megatron-rl eval` wrote, with the training prompts as one of its sets. With
+    `sampling` = all, only prompts whose success rate is in success_band are trained. If `shuffle` is false, prompts
+    with higher success rates come first. With any other `sampling`, no prompt is discarded, and the file gives the
+    initial success rates."""
     success_band: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Lowest and highest mean reward of the prompts to train; used by success_rates and by `sampling` = band."""
+    """Lowest and highest mean reward of the prompts to train. Only success_rates and `sampling` = band use this
+    option."""
     sampling: str = one_of("all", "band", "failures", "variance", default="all")
-    """Probability of training a prompt when it comes up. It depends on the mean reward r of the prompt's recent groups.
-    all: 1. band: 1 if r is in success_band. failures: 1 - r (Kimi k1.5, arXiv 2501.12599). variance: 4 r (1 - r).
-    Prompts without a known r are always trained. A mixture's weights count prompts as they come up, trained or not."""
+    """Probability that a prompt is trained when the run reaches it. It depends on the mean reward r of the prompt's
+    recent groups. all: 1. band: 1 if r is in success_band. failures: 1 - r (Kimi k1.5, arXiv 2501.12599). variance: 4 r
+    (1 - r). Prompts without a known r are always trained. The weights of a mixture's parts apply to all prompts that
+    the run reaches, trained or not."""
     least_chance: float = within("(0, 1]", default=0.1)
-    """Minimum probability under `sampling`, so that every prompt's success rate is measured again from time to time."""
+    """Minimum probability under `sampling`. Because of it, every prompt's success rate is measured again from time to
+    time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +102,7 @@ class DataConfig(Section, name="data"):
 
     @property
     def weights(self) -> dict[str, float]:
-        """A mixture's weights by part name; empty for anything else."""
+        """The weight of each part of a mixture, by name; empty if data.train is not a mixture."""
         if self.train != MIXTURE:
             return {}
         parts = self.train_args.items()
@@ -102,15 +111,16 @@ class DataConfig(Section, name="data"):
 
 @dataclass(kw_only=True)
 class EvalConfig(Section, name="eval"):
-    """Evaluation of the policy on data.evaluation (named held_out) and on further sets. It runs during training as
-    run.evaluate_every_steps says, or with `megatron-rl eval`."""
+    """Evaluation of the policy on data.evaluation, which is the set named held_out, and on further sets. It runs during
+    training as run.evaluate_every_steps says, or with `megatron-rl eval`."""
 
     sets: dict[str, Any] = ruled("must map names to {source: ..., args: ...}", are_sets, default={})
-    """Further evaluation prompts by name: {source: ..., args: {...}}, given like data.train."""
+    """Further sets of evaluation prompts by name: {source: ..., args: {...}}. A source may have any form that
+    data.train can have."""
     samples_per_prompt: int = at_least(1, default=1)
-    """With 2 or more, pass@k and majority vote are reported."""
+    """Replies sampled per prompt. With 2 or more, pass@k and majority vote are reported."""
     temperature: float = at_least(0, default=0.0, hint="0 is greedy")
-    """0 is greedy decoding."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
 
     def __post_init__(self) -> None:
@@ -129,10 +139,9 @@ class WarmStartConfig(Section, name="warm_start"):
     prompts_per_update: int = at_least(1, default=128)
     lr: float = above(0, default=2e-3)
     stop_at_reward: float = within("(0, 1]", default=1.0)
-    """Stop early once the mean reward of sampled replies to held-out prompts reaches this."""
+    """Stop early once the mean reward of replies sampled for held-out prompts reaches this value."""
     check_every_updates: int = at_least(1, default=20)
+    """Number of updates between two measurements of the mean reward for stop_at_reward."""
     folder: str = ""
-    """Folder for the result, in Hugging Face format. A later run with the same warm start loads it.
-
-    Empty: always run the warm start.
-    """
+    """Folder for the result, in Hugging Face format. A later run with the same warm start loads the result from there.
+    Empty: every run repeats the warm start."""

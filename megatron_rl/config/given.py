@@ -16,8 +16,8 @@ GIVEN = "given"
 def find_given(run_folder: str | Path) -> None:
     """Add the run's folder of pickled functions to sys.path, for this process and those it starts.
 
-    Only the program that passed the functions calls this. For other commands the code in a run's folder is untrusted;
-    users who trust it can put the folder on PYTHONPATH.
+    Only the program that passed the functions calls this. Other commands do not trust the code in a run's folder. Users
+    who trust it can put the folder on PYTHONPATH.
     """
     folder = Path(run_folder).absolute() / GIVEN
     if folder.is_dir() and str(folder) not in sys.path:

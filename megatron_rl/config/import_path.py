@@ -57,10 +57,11 @@ without a path."""
 
 
 def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None = ()) -> Any:
-    """Import the object that `path` names. A ValueError names `key` (the option), the path and the reason.
+    """Import the object that `path` names. If that is impossible or not allowed, raise a ValueError.
 
-    Either this package offers the object as that `kind` (a key of OFFERED, or empty for any kind), or its module is in
-    `import_from`, the config's run.import_from. Importing a module runs it, and a config may come from somebody else.
+    The error names `key` (the option), the path and the reason. An object is allowed if this package offers it as this
+    `kind` (a key of OFFERED, or empty for any kind). It is also allowed if its module is in `import_from`, the config's
+    run.import_from. Others are refused, because importing a module runs it, and a config may come from somebody else.
     import_from=None, for paths that are fixed in code, allows everything.
     """
     module_name, _, name = path.partition(":")
@@ -110,7 +111,7 @@ def is_in(package: str, module: str) -> bool:
 
 
 def _imported(kind: str) -> list[Any]:
-    """Return the offered objects whose modules are already imported. No module can refer to any others."""
+    """Return the offered objects whose modules are already imported. Only to these can another module refer."""
     pairs = [path.split(":") for path in offered(kind)]
     return [vars(sys.modules[module])[name] for module, name in pairs if module in sys.modules]
 
@@ -125,7 +126,7 @@ def _not_offered(path: str, kind: str) -> str:
 
 
 def refuse_while_importing(what: str) -> None:
-    """Raise ValueError if a module starts something while `resolve` imports it.
+    """Raise ValueError if a module starts `what`, such as a run, while `resolve` imports the module.
 
     Without `if __name__ == "__main__":` a program would start itself again in every process that imports its reward.
     """

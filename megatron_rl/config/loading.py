@@ -21,8 +21,8 @@ from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
-"""Maximum number of values in a YAML text after its aliases are expanded. Ten lines of nested aliases can stand for
-billions."""
+"""Maximum number of values in a YAML text after its aliases are expanded. Ten lines of nested aliases can expand to
+billions of values."""
 KEY_OF_CONFIG = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
@@ -55,7 +55,7 @@ def config_of(sections: Mapping[str, Any]) -> TrainConfig:
 
 @contextmanager
 def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
-    """Turn OmegaConf's errors into a ValueError with the key, its value and the place to correct it."""
+    """Turn OmegaConf's errors into a ValueError with the key, its value and `place`, where the user can correct it."""
     try:
         yield
     except OmegaConfBaseException as error:
@@ -66,7 +66,10 @@ def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
 
 
 def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
-    """Check the merged sections and build the config. missing: advice if an option, written as KEY, has no value."""
+    """Check the merged sections and build the config.
+
+    missing: advice for an option without a value; KEY in it is replaced by the option.
+    """
     # Order matters: nothing is interpolated before it is known to be harmless; only known keys have types.
     refuse_computed_values(merged)
     refuse_unknown_keys(TrainConfig, merged, "")
@@ -85,7 +88,7 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
 
 @cache
 def defaults() -> DictConfig:
-    """Return every option with its default. Cached, because OmegaConf builds them more slowly than it copies them."""
+    """Return every option with its default. The result is cached, because OmegaConf is slow to build it."""
     config = OmegaConf.structured(TrainConfig)
     assert isinstance(config, DictConfig)
     return config
@@ -142,8 +145,8 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
 def is_text(key: str, text: str) -> bool:
     """Return True if an override's value is taken literally, not parsed as YAML.
 
-    This holds for options of type str, unless the value is quoted or null. It also holds for values in which YAML would
-    read part of the text as a comment.
+    Values of options of type str are taken literally, unless they are quoted or null. So are values of which YAML would
+    read a part as a comment.
     """
     if not text.strip():
         return True

@@ -10,29 +10,32 @@ from megatron_rl.config.rules import Section, above, at_least, one_of, within
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, name="model"):
-    """The policy model and how it is computed: layers, kernels and dtype."""
+    """The policy model, and the layers, kernels and dtype with which it is computed."""
 
     path: str = "???"
-    """Hugging Face folder with config.json, tokenizer, and safetensors unless init is random."""
+    """Hugging Face folder with config.json and a tokenizer. It must also have safetensors files, unless init is
+    random."""
     init: str = one_of("hf", "random", default="hf")
-    """`hf` loads the folder's safetensors. `random` draws weights from run.seed, the same for every parallel layout."""
+    """`hf` loads the folder's safetensors. `random` draws the initial weights from run.seed; they are the same for
+    every parallel layout."""
     dtype: str = one_of("float32", "bfloat16", default="float32")
-    """Compute dtype: float32 or bfloat16. With bfloat16 the optimizer keeps float32 main parameters."""
+    """Compute dtype: float32 or bfloat16. With bfloat16, the optimizer keeps its main parameters in float32."""
     transformer_impl: str = one_of("auto", "transformer_engine", "local", default="auto")
-    """Layer implementation: Transformer Engine, or megatron.core's local layers. auto: Transformer Engine if
-    installed."""
+    """Layers to use: Transformer Engine's (transformer_engine) or megatron.core's own (local). auto uses Transformer
+    Engine if it is installed."""
     flash_attention: str = one_of("torch", "FA3", "TE", default="torch")
-    """Attention kernel for bfloat16 on CUDA. torch: PyTorch's FlashAttention 2. FA3: an installed flash_attn_interface,
-    which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel Transformer Engine chooses."""
+    """Attention kernel for bfloat16 on CUDA. torch: PyTorch's FlashAttention 2. FA3: FlashAttention 3 from an installed
+    flash_attn_interface, which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel
+    Transformer Engine chooses."""
     shared_keys: str = one_of("copied", "flex", default="copied")
-    """How branches of a dialogue use the attention keys they share, for bfloat16 on CUDA. `copied`: copy them for each
-    branch, then run flash_attention's kernel. `flex`: do not copy, but use FlexAttention, which torch compiles in the
-    first step; meant for long dialogues that fork often. Microbatches without forks use flash_attention's kernel in
-    both cases."""
+    """How the branches of a forked dialogue use the attention keys of their common beginning, for bfloat16 on CUDA.
+    `copied`: copy the keys for each branch, then run the kernel set in flash_attention. `flex`: do not copy them, but
+    use FlexAttention, which torch compiles in the first step. `flex` is meant for long dialogues that fork often.
+    Microbatches without forks use the kernel set in flash_attention in both cases."""
     delta_kernel: str = one_of("torch", "fla", default="torch")
-    """Implementation of gated delta net layers: plain torch, or the flash-linear-attention kernels for bfloat16 on
-    CUDA. The latter need the extra `fla`; Triton compiles and tunes them in the first step. `plan` and `rehearse`
-    always assume torch."""
+    """Implementation of gated delta net layers. torch: plain PyTorch. fla: the flash-linear-attention kernels, for
+    bfloat16 on CUDA. These kernels need this package's extra `fla`, and Triton compiles and tunes them in the first
+    step. The commands `plan` and `rehearse` always assume torch."""
 
 
 PIPELINE_CUTS = (
@@ -51,19 +54,24 @@ class ParallelConfig(Section, name="parallel"):
     """A model's parallel layout. The data-parallel size is world size / (tensor x pipeline x context)."""
 
     tensor: int = at_least(1, default=1, hint="1 disables the axis")
+    """Tensor-parallel ranks, which split the matrices of each layer."""
     pipeline: int = at_least(1, default=1, hint="1 disables the axis")
-    """Pipeline stages. Layers are split evenly, or by Megatron's own fields in `megatron:` (docs/cluster.md)."""
+    """Pipeline stages. The layers are split evenly among them, or as Megatron's own fields in `megatron:` say
+    (docs/cluster.md)."""
     virtual_pipeline: int = at_least(1, default=1, hint="1 disables the axis")
-    """Model chunks per pipeline stage (interleaved 1F1B). More chunks mean a smaller bubble but more communication."""
+    """Model chunks per pipeline stage (interleaved 1F1B). With more chunks the pipeline bubble is smaller, but there is
+    more communication."""
     context: int = at_least(1, default=1, hint="1 disables the axis")
-    """Context-parallel ranks, which divide the tokens of a microbatch. Needed for sequences too long for one rank."""
+    """Context-parallel ranks, which divide the tokens of a microbatch. They are needed for sequences too long for one
+    rank."""
     expert: int = at_least(1, default=1, hint="1 disables the axis")
-    """Expert-parallel ranks, which share an MoE layer's experts. They are taken from the tensor x context x data
-    ranks."""
+    """Expert-parallel ranks, which divide the experts of an MoE layer. They add no ranks to the layout, but reuse the
+    tensor x context x data ranks."""
     expert_tensor: int = at_least(1, default=1, hint="1 disables the axis")
     """Ranks that split each expert's matrices."""
     sequence: bool | None = None
-    """Sequence parallelism: split norms and dropout along the sequence over the tensor axis. None: on if tensor > 1."""
+    """Sequence parallelism: norms and dropout are split along the sequence over the tensor-parallel ranks. null: on if
+    tensor > 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,31 +108,35 @@ class ParallelConfig(Section, name="parallel"):
 
 @dataclass(kw_only=True)
 class LoraConfig(Section, name="lora"):
-    """Low-rank adapters. The model's own weights stay frozen and also serve as the reference."""
+    """Low-rank adapters. The model's own weights stay frozen, and the model without adapters is the reference."""
 
     rank: int = at_least(0, default=0, hint="0 trains the whole model")
     """Rank of every adapter; 0 trains the whole model."""
     alpha: float = above(0, default=16.0)
     """An adapter's output is scaled by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Projections with an adapter, by the ends of their names in the model's files (`q_proj`, `experts.up_proj`).
-    Empty: all of attention, feed-forward and experts."""
+    """Projections that get an adapter, by the ends of their names in the model's files (`q_proj`, `experts.up_proj`).
+    Empty: all projections of attention, feed-forward layers and experts."""
     path: str = ""
-    """Folder with initial adapters in PEFT's format, such as another run's `final/adapter`. They must match rank, alpha
-    and targets. Empty: start with adapters that change nothing. The reference is the model without adapters."""
+    """Folder with initial adapters in PEFT's format, such as another run's `final/adapter`. These adapters must match
+    rank, alpha and targets. Empty: start with adapters that do not change the model's output. The reference is always
+    the model without adapters."""
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section, name="optimizer"):
-    """Megatron-Core's AdamW."""
+    """Options of Megatron-Core's AdamW."""
 
     lr: float = above(0, default=1e-6, hint="RL of a language model starts near 1e-6")
+    """Learning rate at the end of the warm-up."""
     min_lr: float = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
     schedule: str = one_of("constant", "linear", "cosine", default="constant")
-    """Learning rate schedule after the warm-up, from `lr` to `min_lr` over all updates: constant, linear or cosine."""
+    """Learning rate after the warm-up. constant: it stays at `lr`. linear and cosine: it falls from `lr` to `min_lr`
+    over the updates of the run."""
     warmup_updates: int = at_least(0, default=0)
-    """Updates in which the learning rate rises from 0 to `lr`. The first update has rate 0 and changes nothing, as in
-    transformers and Megatron-LM."""
+    """Number of updates at the start of the run in which the learning rate rises from 0 to `lr`. The first update has
+    rate 0 and changes nothing, as in transformers and Megatron-LM."""
     weight_decay: float = at_least(0, default=0.0)
     beta1: float = within("[0, 1)", default=0.9)
     beta2: float = within("[0, 1)", default=0.95)
@@ -132,12 +144,13 @@ class OptimizerConfig(Section, name="optimizer"):
     clip_grad: float = at_least(0, default=1.0, hint="0 turns clipping off")
     """Maximum global gradient norm; 0 disables clipping."""
     distributed: bool = False
-    """Shard the optimizer state over the data axis (Megatron's distributed optimizer)."""
+    """Shard the optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
     overlap: bool = False
     """Reduce gradients during the backward pass, and gather updated weights during the next forward pass."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Memory options passed to megatron.core's optimizer and gradient buffers under their own field names, such as
-    `grad_reduce_in_fp32: false` or `optimizer_cpu_offload: true`. docs/cluster.md says what each saves."""
+    """Memory options that are passed to megatron.core's optimizer and gradient buffers, under megatron.core's own field
+    names. Examples: `grad_reduce_in_fp32: false`, `optimizer_cpu_offload: true`. docs/cluster.md says what each option
+    saves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,23 +164,25 @@ class OptimizerConfig(Section, name="optimizer"):
 
 @dataclass(kw_only=True)
 class BatchConfig(Section, name="batch"):
-    """Size of a step, and how it is split into updates and forward passes."""
+    """Size of a step, and how a step is split into updates and forward passes."""
 
     prompts_per_step: int = at_least(1, default=64)
-    """Prompts per step over all ranks. Trajectories per step are this times generation.n_samples."""
+    """Prompts per step over all ranks. The number of trajectories per step is this times generation.n_samples."""
     updates_per_step: int = at_least(1, default=1)
     """Optimizer updates per step; the step's trajectories are split among them."""
     tokens_per_microbatch: int = at_least(1, default=16_384)
     """Maximum number of packed tokens in one forward pass of one data-parallel rank."""
     allow_longer_sequences: bool = True
-    """Give a sequence longer than tokens_per_microbatch its own pass; false ends the run with an error instead."""
+    """Give a sequence longer than tokens_per_microbatch a forward pass of its own. false: such a sequence ends the run
+    with an error."""
     share_prompts: bool = True
-    """Compute prefixes that replies or forked dialogues share only once. The update is the same, but cheaper."""
+    """Compute a prefix only once if several replies, or branches of a dialogue, share it. The update stays the same but
+    costs less."""
 
 
 @dataclass(kw_only=True)
 class EngineConfig:
-    """Options of one training engine. `TrainConfig.actor` extracts the policy's from a run's config."""
+    """Options of one training engine. `TrainConfig.actor` builds the policy's from a run's config."""
 
     # No rules here: every value comes from a section that has already checked it.
     model: ModelConfig
@@ -178,10 +193,10 @@ class EngineConfig:
     allow_longer_sequences: bool = True
     share_prompts: bool = True
     routing_replay: str = "off"
-    """For the policy only; other models use their own routing."""
+    """As algo.routing_replay, for the policy only. Other models use their own routing."""
     seed: int = 1
     bucket_bytes: int = 1 << 28
-    """Size of a buffer for weight publication, which takes two buffers, each at least as large as the largest
+    """Size of one buffer for weight publication. A publication uses two buffers, each at least as large as the largest
     tensor."""
     publication: str = "group"
     publication_folder: str = "runs/default/published"

@@ -20,9 +20,9 @@ class DescribedOption:
     section: str
     key: str
     type: str
-    """The annotation as written, such as int or list[str]; for a nested section its class."""
+    """The field's annotation as written, such as int or list[str]. A nested section has the name of its class."""
     default: str
-    """The value as YAML; `required` if there is no default, empty for a nested section."""
+    """The default value as YAML. `required` if there is no default, empty for a nested section."""
     rule: str
     """The rule and, after a semicolon, a hint; empty if every value of the type is valid."""
     doc: str
@@ -30,7 +30,8 @@ class DescribedOption:
 
 
 def described_options() -> list[DescribedOption]:
-    """Return all options in the order of sections and fields. `critic.parallel` is one record, not seven."""
+    """Return all options in the order of sections and fields. A nested section, such as `critic.parallel`, is one
+    record."""
     sections = {name: kind for name, kind in SECTIONS.items() if "." not in name}
     found = [option for name, kind in sections.items() for option in options_of(kind, name)]
     return found + [option for option in options_of(TrainConfig, "") if option.key not in sections]
@@ -59,7 +60,7 @@ def default_of(field: dataclasses.Field[object]) -> str:
 
 
 def docs_of_fields(kind: type) -> dict[str, str]:
-    """Return the docstring below each field. Python does not keep these, so they are read from the source."""
+    """Return the docstring below each field. Python does not keep such docstrings, so they are read from the source."""
     [body] = [node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef)]
     docs = {}
     # A docstring belongs to the field before it.

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_rl.config.train_config import TrainConfig
 
 TAKEN, ROWS, START, FIXED = "taken", "taken if the rows are the same", "only at the start", "refused if changed"
-"""TAKEN: the new value applies from now on. ROWS: the same, provided that the data's rows and their order are
-unchanged. START: the option only matters at the start of a run, so a new value has no effect. FIXED: a new value is
+"""TAKEN: the new value applies from now on. ROWS: the new value applies, provided that the data's rows and their order
+are unchanged. START: the option matters only at the start of a run, so a new value has no effect. FIXED: a new value is
 refused."""
 SCHEDULED = "refused if changed, unless the schedule is constant"
 
@@ -87,7 +87,8 @@ ON_RESUME: dict[str, str] = {
 } | {"megatron": TAKEN}
 """Rule of each option, by dotted key."""
 STEERED = {"algo.kl_coefficient": "kl_target", "algo.entropy_coefficient": "entropy_target"}
-"""Coefficients that the run adapts if the option named beside them is above 0. They are then only initial values."""
+"""Coefficients that the run adapts if the option after the colon is above 0. Their configured values are then only
+initial values."""
 
 
 def saved_form(config: TrainConfig) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def saved_form(config: TrainConfig) -> dict[str, Any]:
 
 
 def changes_at_resume(saved: dict[str, Any], config: TrainConfig, checkpoint: str) -> list[str]:
-    """List the options changed since a checkpoint, as lines to show. ValueError for an option that may not change.
+    """List the options changed since a checkpoint, as lines to show. Raises ValueError if one of them may not change.
 
     saved: the checkpoint's config in its `saved_form`. Options missing in `saved` are newer than the checkpoint and
     count as unchanged.

@@ -26,26 +26,29 @@ from megatron_rl.config.rules import (
 
 @dataclass(kw_only=True)
 class GenerationConfig(Section, name="generation"):
-    """Sampling parameters for one reply. Names and meanings follow SGLang where it has the same field."""
+    """Sampling parameters for one reply. If SGLang has a field of the same name, the field has SGLang's meaning."""
 
     n_samples: int = at_least(1, default=1, hint="ask for one reply or more")
     """Replies sampled per prompt, i.e. the group size. Each reply is a separate request."""
     max_new_tokens: int = at_least(1, default=128, hint="set the longest reply")
     min_new_tokens: int = at_least(0, default=0)
     temperature: float = above(0, default=1.0, hint="for greedy decoding set greedy: true")
-    """Must be above 0. For greedy decoding set `greedy`, not temperature 0."""
+    """Sampling temperature."""
     top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
-    """Must be 1.0 in RL: the trainer's log-probabilities cover the whole vocabulary. For evaluation see eval.top_p."""
+    """RL requires 1.0, because the trainer's log-probabilities cover the whole vocabulary. Evaluation has its own
+    option, eval.top_p."""
     top_k: int = ruled(
         "must be -1 or at least 1", lambda top_k: top_k == -1 or top_k >= 1, default=-1, hint="-1 keeps all tokens"
     )
-    """-1 keeps all tokens and is required in RL, for the same reason as top_p = 1.0."""
+    """RL requires -1, because the trainer's log-probabilities cover the whole vocabulary."""
     greedy: bool = False
+    """Always take the most likely token."""
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     seed: int | None = None
-    """Sampling seed of this request. None: derived per request if the run has a seed, else chosen by the server."""
+    """Sampling seed. null: each request gets a seed derived from the run's seed or, if the run has none, a seed chosen
+    by the server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,144 +100,139 @@ def is_part_of_a_recipe(part: dict[str, Any]) -> bool:
 
 @dataclass(kw_only=True)
 class RolloutConfig(Section, name="rollout"):
-    """Workflow and rewards of the episodes, the servers that generate replies, and how far sampling may run ahead."""
+    """Workflow and rewards of the episodes, the servers that generate replies, and how far sampling may run ahead of
+    training."""
 
     workflow: str = import_path(default="megatron_rl.workflows:RLVRWorkflow")
-    """Import path of a RolloutWorkflow. It is constructed with reward_fn, gconfig, tokenizer and workflow_args."""
+    """Import path of a RolloutWorkflow class. It is constructed with reward_fn, gconfig, tokenizer and
+    workflow_args."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments for the workflow."""
     reward: str = import_path(default="megatron_rl.rewards:exact_match")
-    """Import path of `reward(prompt, completions, prompt_ids, completion_ids, **data)`. It returns a float, or a dict
-    of parts whose sum is the reward. Python code may also pass the function itself, from a module or from the running
-    program."""
+    """Import path of a function `reward(prompt, completions, prompt_ids, completion_ids, **data)`. It returns a float,
+    or a dict of parts whose sum is the reward. If Python code starts the run, it may also pass the function itself. The
+    function may come from a module or from the running program."""
     recipe: list[dict[str, Any]] = field(default_factory=list)
-    """Weighted sum of rewards, replacing `reward`. Entries: `{reward: import path, weight: 1.0, args: {}, name: NAME}`.
-    NAME defaults to the part of the path after the colon.
-
-    The mean of each part is reported as the metric `rollout/reward/NAME`.
-    """
+    """List of rewards whose weighted sum replaces `reward`. Each entry has the form `{reward: import path, weight: 1.0,
+    args: {}, name: NAME}`. The default for NAME is the part of the path after the colon. The metric
+    `rollout/reward/NAME` is the mean of that entry's reward."""
     reward_workers: int = at_least(1, default=4)
-    """Maximum number of worker processes that compute rewards at the same time, per rollout process."""
+    """Maximum number of worker processes that compute rewards at the same time, for each rollout process."""
     servers: list[str] = ruled(f"each {URL_RULE}", lambda urls: all(map(is_url, urls)), default=[])
     """URLs of running SGLang or embedded servers. Empty: start `server_count` servers of `backend` on this host."""
     registry: str = ""
-    """Shared folder in which servers register for this run. Servers may join and leave during the run.
-
-    Start them with `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder.
-    The run begins once `server_count` servers have registered, and starts none itself.
-    """
+    """Shared folder in which servers register for this run. Servers may join and leave during the run. Start each
+    server with `megatron-rl serve MODEL --register FOLDER --run NAME`, where NAME is the last part of run.folder. The
+    run itself starts no servers. It begins once `server_count` servers have registered."""
     router: str = ruled(URL_RULE, lambda url: not url or is_url(url), default="")
-    """URL of an SGLang router (sglang-router 0.3), which picks a server per request. The run registers its servers
-    there."""
+    """URL of an SGLang router (sglang-router 0.3), which picks a server for each request. The run registers its servers
+    with the router."""
     backend: str = one_of("auto", "embedded", "sglang", default="auto")
-    """embedded, sglang or auto. auto uses sglang if CUDA is available, and embedded otherwise."""
+    """Kind of the servers that the run starts: embedded, sglang or auto. auto uses sglang if CUDA is available, and
+    embedded otherwise."""
     server_count: int = at_least(1, default=1)
     server_restarts: int = at_least(0, default=3, hint="0 restarts none")
-    """How often a server that died or hangs is restarted before the run gives up on it. Applies to servers that the run
-    started. The count is reset once a server stays up."""
+    """Maximum number of restarts of a server that died or hangs. After that, the run gives up on the server. The run
+    restarts only servers that it started. After a server has run for ten minutes, its earlier restarts no longer
+    count."""
     health_timeout_s: float = above(0, "seconds", default=120.0)
     """Seconds without a sign of life after which a server counts as hung and gets no more requests.
 
     A server that this run started is killed and restarted if it does not answer /health_generate for this long.
     """
     server_args: list[str] = field(default_factory=list)
-    """Extra command-line arguments for each started server, such as its parallelism: `[--tp, 8]`.
-
-    Slurm's launcher spreads a server over several nodes if it needs more GPUs than one node has. Quantized weights
-    cannot be updated. Servers with `--pp-size`, or with `--dp-size` but no `--enable-dp-attention`, support
-    publication=disk only.
-    """
+    """Extra command-line arguments for each server that the run starts, such as its parallelism: `[--tp, 8]`. Slurm's
+    launcher spreads a server over several nodes if it needs more GPUs than one node has. Arguments that quantize
+    weights are refused, because quantized weights cannot be updated. Servers with `--pp-size` support publication=disk
+    only. So do servers with `--dp-size` but without `--enable-dp-attention`."""
     token_file: str = ""
-    """File with mode 600 that holds the servers' access token. It is created if it does not exist.
-
-    Empty: the file `token` in run.folder, or RUN.token in the registry folder. Give the same file to servers that you
-    start yourself (`megatron-rl serve --token-file`). For a server with SGLang's --api-key, the file must contain that
-    key.
-    """
+    """File with mode 600 that holds the servers' access token. It is created if it does not exist. Empty: the file
+    `token` in run.folder or, with `registry`, the file RUN.token in that folder, where RUN is the last part of
+    run.folder. Give the same file to servers that you start yourself (`megatron-rl serve --token-file`). For a server
+    with SGLang's --api-key, the file must contain that key."""
     devices: list[str] = field(default_factory=list)
-    """GPUs of this host for the started servers, as in CUDA_VISIBLE_DEVICES. Each server takes as many as its --tp.
-
-    Empty: `megatron-rl launch` chooses them. Without it, `colocated` servers take the first GPUs of their node, and
-    other servers see the same GPUs as the trainer's first rank.
-    """
+    """GPUs of this host for the started servers, as in CUDA_VISIBLE_DEVICES. Each server takes as many as its
+    parallelism in server_args needs. Empty: `megatron-rl launch` chooses the GPUs. If the run is started without
+    `launch`, `colocated` servers take the first GPUs of their node. Other servers then see the same GPUs as the
+    trainer's first rank."""
     colocated: bool = False
-    """Trainer and started servers take turns on the same devices. Servers hold no weights and no KV cache while the
-    trainer works; the trainer's models wait in host memory while servers generate. Synchronous runs only.
-
-    With several nodes, each node has the same share of the `server_count` servers, and no server spans two nodes.
-    """
+    """Trainer and started servers take turns on the same devices. While the trainer works, servers hold no weights and
+    no KV cache. While servers generate, the trainer's models wait in host memory. Only synchronous runs can be
+    colocated. With several nodes, the `server_count` servers are split evenly among the nodes, and no server spans two
+    nodes."""
     max_concurrent_episodes: int = at_least(1, default=256)
     max_staleness: int = at_least(0, default=0, hint="0 is synchronous")
     """Maximum number of policy versions between sampling and training; 0 is synchronous. A step publishes one version,
     regardless of its number of updates."""
     stale: str = one_of("drop", "mask", "keep", default="drop")
-    """What to do with a group if one of its tokens exceeds max_staleness when it is due for training. drop: discard it
-    and sample its prompt again. mask: do not train those tokens, and drop a group that has no others. keep: train them.
-    This is rare, because the admission of episodes already limits staleness; it affects replies that take longer than
-    max_staleness steps."""
+    """What to do with a finished group if some of its tokens are older than max_staleness allows. drop: discard the
+    group and sample its prompt again. mask: train only the newer tokens of the group, and drop a group without newer
+    tokens. keep: train all tokens. Such groups are rare, because new episodes start only as far as max_staleness
+    permits. They arise from replies that take longer than max_staleness steps."""
     cut_off: str = one_of("train", "mask", default="train")
-    """What to do with replies cut off at generation.max_new_tokens, and dialogues that outgrew their context. train:
-    train them with the reward they earned. mask: do not train them, but still count them in the group's statistics
-    (overlong filtering, arXiv 2503.14476). A prompt with nothing left to train is replaced by another one."""
+    """What to do with replies cut off at generation.max_new_tokens, and with dialogues that outgrew their context.
+    train: train them with the reward they earned. mask: do not train them, but still count them in their group's
+    statistics (overlong filtering, arXiv 2503.14476). If nothing of a prompt's group is left to train, another prompt
+    replaces it."""
     max_uniform_resamples: int = within("[0, 50]", default=0, hint="DAPO takes 10")
-    """Dynamic sampling (DAPO): replace groups whose rewards are all equal with groups of other prompts. The limit is
-    this many times the groups of a step; groups beyond it are trained unchanged. 0 replaces none. Refused together with
-    anything that learns from such groups: a teacher, a KL term, positive trajectories or marked tokens."""
+    """Dynamic sampling (DAPO): replace groups whose rewards are all equal with groups of other prompts. A step replaces
+    at most this many times its own number of groups. Beyond this limit, groups with equal rewards are trained. 0
+    replaces none. The option is refused if the run has anything that learns from groups with equal rewards, such as a
+    teacher, a KL term, positive trajectories or marked tokens."""
     oversample: float = within("[1, 2]", default=1.0)
-    """Oversampling factor of synchronous runs: a step starts this factor times the episodes that it needs, and trains
+    """Oversampling factor of synchronous runs. A step starts this factor times the episodes that it needs, and trains
     on the first ones to finish. The next step begins with the prompts of the unfinished episodes, and waits for them.
-    With `stale` = mask or keep, their replies resume where they stopped. With `stale` = drop they restart, because drop
-    trains no token of an earlier version."""
+    With `stale` = mask or keep, the unfinished replies resume where they stopped. With `stale` = drop they start over,
+    because drop trains no token of an earlier version."""
     interruption: str = one_of("abort", "retract", "in_place", default="retract")
-    """What happens to running replies when new weights arrive. All of them continue afterwards.
-
-    abort: end them and send their tokens again as a new request. retract: put them back into the server's queue.
-    in_place: pause them and keep their KV cache, which was computed with the old weights.
-    """
+    """How servers interrupt running replies when new weights arrive. After the update all replies continue. abort: end
+    the requests, and send the tokens so far again in new requests. retract: put the replies back into the server's
+    queue. in_place: pause the replies and keep their KV cache, which was computed with the old weights."""
     part_tokens: int = at_least(0, "tokens", default=0, hint="0 requests whole replies")
-    """Request a reply in parts of at most this many tokens. Each part is a request to the server that holds the KV
-    cache of the parts before. If a server dies, only the current part is lost. A reply without parts would have to
-    start over. Meant for replies that take minutes. Replies with `generation.stop`, a JSON schema or a forced tool are
-    always requested whole."""
+    """Request a long reply in several parts, each of at most this many tokens. Each part is requested from the server
+    that holds the KV cache of the earlier parts. If a server dies, only the current part is lost, while a reply without
+    parts starts over. Parts are meant for replies that take minutes. Replies with `generation.stop`, a JSON schema or a
+    forced tool are always requested whole."""
     max_cache_age: int = at_least(0, default=0)
-    """Number of weight publications that a server's prefix cache may survive; 0 flushes it at each one."""
+    """Number of weight publications that a server's prefix cache may survive. 0 flushes the cache at each
+    publication."""
     request_timeout_s: float = above(0, "seconds", default=600.0)
-    """Timeout for a reply of at most 6,000 tokens, and proportionally longer for longer replies. The default allows for
-    10 tokens per second. Time without a server, or with paused servers, does not count.
-
-    A server that returns no reply at all for this long must first generate one test token before it gets more requests.
-    """
+    """Timeout for replies limited to at most 6,000 tokens. If generation.max_new_tokens is larger, the timeout is
+    proportionally longer. The default allows for 10 tokens per second. Time without a server, or with paused servers,
+    does not count. A server that returns no reply at all within the timeout must generate a test token before it gets
+    more requests."""
     control_timeout_s: float = above(0, "seconds", default=60.0)
-    """Timeout for a server's pause, continue or flush command. A hanging command delays a publication this long."""
+    """Timeout for a command that pauses a server, lets it continue or flushes its cache. A command that hangs delays a
+    publication by this long."""
     start_timeout_s: float = above(0, "seconds", default=300.0)
-    """Timeout for starting a server, and for requests that load or compare all or part of its weights. It is extended
-    if the weights take longer to read at 0.2 GB per second."""
+    """Timeout for starting a server, and for requests that load or compare all or part of its weights. If reading the
+    weights at an assumed 0.2 GB per second would take longer than this timeout, the timeout is extended to that reading
+    time."""
     publication: str = one_of("group", "ipc", "delta", "disk", "adapters", default="group")
-    """How new weights reach the servers. `group`: a process group (NCCL or gloo). `ipc`: memory shared with a rank on
-    the same host (CUDA IPC or /dev/shm), which is the first rank, or with `colocated` one rank of each node. `delta`:
-    only the changes since the last publication, over HTTP, for slow links. `disk`: a folder under run.folder.
-    `adapters`: such a folder with only the `lora` adapters, which servers apply on top of the model's own weights.
-
-    Servers listed in `servers` must be able to read that folder. For adapters they must be started with --enable-lora,
-    --max-lora-rank and --lora-target-modules. delta keeps a copy of the weights on the first rank's host. An SGLang
-    server that this run does not start then needs megatron_rl installed and the option --custom-weight-loader
-    megatron_rl.weights.sglang_loaders.load_changes.
-    """
+    """How new weights reach the servers. `group`: through a process group (NCCL or gloo). `ipc`: through memory that a
+    trainer rank shares with the servers on its host (CUDA IPC or /dev/shm). This rank is the run's first or, with
+    `colocated`, one rank of each node. `delta`: over HTTP, and only the changes since the last publication. It is meant
+    for slow links, and keeps a copy of the weights on the first rank's host. `disk`: through a folder under run.folder.
+    `adapters`: through such a folder too, but only the `lora` adapters, which servers apply on top of the model's own
+    weights. With `disk` and `adapters`, the servers listed in `servers` must be able to read the folder. With
+    `adapters`, they must also be started with --enable-lora, --max-lora-rank and --lora-target-modules. With `delta`,
+    an SGLang server that this run does not start needs megatron_rl installed. It also needs the option
+    --custom-weight-loader megatron_rl.weights.sglang_loaders.load_changes."""
     bucket_bytes: int = at_least(1 << 20, "bytes", default=1 << 28, hint="1073741824 suits models above 10B")
-    """Bytes of weights that a rank sends at a time with `group` and `ipc`. A sending rank holds two such buckets, one
-    being filled and one in flight. A server's rank holds one bucket per sender. Each bucket costs one request to every
-    server."""
+    """With `group` and `ipc`, the number of bytes of weights that a rank sends at a time, i.e. the size of a bucket. A
+    sending rank holds two buckets: one is filled while the other is sent. A server's rank holds one bucket per sender.
+    Each bucket costs one request to every server."""
     episode_attempts: int = at_least(1, default=3)
-    """Attempts of an episode before its prompt is given up and counted as failed."""
+    """Maximum number of attempts at an episode. After that, its prompt is given up and counted as failed."""
     max_infrastructure_failures: float = within("(0, 1]", default=0.5, hint="1 never stops the run")
-    """Largest share of recent sample attempts that may fail with an InfrastructureFailure: a container, service, worker
-    or server is gone, and the policy is not at fault. Recent means the last 256 attempts, or those of the last minute
-    if that is more. Above this share the run stops and names the failures; it can be resumed from there."""
+    """Largest share of recent attempts at a sample that may fail with an InfrastructureFailure. Such a failure means
+    that a container, service, worker or server is gone, and the policy is not at fault. Recent means the last 256
+    attempts or, if there were more, those of the last minute. Above this share the run stops and names the failures.
+    The run can then be resumed."""
     journal_replies: bool = False
-    """For runs with checkpoints: a killed run also keeps finished replies of unfinished episodes, not only finished
-    groups.
-
-    Useful for long replies and many turns. The journal doubles in size.
-    """
+    """For runs with checkpoints: also write the finished replies of unfinished episodes to the journal, so that a
+    killed run keeps them. Without this option, it keeps only finished groups. The option is useful for long replies and
+    many turns, but doubles the size of the journal."""
 
     def __post_init__(self) -> None:
         # Before the fields' own rules, which accept only import paths: Python code may pass functions here.
@@ -283,7 +281,7 @@ class RolloutConfig(Section, name="rollout"):
             self.refuse("colocated", rule)
 
     def check_for_gpus(self) -> None:
-        """Raise ValueError for combinations that work only without GPUs."""
+        """Raise ValueError for options that do not work together on GPUs."""
         if self.colocated and self.publication == "group":
             raise ValueError(
                 "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on "
@@ -387,14 +385,16 @@ class RolloutConfig(Section, name="rollout"):
 
 @dataclass(kw_only=True)
 class ReuseConfig(Section, name="reuse"):
-    """Training solved groups again in addition to each step's fresh groups. Reused tokens keep their log-probabilities
-    and policy versions, and `correction` reweights them. The staleness limit applies to fresh groups only."""
+    """Solved groups are trained again, in addition to each step's fresh groups. Reused tokens keep their first
+    log-probabilities and policy versions, and `correction` reweights them. rollout.max_staleness applies to fresh
+    groups only."""
 
     groups_per_step: int = at_least(0, default=0, hint="0 reuses none")
-    """Maximum number of groups reused per step over all ranks, in addition to batch.prompts_per_step. 0 reuses none."""
+    """Maximum number of groups reused per step over all ranks, in addition to the batch.prompts_per_step fresh ones."""
     buffer_groups: int = at_least(1, default=256)
-    """Buffer size in groups, over all ranks. It keeps each prompt's newest solved group and evicts the oldest first."""
+    """Size of the buffer of solved groups, over all ranks. The buffer keeps the newest solved group of each prompt. If
+    it is full, the oldest groups are removed first."""
     max_age_steps: int = at_least(1, default=16)
-    """Maximum age of a reused group in steps. The journal keeps its files for that many more steps."""
+    """Maximum age of a reused group in steps. The journal keeps its files for this many more steps."""
     solved_reward: float = 1.0
-    """A group counts as solved if a sample has at least this reward, and the rewards are not all equal."""
+    """A group counts as solved if at least one sample has this reward or more, and the rewards are not all equal."""

@@ -24,38 +24,36 @@ class RunConfig(Section, name="run"):
         hint="e.g. my_project or my.rewards",
     )
     """Packages or modules, besides megatron_rl, from which a config may import its workflow, reward, data, advantage
-    and loss.
-
-    For example [my_rewards] for your own my_rewards.py in a folder on PYTHONPATH.
-    """
+    estimator and loss. For example, [my_rewards] permits your own my_rewards.py in a folder on PYTHONPATH."""
     seed: int = 1
     steps: int = at_least(1, default=100)
     evaluate_every_steps: int = at_least(0, default=0)
-    """0 evaluates only before the first and after the last step."""
+    """Interval for evaluation. 0 evaluates only before the first step and after the last."""
     save_every_steps: int = at_least(0, default=0)
-    """Interval for saving Hugging Face weights under folder/step-N; 0 saves only after the last step."""
+    """Interval for saving Hugging Face weights under folder/step-N. 0 saves weights only after the last step."""
     save_at_end: bool = True
+    """Save Hugging Face weights after the last step."""
     checkpoint_every_steps: int = at_least(0, default=0)
-    """Interval for checkpoints under folder/checkpoints, from which `--resume` continues; 0 writes none."""
+    """Interval for writing checkpoints under folder/checkpoints, from which `--resume` continues. 0 writes none."""
     keep_checkpoints: int = at_least(1, default=2)
     """Number of newest checkpoints to keep."""
     grace_s: float = above(0, "seconds", default=60.0)
-    """Seconds after SIGTERM or SIGUSR1 to finish or abandon the step and save. A run without checkpoints just ends.
-
-    Ctrl-C has the same effect in every run, but without a time limit. A second Ctrl-C ends the run at once.
-    """
+    """Time after SIGTERM or SIGUSR1 in which the run must finish or abandon its step and save a checkpoint. A run
+    without checkpoints just ends. Ctrl-C makes every run finish or abandon its step, but without a time limit. A second
+    Ctrl-C ends the run at once."""
     phase_timeout_s: float = above(0, "seconds", default=3600.0)
     """Maximum duration of one phase of a step (rollout, update, publish, ...). After that time, every rank reports
-    where it stands and the run ends. The run writes a checkpoint if it was only waiting for rollouts."""
+    where it stands, and the run ends. If the run was only waiting for rollouts, it writes a checkpoint first."""
     most_skipped_updates: int = at_least(0, default=3)
     """Maximum number of consecutive skipped updates of one model. An update is skipped if its loss or gradient is NaN
-    or infinite. One more ends the run with an error that names the tokens. 0: the first skipped update ends it."""
+    or infinite. If one more update is skipped, the run ends with an error that names the tokens with such numbers. 0:
+    the first skipped update ends the run."""
     threads_per_rank: int = at_least(0, default=0)
-    """CPU threads per trainer rank, and per embedded server. 0: the cores that are free when the run starts, within the
-    process's CPU set and its container's quota, shared evenly among the host's ranks. The thread count can change the
-    order of summation, so set it if two runs must agree to the last bit."""
+    """CPU threads of each trainer rank, and of each server that the run starts. 0: as many as cores are free when the
+    run starts, within the process's CPU set and its container's quota. A host's trainer ranks divide the free cores
+    evenly. The thread count can change the order of summation, so set it if two runs must agree to the last bit."""
     offload: bool = False
-    """Policy and reference model take turns in device memory; the unused one is kept in host memory."""
+    """Policy and reference model take turns in device memory. The one not in use is kept in host memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +64,7 @@ class RunConfig(Section, name="run"):
 
 @dataclass(kw_only=True)
 class TelemetryConfig(Section, name="telemetry"):
-    """Number of samples that a run records, and where it sends metrics in addition to its folder."""
+    """Samples and timelines that a run records, and where it sends metrics in addition to its folder."""
 
     loggers: list[str] = ruled(
         f"each must be one of {', '.join(LOGGERS)}",
@@ -74,20 +72,21 @@ class TelemetryConfig(Section, name="telemetry"):
         default=[],
         hint="leave the others out",
     )
-    """Any of tensorboard, wandb, trackio."""
+    """Where metrics are sent in addition to the run's folder: any of tensorboard, wandb, trackio."""
     project: str = "megatron_rl"
-    """Project name in services that have projects. The run is named after its folder."""
+    """Name of the project, in services that have projects. In the project, the run has the name of its folder."""
     prometheus: str = ruled(
         "must be host:port, e.g. 127.0.0.1:9464",
         lambda address: not address or re.fullmatch(r".+:\d{1,5}", address) is not None,
         default="",
     )
-    """host:port on which rank 0 serves the latest metrics, e.g. 127.0.0.1:9464. Port 0: any free port. Empty: off."""
+    """Address (host:port) at which rank 0 serves the latest metrics. Port 0: any free port. Empty: the metrics are not
+    served."""
     samples_logged: int = at_least(0, default=8, hint="0 logs none")
-    """Random trajectories per training step that are written to samples.jsonl as text. 0 writes none; a number larger
-    than the step writes all."""
+    """Number of random trajectories per training step that are written to samples.jsonl as text. 0 writes none. If the
+    step has fewer trajectories, all of them are written."""
     trace_steps: list[int] = ruled(
         "each must be at least 0, the first step", lambda steps: all(step >= 0 for step in steps), default=[]
     )
-    """Steps, counted from 0, to record as timelines of trainer ranks, rollouts and servers. They are written to
-    trace/step-N.json.gz, for ui.perfetto.dev."""
+    """Steps, counted from 0, whose timelines of trainer ranks, rollouts and servers are recorded. The timelines are
+    written to trace/step-N.json.gz and can be opened at ui.perfetto.dev."""

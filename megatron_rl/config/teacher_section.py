@@ -39,33 +39,35 @@ def are_teachers(by_source: dict[str, Any]) -> bool:
 
 @dataclass(kw_only=True)
 class TeacherConfig(Section, name="teacher"):
-    """On-policy distillation from a teacher that scores the tokens the policy has sampled. The teacher runs in the
-    policy's parallel layout or on servers."""
+    """On-policy distillation from a teacher, which scores the tokens that the policy has sampled. The teacher runs in
+    the policy's parallel layout or on servers."""
 
     path: str = ""
-    """Hugging Face folder of a model with the policy's tokenizer. `policy`: the policy itself before a step's updates.
-    Without a hint it would give the same log-probabilities. Empty: no such teacher."""
+    """Hugging Face folder of a model with the policy's tokenizer. `policy`: the policy itself, as it is before a step's
+    updates. It then needs a hint, because without one it would give the policy's own log-probabilities. Empty: no
+    teacher in the policy's layout."""
     servers: list[str] = field(default_factory=list)
-    """Instead of a path: URLs of servers that run the teacher and score tokens as SGLang does."""
+    """URLs of servers that run the teacher and score tokens as SGLang does. Set either `path` or `servers`."""
     token_file: str = ""
-    """File with the bearer token for those servers."""
+    """File with the bearer token for the teacher's servers."""
     hint: str = ""
-    """Text that only the teacher reads, placed before the prompt or before a dialogue's last message. It may contain
-    the prompt's fields in braces, such as `The answer is {answer}.`"""
+    """Text that only the teacher reads. It is placed before the prompt or, in a dialogue, before the last message's
+    text. It may contain the prompt's fields in braces, such as `The answer is {answer}.`"""
     by_source: dict[str, Any] = ruled(
         "must map sources to {path: ...} or {servers: [...]}, each with a hint or without", are_teachers, default={}
     )
-    """Several teachers instead of the keys above. Each prompt's field `source`, which a mixture sets, selects its
-    teacher: {math: {path: ..., hint: ...}, code: {servers: [...]}}."""
+    """Several teachers, instead of `path`, `servers` and `hint`. The field `source` of a prompt selects its teacher;
+    data.train = mixture sets this field. Example: {math: {path: ..., hint: ...}, code: {servers: [...]}}."""
     coefficient: float = above(0, default=1.0)
-    """Weight of the teacher's term, in nats, in each token's advantage or loss. The term is added to the task's
-    advantages; to learn from the teacher alone, set algo.advantage = none."""
+    """Weight of the teacher's term, which is in nats, in each token's advantage or loss. The task's own rewards still
+    count. To learn from the teacher alone, set algo.advantage = none."""
     kl_in: str = one_of("advantage", "loss", default="advantage")
-    """Where the reverse KL divergence from the teacher enters. advantage: add log p(teacher) - log p of the sampled
-    token, whose mean is the negative divergence. loss: add the divergence itself, computed over all possible tokens."""
+    """Where the reverse KL divergence from the teacher enters. advantage: log p(teacher) - log p of each sampled token
+    is added to the token's advantage. The mean of this term is the negative divergence. loss: the divergence itself,
+    computed over all possible tokens, is added to the loss."""
     top_k: int = at_least(0, default=0)
-    """With kl_in = loss: use the teacher's top_k most likely tokens and treat all others as one token, which stores few
-    numbers per token. 0: use the whole vocabulary, and store the teacher's last hidden state."""
+    """For kl_in = loss: compare only the teacher's top_k most likely tokens, and treat all others as one token. This
+    stores few numbers per token. 0: compare the whole vocabulary, and store the teacher's last hidden state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -70,7 +70,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Passed to megatron.core's TransformerConfig under its own field names."""
+    """Options that are passed to megatron.core's TransformerConfig, under the names of its fields."""
 
     def __post_init__(self) -> None:
         # Must come first: the checks below, and copies of this config, expect import paths only.
@@ -314,7 +314,7 @@ class TrainConfig:
 
     @property
     def chosen_data(self) -> str:
-        """Name and value, for messages, of the setting that makes this run train on stored data instead of rollouts."""
+        """Name and value of the option that makes this run train on stored data instead of rollouts, for messages."""
         if self.supervised.answer:
             return f"supervised.answer = {self.supervised.answer!r}"
         return f"preference.loss = {self.preference.loss!r}"

@@ -24,7 +24,7 @@ def is_users(file: str) -> bool:
 def place_of(error: BaseException) -> str:
     """Return `file:line` of the user's line that an error came from; empty if no user code was involved.
 
-    This is the innermost user line of the error itself, or else of its cause or context.
+    The innermost line of user code in the error's own traceback counts, or else that of its cause or context.
     """
     at: BaseException | None = error
     seen: list[BaseException] = []
