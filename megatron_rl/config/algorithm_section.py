@@ -219,7 +219,7 @@ class CorrectionConfig(Section, name="correction"):
     reject_bound: float = at_least(0, default=0.0)
     """Threshold in nats; a larger estimate leads to rejection. k1 may be negative, so its absolute value is compared.
     With reject_level = max, the largest absolute value among the trajectory's tokens is compared."""
-    alarm: float = at_least(0, default=0.0, hint="0 never stops")
+    alarm: float = at_least(0, default=0.0, hint="0 stops only for NaN or infinity")
     """Stop the run if trainer and server disagree by more than this number of nats. Their disagreement is the mean of
     |log p - log q|, where p is the trainer's probability of a sampled token and q the server's. The mean is over the
     tokens of the step that the current policy version sampled or, if there are none, over all tokens of the step. With

@@ -161,6 +161,8 @@ class RolloutConfig(Section, name="rollout"):
     colocated. With several nodes, the `server_count` servers are split evenly among the nodes, and no server spans two
     nodes."""
     max_concurrent_episodes: int = at_least(1, default=256)
+    """Maximum number of episodes in progress in each rollout process. A run has one such process for each
+    data-parallel replica."""
     max_staleness: int = at_least(0, default=0, hint="0 is synchronous")
     """Maximum number of policy versions between sampling and training; 0 is synchronous. A step publishes one version,
     regardless of its number of updates."""

@@ -41,8 +41,8 @@ def options_markdown() -> str:
     parts = []
     for section, members in by_section(described_options()):
         lines = [f"## {heading(section)}", ""]
-        for line in about(section):
-            lines += [line, ""]
+        if text := about(section):
+            lines += [*text, ""]
         parts.append("\n".join([*lines, *(entry(option, quote="`", bullet="- ") for option in members)]))
     return "\n\n".join(parts) + "\n"
 
