@@ -200,9 +200,9 @@ class CorrectionConfig(Section, name="correction"):
     """Whether tokens or sequences have an importance weight. token: one weight per token. sequence: one weight per
     sequence, the geometric mean of its trained tokens' weights. product: one weight per sequence, the product of its
     tokens' weights. The product is the true importance weight of a sequence."""
-    low: float = within("[0, 1]", default=0.0, hint="a weight of 1 is no mismatch")
+    low: float = within("[0, 1]", default=0.0, hint="a weight of 1 means that trainer and server agree")
     """Lower bound of the importance weight."""
-    high: float = at_least(1, default=5.0, hint="a weight of 1 is no mismatch")
+    high: float = at_least(1, default=5.0, hint="a weight of 1 means that trainer and server agree")
     """Upper bound of the importance weight."""
     negative_bound: float = at_least(0, default=0.0, hint="0 keeps all")
     """Set the advantages of a trajectory to 0 if they are negative and the policy has moved far from it. The policy
@@ -221,9 +221,9 @@ class CorrectionConfig(Section, name="correction"):
     With reject_level = max, the largest absolute value among the trajectory's tokens is compared."""
     alarm: float = at_least(0, default=0.0, hint="0 stops only for NaN or infinity")
     """Stop the run if trainer and server disagree by more than this number of nats. Their disagreement is the mean of
-    |log p - log q|, where p is the trainer's probability of a sampled token and q the server's. The mean is over the
-    tokens of the step that the current policy version sampled or, if there are none, over all tokens of the step. With
-    0, only a NaN or infinite difference stops the run."""
+    |log p - log q|, where p is the trainer's probability of a sampled token and q the server's. The mean covers those
+    of the step's tokens that the current policy version sampled. If there are none, it covers all tokens of the step.
+    With 0, only a NaN or infinite difference stops the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

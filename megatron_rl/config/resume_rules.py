@@ -13,7 +13,7 @@ TAKEN, ROWS, START, FIXED = "taken", "taken if the rows are the same", "only at 
 """TAKEN: the new value applies from now on. ROWS: the new value applies, provided that the data's rows and their order
 are unchanged. START: the option matters only at the start of a run, so a new value has no effect. FIXED: a new value is
 refused."""
-SCHEDULED = "refused if changed, unless the schedule is constant"
+SCHEDULED = "refused if changed, unless optimizer.schedule is constant"
 
 _OPTIMIZER = {
     TAKEN: "beta1 beta2 eps clip_grad distributed overlap megatron",

@@ -70,7 +70,7 @@ class TelemetryConfig(Section, name="telemetry"):
         f"each must be one of {', '.join(LOGGERS)}",
         lambda names: set(names) <= set(LOGGERS),
         default=[],
-        hint="leave the others out",
+        hint="any other is refused",
     )
     """Where metrics are sent in addition to the run's folder: any of tensorboard, wandb, trackio."""
     project: str = "megatron_rl"
