@@ -59,6 +59,7 @@ def operators() -> None:
         def row(self, **values) -> None:
             super().row(**values | ({"T": values["T"] * SCALE} if "T" in values else {}))
 
+    suite.Budget.is_spent = lambda budget: False  # a busy machine is no reason to skip rows
     stand_in(setattr)
     device_clock.SCRATCH_BYTES = 1024
     suite.DeviceClock, suite.Report = Clock, Report

@@ -1,6 +1,7 @@
 """The GPU suite without a GPU: its tables on small CPU tensors, its answers, and its whole command on stand-ins."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 from csrc.emulation import emulated
 from tests.device_stand_ins import stand_in
+from tests.kit.waiting import SLOWNESS
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -189,7 +191,8 @@ def run_suite(tmp_path):
         wheel.writestr("a_peer-1.0.dist-info/RECORD", "")
 
     def run(*, python=tools / "python", **variables):
-        environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(python), **variables}
+        environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(python)}
+        environment |= {"SUITE_SLOWNESS": str(math.ceil(SLOWNESS))} | variables
         environment |= {"OMP_NUM_THREADS": "1"}  # small tensors, on a machine that tests share
         command = ["bash", str(BENCHMARKS / "gpu_suite.sh"), str(results), str(wheels)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -238,5 +241,5 @@ def test_a_part_that_fails_does_not_stop_the_others_and_its_bars_are_not_measure
 
 def test_what_is_left_when_the_time_is_used_up_is_said(run_suite, tmp_path):
     write_program(tmp_path / "broken", f'[[ $1 == *suite_bars.py ]] && exec {sys.executable} "$@"; exit 0')
-    status, said, _ = run_suite(python=tmp_path / "broken", SUITE_SECONDS="3")
+    status, said, _ = run_suite(python=tmp_path / "broken", SUITE_SECONDS="3", SUITE_SLOWNESS="1")
     assert status == 1 and "not begun: the suite's time is used up" in said
