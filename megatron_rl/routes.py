@@ -32,9 +32,11 @@ SHIFT_CHOICES = 32
 class RouteForm:
     """Shape, dtype and wire format of a model's routes.
 
-    form = RouteForm(total_layers=4, layers=(0, 2, 3), slots=2, experts=8, has_weights=False)
-    form.bytes_per_token  # 12: int16, only mixture layers
-    routes = form.read(meta_info["routed_experts"], rows=prompt + reply - 1)  # [rows, 3, 2]
+    For example:
+
+        form = RouteForm(total_layers=4, layers=(0, 2, 3), slots=2, experts=8, has_weights=False)
+        form.bytes_per_token  # 12: int16, only mixture layers
+        routes = form.read(meta_info["routed_experts"], rows=prompt + reply - 1)  # [rows, 3, 2]
     """
 
     total_layers: int

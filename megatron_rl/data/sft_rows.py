@@ -107,8 +107,10 @@ class ReplyRows(ABC):
 class PairRows(ReplyRows):
     """Prompts with the replies `chosen` and `rejected`.
 
-    pairs = PairRows("data.train", rows, tokenizer, context=512)
-    batch = pairs.batch([0, 7])  # sequences: 0's chosen reply, its rejected one, then the two of 7
+    For example:
+
+        pairs = PairRows("data.train", rows, tokenizer, context=512)
+        batch = pairs.batch([0, 7])  # sequences: 0's chosen reply, its rejected one, then the two of 7
     """
 
     WORD = "pair"
@@ -133,9 +135,11 @@ class PairRows(ReplyRows):
 class AnswerRows(ReplyRows):
     """Prompts with an answer: text or a number in a column, or a dialogue's last message.
 
-    asked = {"column": "answer", "setting": "supervised.answer = 'answer'"}
-    answers = AnswerRows("data.train", rows, tokenizer, **asked, context=512)
-    batch = answers.batch(range(8))  # the answers are trained, their prompts are not
+    For example:
+
+        asked = {"column": "answer", "setting": "supervised.answer = 'answer'"}
+        answers = AnswerRows("data.train", rows, tokenizer, **asked, context=512)
+        batch = answers.batch(range(8))  # the answers are trained, their prompts are not
     """
 
     WORD = "row"

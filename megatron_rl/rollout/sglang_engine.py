@@ -24,11 +24,13 @@ from megatron_rl.types import FinetuneSpec, LLMRequest, LLMResponse, TrajectoryB
 class RemoteSGLangEngine(RolloutStub, InferenceEngine):
     """An InferenceEngine and WeightReceiver for SGLang or embedded servers, used by the training thread.
 
-    rollout = RemoteSGLangEngine(RolloutConfig(), seed=1)
-    rollout.initialize(["http://127.0.0.1:30000"])
-    batch = rollout.rollout_batch([{"prompt": "2 + 2 = "}], workflow)
-    rollout.update_weights("runs/mine/step-10", version=1)
-    rollout.destroy()
+    For example:
+
+        rollout = RemoteSGLangEngine(RolloutConfig(), seed=1)
+        rollout.initialize(["http://127.0.0.1:30000"])
+        batch = rollout.rollout_batch([{"prompt": "2 + 2 = "}], workflow)
+        rollout.update_weights("runs/mine/step-10", version=1)
+        rollout.destroy()
     """
 
     def __init__(

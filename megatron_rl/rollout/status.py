@@ -35,9 +35,11 @@ LETTERS, TOKENS = 300, 100
 class StatusFile:
     """Writes the status of one rollout process while its event loop runs.
 
-    status = StatusFile(path, lambda: executor, tokenizer, version=client.get_version, servers=membership.states)
-    status.begin()
-    await status.close()  # the file then says that the process has ended
+    For example:
+
+        status = StatusFile(path, lambda: executor, tokenizer, version=client.get_version, servers=membership.states)
+        status.begin()
+        await status.close()  # the file then says that the process has ended
     """
 
     def __init__(

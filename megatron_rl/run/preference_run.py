@@ -108,10 +108,12 @@ def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_ste
 class PreferenceRun(Run):
     """All parts of one preference run on this rank.
 
-    with PreferenceRun(load_config("configs/count_dpo.yaml", [])) as run:
-        if run.begin():
-            run.update(0)  # logs preference/loss, preference/accuracy, ...
-        run.finish()
+    For example:
+
+        with PreferenceRun(load_config("configs/count_dpo.yaml", [])) as run:
+            if run.begin():
+                run.update(0)  # logs preference/loss, preference/accuracy, ...
+            run.finish()
     """
 
     def _start(self) -> None:

@@ -84,9 +84,11 @@ def start_engine(config: TrainConfig, groups: parallel.ParallelGroups, *, head: 
 class RowTraining:
     """Trains an engine with a loss on rows. Collective: every rank calls every method, with the same whole batches.
 
-    training = answer_training(engine, groups)
-    for batch in batches:
-        print(training.metrics(training.update(batch)))  # {"loss": ..., "perplexity": ...}
+    For example:
+
+        training = answer_training(engine, groups)
+        for batch in batches:
+            print(training.metrics(training.update(batch)))  # {"loss": ..., "perplexity": ...}
     """
 
     weight = "tokens"
@@ -134,8 +136,10 @@ def answer_training(engine: TrainEngine, groups: parallel.ParallelGroups) -> Row
 class RowSteps:
     """The steps and evaluations of a run on rows, with their metrics. Collective, like RowTraining.
 
-    steps = RowSteps(config, data, training, run.log_file, run.timers, resumed=None, check=check)
-    steps.update(0, data.rows.batch)  # logs supervised/loss
+    For example:
+
+        steps = RowSteps(config, data, training, run.log_file, run.timers, resumed=None, check=check)
+        steps.update(0, data.rows.batch)  # logs supervised/loss
     """
 
     def __init__(

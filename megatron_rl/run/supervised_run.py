@@ -26,10 +26,12 @@ def check_supervised(config: TrainConfig) -> RowData:
 class SupervisedRun(Run):
     """All parts of one supervised run on this rank.
 
-    with SupervisedRun(load_config("configs/count_sft.yaml", [])) as run:
-        run.begin()
-        run.update(0)  # logs supervised/loss
-        run.finish()
+    For example:
+
+        with SupervisedRun(load_config("configs/count_sft.yaml", [])) as run:
+            run.begin()
+            run.update(0)  # logs supervised/loss
+            run.finish()
     """
 
     def _start(self) -> None:

@@ -77,9 +77,11 @@ def check_teachers(
 class Teachers:
     """The teachers of a run, which share the policy's layout. Collective: every rank calls every method.
 
-    teachers = Teachers(config, groups, engine, prompts, tokenizer)
-    batch.tokens["teacher_logprobs"] = teachers.logprobs(batch)  # teacher.kl_in: advantage
-    targets = teachers.targets(share)  # teacher.kl_in: loss
+    For example:
+
+        teachers = Teachers(config, groups, engine, prompts, tokenizer)
+        batch.tokens["teacher_logprobs"] = teachers.logprobs(batch)  # teacher.kl_in: advantage
+        targets = teachers.targets(share)  # teacher.kl_in: loss
     """
 
     def __init__(

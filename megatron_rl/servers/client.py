@@ -58,9 +58,11 @@ class CacheAge:
 class ServerClient(ServerHttp):
     """Knows and controls one server.
 
-    server = ServerClient(url, session, freezes_steps=False, vocab_size=None, spans=Spans())
-    print((await server.probe(timeout_s=30.0)).version)
-    await server.command("/continue_generation", {}, timeout_s=30.0)
+    For example:
+
+        server = ServerClient(url, session, freezes_steps=False, vocab_size=None, spans=Spans())
+        print((await server.probe(timeout_s=30.0)).version)
+        await server.command("/continue_generation", {}, timeout_s=30.0)
     """
 
     def __init__(

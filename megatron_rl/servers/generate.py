@@ -73,10 +73,12 @@ class SamplingClient(Sampler):
 
     `version` is the current policy version.
 
-    client = SamplingClient(RolloutConfig(), ClientOptions(seed=1))
-    await client.connect(["http://127.0.0.1:30000"])
-    reply = await client.agenerate(LLMRequest(rid="a", input_ids=[1, 2, 3]))
-    await client.close()
+    For example:
+
+        client = SamplingClient(RolloutConfig(), ClientOptions(seed=1))
+        await client.connect(["http://127.0.0.1:30000"])
+        reply = await client.agenerate(LLMRequest(rid="a", input_ids=[1, 2, 3]))
+        await client.close()
     """
 
     fleet: Fleet

@@ -88,12 +88,14 @@ ALONE = ClientOptions()
 class Fleet:
     """The servers of one client. Create it on its event loop, call `connect` first and `close` last.
 
-    await fleet.connect()
-    await fleet.members.select_servers(timeout_s=60.0)
-    await fleet.pause()
-    fleet.begin_update()
-    await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=60.0))
-    fleet.finish_update(version=1)  # then `await fleet.resume()`: replies are of version 1
+    For example:
+
+        await fleet.connect()
+        await fleet.members.select_servers(timeout_s=60.0)
+        await fleet.pause()
+        fleet.begin_update()
+        await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=60.0))
+        fleet.finish_update(version=1)  # then `await fleet.resume()`: replies are of version 1
     """
 
     def __init__(

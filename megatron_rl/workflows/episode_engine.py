@@ -111,11 +111,13 @@ class Retries:
 class EpisodeEngine(Sampler):
     """One attempt at an episode, from `start` to `end`.
 
-    engine = EpisodeEngine(client, KeptReplies(), Retries(before=wait))
-    try:
-        group = await engine.start(lambda: workflow.arun_episode(engine, data))
-    finally:
-        await engine.end()
+    For example:
+
+        engine = EpisodeEngine(client, KeptReplies(), Retries(before=wait))
+        try:
+            group = await engine.start(lambda: workflow.arun_episode(engine, data))
+        finally:
+            await engine.end()
 
     Identical requests are told apart by a running count. Each sample counts separately, so that its retry gets the
     replies of its previous try.

@@ -61,9 +61,11 @@ class _Held:
 class Bodies:
     """Reader of request bodies, one per application. Runs in the event loop's thread.
 
-    call = await http.app[BODIES].json(http, lambda body: parse_generate(body, limits, text))
-    async with http.app[BODIES].raw(http, most=2**27) as content:
-        ...
+    For example:
+
+        call = await http.app[BODIES].json(http, lambda body: parse_generate(body, limits, text))
+        async with http.app[BODIES].raw(http, most=2**27) as content:
+            ...
     """
 
     def __init__(self, connections: Connections) -> None:

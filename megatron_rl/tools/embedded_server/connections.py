@@ -60,11 +60,13 @@ class _Connection:
 class Connections:
     """All open connections. Runs in the event loop's thread.
 
-    connections = Connections()
-    tasks = [asyncio.create_task(connections.accept(listener, runner.server))]
-    tasks.append(asyncio.create_task(connections.look_after()))
-    with connections.request(http):  # in the guard
-        connections.welcome(http)
+    For example:
+
+        connections = Connections()
+        tasks = [asyncio.create_task(connections.accept(listener, runner.server))]
+        tasks.append(asyncio.create_task(connections.look_after()))
+        with connections.request(http):  # in the guard
+            connections.welcome(http)
     """
 
     def __init__(self) -> None:

@@ -157,7 +157,9 @@ def _is_mapped_loopback(name: str) -> bool:
 class LogRate(logging.Filter):
     """Log filter that limits how often messages of the same wording pass, and reports how many were dropped.
 
-    handler.addFilter(LogRate())
+    For example:
+
+        handler.addFilter(LogRate())
     """
 
     def __init__(self) -> None:

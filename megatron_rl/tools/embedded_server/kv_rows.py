@@ -45,11 +45,13 @@ class Prefix:
 class KVRows:
     """The table of the cache's rows. Only the batcher's thread uses it.
 
-    rows = KVRows(cache, max_rows=8, context_length=512, max_total_tokens=4096, reuse_prefixes=True)
-    rows.resize(*rows.size_for(1, tokens=100, longest=0))
-    rows.admit(request, rows.find_prefix(request))  # request.row, request.filled
-    rows.copy_prefixes()
-    rows.release(request, keep=True)
+    For example:
+
+        rows = KVRows(cache, max_rows=8, context_length=512, max_total_tokens=4096, reuse_prefixes=True)
+        rows.resize(*rows.size_for(1, tokens=100, longest=0))
+        rows.admit(request, rows.find_prefix(request))  # request.row, request.filled
+        rows.copy_prefixes()
+        rows.release(request, keep=True)
     """
 
     def __init__(

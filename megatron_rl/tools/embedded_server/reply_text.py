@@ -31,9 +31,11 @@ TEMPLATE_ERRORS = (
 class Text:
     """The tokenizer of a model folder. Thread-safe after construction.
 
-    text = Text.load(folder)  # None where there is no tokenizer
-    ids = text.render([{"role": "user", "content": "2 + 2?"}], options={})
-    text.decode(ids)
+    For example:
+
+        text = Text.load(folder)  # None where there is no tokenizer
+        ids = text.render([{"role": "user", "content": "2 + 2?"}], options={})
+        text.decode(ids)
     """
 
     def __init__(self, folder: Path):

@@ -16,9 +16,11 @@ from megatron_rl.tools.embedded_server.sampling import SamplingParams
 class Request:
     """One prompt and its reply. The caller sets the fields up to `on_progress`; the batcher owns the others.
 
-    request = Request(rid="a", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=16, sampling_seed=1))
-    batcher.submit(request).result()
-    request.output, request.logprobs, request.finish_reason
+    For example:
+
+        request = Request(rid="a", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=16, sampling_seed=1))
+        batcher.submit(request).result()
+        request.output, request.logprobs, request.finish_reason
     """
 
     rid: str

@@ -31,7 +31,9 @@ NOT_SUPPORTED = GRAMMARS | {"stop_regex", "custom_params", "beam_width"}
 class SamplingParams:
     """The fields and defaults of SGLang's sampling_params.
 
-    SamplingParams.parse({"temperature": 0, "max_new_tokens": 16}, vocab_size=512).greedy  # True
+    For example:
+
+        SamplingParams.parse({"temperature": 0, "max_new_tokens": 16}, vocab_size=512).greedy  # True
     """
 
     max_new_tokens: int = 128

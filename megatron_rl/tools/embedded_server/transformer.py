@@ -108,11 +108,13 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Decoder:
     """A decoder-only model and its weights. Not thread-safe: one thread runs it and writes its weights.
 
-    decoder = Decoder(DecoderConfig.read(folder), dtype=torch.float32, device=cpu, context_length=512)
-    decoder.load(folder)
-    hidden = decoder.prefill(torch.tensor([5, 6, 7]), [Span(row=0, start=0, count=3)], cache)
-    hidden = decoder.decode([8], positions=[3], rows=[0], cache=cache)  # [1, H]
-    decoder.logits(hidden).argmax(-1)
+    For example:
+
+        decoder = Decoder(DecoderConfig.read(folder), dtype=torch.float32, device=cpu, context_length=512)
+        decoder.load(folder)
+        hidden = decoder.prefill(torch.tensor([5, 6, 7]), [Span(row=0, start=0, count=3)], cache)
+        hidden = decoder.decode([8], positions=[3], rows=[0], cache=cache)  # [1, H]
+        decoder.logits(hidden).argmax(-1)
     """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):

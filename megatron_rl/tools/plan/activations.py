@@ -39,8 +39,10 @@ class Run:
 class Activations:
     """Activation memory of a training pass on a rank.
 
-    activations = Activations(read_architecture(folder), config.actor, config.megatron)
-    waiting, backward = activations.of_stage(0, rows=8192, microbatches=4)  # bytes at the two fullest moments
+    For example:
+
+        activations = Activations(read_architecture(folder), config.actor, config.megatron)
+        waiting, backward = activations.of_stage(0, rows=8192, microbatches=4)  # bytes at the two fullest moments
     """
 
     arch: Architecture

@@ -36,8 +36,10 @@ CHUNK_BYTES, MOST_ROWS, PARTS, TILE_ROWS = 1 << 30, 4096, 4, 256
 class Model:
     """One of the models of a run. A frozen model has only weights.
 
-    policy = Model("policy", read_architecture("models/qwen3"), config.actor)
-    states_of_stage(policy, stage=0, world_size=8)  # {"weights": ..., "gradients": ..., "optimizer": ...}
+    For example:
+
+        policy = Model("policy", read_architecture("models/qwen3"), config.actor)
+        states_of_stage(policy, stage=0, world_size=8)  # {"weights": ..., "gradients": ..., "optimizer": ...}
     """
 
     name: str

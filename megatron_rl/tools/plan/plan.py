@@ -85,9 +85,11 @@ class Split:
 class Plan:
     """A planned run on one split of the GPUs: its batch, memory and time.
 
-    plan = best_plan(config, PromptTokens.of([9, 12]), Cluster(nodes=1, gpus_per_node=8, device=DEVICES["h100"]))
-    if plan.fits:
-        print(plan.trainer_gpus, plan.servers, plan.trainer.peak, plan.split.step_s)
+    For example:
+
+        plan = best_plan(config, PromptTokens.of([9, 12]), Cluster(nodes=1, gpus_per_node=8, device=DEVICES["h100"]))
+        if plan.fits:
+            print(plan.trainer_gpus, plan.servers, plan.trainer.peak, plan.split.step_s)
     """
 
     config: TrainConfig

@@ -25,10 +25,12 @@ from megatron_rl.rollout.staleness import AdmissionGate
 class Workload:
     """The workload to simulate. Times are in seconds.
 
-    work = Workload(servers=2, slots=64, token_s=lambda replies, tokens: 0.01, read_s=1e-5, prompt_tokens=100,
-                    groups=itertools.cycle([[200, 300]]), groups_per_step=32, groups_at_once=64, max_staleness=1,
-                    update_s=4.0, publish_s=0.5)
-    simulate(work, steps=10, first=3).step_s
+    For example:
+
+        work = Workload(servers=2, slots=64, token_s=lambda replies, tokens: 0.01, read_s=1e-5, prompt_tokens=100,
+                        groups=itertools.cycle([[200, 300]]), groups_per_step=32, groups_at_once=64, max_staleness=1,
+                        update_s=4.0, publish_s=0.5)
+        simulate(work, steps=10, first=3).step_s
     """
 
     servers: int

@@ -111,8 +111,10 @@ def update_seconds(
 class Decoder:
     """A roofline model of a server's decoding time.
 
-    decoder = Decoder(model, gpus=2, device=DEVICES["h100"], kv_per_token=65536)
-    decoder.seconds(replies=64, sequence_tokens=500)  # a roofline: the slower of memory and products
+    For example:
+
+        decoder = Decoder(model, gpus=2, device=DEVICES["h100"], kv_per_token=65536)
+        decoder.seconds(replies=64, sequence_tokens=500)  # a roofline: the slower of memory and products
     """
 
     model: Model

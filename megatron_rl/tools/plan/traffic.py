@@ -66,9 +66,11 @@ def ranks_along(axis: str, parallel: ParallelConfig, rank: int, world_size: int)
 class RankTraffic:
     """The traffic of one rank for one trained model.
 
-    rank = RankTraffic(model, rank=0, world_size=64, gpus_per_node=8)
-    for sent in rank.of_update(rows=65536, labels=60000):  # of its replica, all microbatches together
-        print(sent.axis, sent.nbytes, sent.link)
+    For example:
+
+        rank = RankTraffic(model, rank=0, world_size=64, gpus_per_node=8)
+        for sent in rank.of_update(rows=65536, labels=60000):  # of its replica, all microbatches together
+            print(sent.axis, sent.nbytes, sent.link)
     """
 
     model: Model

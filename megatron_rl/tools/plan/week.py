@@ -27,8 +27,10 @@ Replies = list[tuple[int, int]]
 class Job:
     """The settings, in addition to the `Workload`, that determine a run's faults and their cost.
 
-    job = Job(server_gpus=4, trainer_gpus=32, interruption="abort", checkpoint_every=25, checkpoint_s=5.0)
-    Days(work, job, Chances(seed=0)).run(7 * 86_400).groups_per_s
+    For example:
+
+        job = Job(server_gpus=4, trainer_gpus=32, interruption="abort", checkpoint_every=25, checkpoint_s=5.0)
+        Days(work, job, Chances(seed=0)).run(7 * 86_400).groups_per_s
     """
 
     server_gpus: int

@@ -22,8 +22,10 @@ NOTHING = '<p class="empty">no values</p>'
 class Series:
     """Points of one curve; a y of None is a gap. style: line, dashed, faint or marker, plus a colour c0 to c7.
 
-    scores = Series(x=[0, 10, 20], y=[0.25, None, 0.5], style="marker c1", label="held-out accuracy")
-    page = line_chart([Series(x=[0, 1, 2], y=[0.1, 0.2, 0.4]), scores], title="Reward by step")
+    For example:
+
+        scores = Series(x=[0, 10, 20], y=[0.25, None, 0.5], style="marker c1", label="held-out accuracy")
+        page = line_chart([Series(x=[0, 1, 2], y=[0.1, 0.2, 0.4]), scores], title="Reward by step")
     """
 
     x: Sequence[float]
