@@ -53,7 +53,7 @@ HALF_2 := -m thorough
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
 	@echo "make demo-tiny  GRPO from scratch on a 0.1 M parameter model, two ranks with tensor parallelism, on the CPU"
-	@echo "make test       sixteen minutes: each promise once, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0)"
+	@echo "make test       fifteen minutes: each promise once, with real SGLang on CPU and a real Slurm (SGLANG=0, SLURM=0)"
 	@echo "make test-all   an hour: every layout, family, kernel, config and version (HALF=1: make test's part, HALF=2: the rest)"
 	@echo "make test-fast  three minutes: the tests to run while working"
 	@echo "make test-matrix  tests of engine and units on older and newer versions (NAMES=0.17), and README's table of them"
