@@ -13,7 +13,7 @@ from megatron_rl.parallel import Cut, cut_by_upstream
 from megatron_rl.weights.adapter_rules import adapted, adapter_rule
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import edges, layer_rules, sizes
-from megatron_rl.weights.tensor_rules import ROUTER_BIAS, Rule
+from megatron_rl.weights.tensor_rules import EXPERT_BIAS, Rule
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ def parameters_of_stage(
     for number in itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage]):
         kind = arch.kind(number)
         if kind not in alike:
-            rules = [rule for rule in layer_rules(arch, number) if rule not in ROUTER_BIAS]  # a buffer
+            rules = [rule for rule in layer_rules(arch, number) if rule.megatron != EXPERT_BIAS]
             alike[kind] = _shares(rules, arch, parallel)
         shares += alike[kind]
     return shares
@@ -215,7 +215,8 @@ def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> 
     # The vocabulary is padded so that all ranks have equally many rows.
     words["vocab"] = -(-arch.vocab // parallel.tensor) * parallel.tensor
     for rule in rules:
-        whole = sum(math.prod(words[word] for word in dims.split()) for dims in rule.hf.values())
+        own = words | {"experts": 1} if rule.is_stacked else words  # one expert's part of a stack
+        whole = sum(math.prod(own[word] for word in dims.split()) for dims in rule.hf.values())
         is_cut = rule.layout.split_dim is not None
         if "{}" not in rule.megatron:
             shares += Shares(dense=whole // parallel.tensor if is_cut else whole)

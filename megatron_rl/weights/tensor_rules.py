@@ -351,7 +351,9 @@ SHARED_EXPERTS = (
     Rule("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared"}, Columns()),
 )
 # A buffer in Megatron, always float32, because it receives no gradient. reshard.py handles it like a parameter.
-ROUTER_BIAS = (Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Megatron's name of the bias that selects experts. It is a buffer, not a parameter."""
+ROUTER_BIAS = (Rule(EXPERT_BIAS, {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)
 MIXTRAL_EXPERTS = (  # w1: gate, w3: up, w2: down
     Rule("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}, Replicated()),
     Rule(

@@ -50,6 +50,7 @@ CASES = {
     "deepseek_v3": ["tp2_sp", "ep2"],
     "qwen3_next": ["tp2_sp", *CHUNKS, "ep2"],
     "deepseek_v3_yarn_whole_queries": ["tp2_ep2"],
+    "gpt_oss": ["ep2"],
 }
 
 

@@ -6,9 +6,17 @@ from typing import Any
 
 from megatron_rl.weights.decoder import Mixture
 from megatron_rl.weights.family import Config, Family, rotary_share
-from megatron_rl.weights.tensor_rules import ATTENTION, MIXTRAL_EXPERTS, NORMS, WIDE_QK_NORM, Replicated, Rule
+from megatron_rl.weights.tensor_rules import (
+    ATTENTION,
+    EXPERT_BIAS,
+    MIXTRAL_EXPERTS,
+    NORMS,
+    WIDE_QK_NORM,
+    Replicated,
+    Rule,
+)
 
-BIAS = (Rule("mlp.router.expert_bias", {"block_sparse_moe.e_score_correction_bias": "experts"}, Replicated()),)
+BIAS = (Rule(EXPERT_BIAS, {"block_sparse_moe.e_score_correction_bias": "experts"}, Replicated()),)
 
 
 def read(config: Config) -> dict[str, Any]:
