@@ -134,6 +134,9 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") creates on the host, then copies
     torch.autograd.Variable._execution_engine = NotedBackwards(torch.autograd.Variable._execution_engine, ledger.memory)
+    # torch asks its CUDA library, which is missing, for cuDNN's version before it chooses an attention kernel.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
     torch.autograd.set_multithreading_enabled(False)  # run backward in this thread, whose code lines are known
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     resize = torch.UntypedStorage.resize_

@@ -228,6 +228,12 @@ def test_a_call_that_differs_in_one_thing_is_told_with_both(field, other, rehear
     assert fault.count(call["line"]) and "on rank 0 and " in fault and fault.endswith("on rank 4.")
 
 
+def test_a_config_in_float32_is_rehearsed(rehearsals, tmp_path):
+    """As docs/cluster.md does, on the device whose dense attention torch chooses by itself."""
+    (found,) = rehearsals.of(tmp_path, [order_of("configs/count_grpo.yaml", 16, (), rank=15)]).values()
+    assert isinstance(found, dict) and found["phases"]["update"]["flops"]["aten::bmm"] > 0, found
+
+
 def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, rehearsals, tmp_path, capsys, monkeypatch):
     if not IS_THOROUGH:  # the command's own process imports all anew
         rehearsals.take_over(monkeypatch)
