@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.packed_rows import PackedRows
-from megatron_rl.engine.rope import Rope
+from megatron_rl.engine.rope import Rope, rotate
 from megatron_rl.tools.rehearsal import te_functions as functions
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.te_modules import GroupedLinear, LayerNormLinear, Linear, RMSNorm
@@ -99,10 +99,10 @@ class ModulesAlone(nn.Module):
         )
         if self.norms:
             query, key = (norm(x) for norm, x in zip(self.norms, (query, key), strict=True))
-        angles = packed.rotation(self.rope)
-        query, key = (functions.apply_rotary_pos_emb(x, angles, fused=True) for x in (query, key))
+        rotation = packed.rotation(self.rope)
+        query, key = (rotate(x[:, 0], rotation) for x in (query, key))
         bounds = packed.query_cu, packed.key_cu, packed.longest_query, packed.longest_key
-        out = varlen_attn(query[:, 0], key[:, 0], value[:, 0], *bounds, window_size=(-1, 0), enable_gqa=True)
+        out = varlen_attn(query, key, value[:, 0], *bounds, window_size=(-1, 0), enable_gqa=True)
         return out.flatten(1)[:, None]
 
     def _experts(self, normed: Tensor) -> Tensor:

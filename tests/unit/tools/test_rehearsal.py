@@ -234,6 +234,15 @@ def test_a_config_in_float32_is_rehearsed(rehearsals, tmp_path):
     assert isinstance(found, dict) and found["phases"]["update"]["flops"]["aten::bmm"] > 0, found
 
 
+def test_a_rope_with_an_attention_factor_is_rehearsed(rehearsals, tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY | {"rope_scaling": yarn}))
+    words = [f"model.path={tmp_path}/model", *SMALL]
+    (found,) = rehearsals.of(tmp_path / "found", [order_of(CONFIG, 2, words, rank=1)]).values()
+    assert isinstance(found, dict) and found["kernels_of_layers"]["transformer_engine"] > 0, found
+
+
 def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, rehearsals, tmp_path, capsys, monkeypatch):
     if not IS_THOROUGH:  # the command's own process imports all anew
         rehearsals.take_over(monkeypatch)
