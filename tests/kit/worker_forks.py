@@ -12,8 +12,6 @@ import sys
 from megatron_rl.rewards import worker
 
 MOST_BYTES, MOST_FILES = 1 << 17, 8
-HIGH = 200
-"""From here on are a request's files, until each has its own number."""
 
 
 def main() -> None:
@@ -43,7 +41,8 @@ def main() -> None:
 def become(files: list[int], argv: list[str], env: dict[str, str], cwd: str, numbers: list[int]) -> None:
     """Be what the command's interpreter would be."""
     os.setsid()
-    high = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in files]
+    # Above all of their numbers until each has its own, for else one could overwrite another.
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
     for file in files:
         os.close(file)
     for file, number in zip(high, numbers, strict=True):
