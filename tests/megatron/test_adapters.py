@@ -1,7 +1,6 @@
 """Low-rank adapters: those of one process are PEFT's, and every layout's are those of one process."""
 
 from functools import cache
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,9 +18,10 @@ from megatron_rl.weights.adapter_rules import adapter_shapes, write_peft_folder
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import adapters_of_stage
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of
+from tests.kit.optional import later
 from tests.kit.ranks import run_each, run_ranks
 
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the package peft; make installs it")
+peft = later("peft", reason="needs the package peft; make installs it")
 SFT = LogprobLoss(supervised)
 LORA = dict(rank=3, alpha=8.0)
 TOLERANCE = 1e-4
@@ -69,10 +69,8 @@ def write_adapters(folder, lora=LORA):
 
 def train_by_peft(model, folder):
     """The same updates by float64 autograd over transformers' model with PEFT's adapters, and torch's AdamW."""
-    from peft import PeftModel  # imported here: it takes seconds
-
     folder = folder / "adapter"
-    model = PeftModel.from_pretrained(model.double(), folder, is_trainable=True, autocast_adapter_dtype=False)
+    model = peft.PeftModel.from_pretrained(model.double(), folder, is_trainable=True, autocast_adapter_dtype=False)
     own = {name: part for name, part in model.named_parameters() if part.requires_grad}
     optimizer = torch.optim.AdamW(own.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
     batch, stats = make_batch(), []
@@ -188,13 +186,11 @@ def save_trained(folder, layout, lora):
     ],
 )
 def test_saved_weights_are_merged_and_beside_them_adapters_that_peft_loads(tmp_path, family, layout, targets):
-    from peft import PeftModel
-
     base, lora = make_model(family, tmp_path, layers=2), LORA | {"targets": targets}
     write_adapters(tmp_path, lora)
     run_ranks(LAYOUTS[layout][0], save_trained, tmp_path, layout, lora)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
-    adapted = PeftModel.from_pretrained(base, tmp_path / "trained" / "adapter")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "trained" / "adapter")
     tokens = make_batch()["input_ids"][None, :24]
     with adapted.disable_adapter():
         before = adapted(input_ids=tokens).logits

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -17,10 +16,15 @@ from huggingface_hub import constants
 from megatron_rl.data import data_files
 from megatron_rl.data.prompts import load_prompts
 from tests.kit.http import Answer, answered_by
+from tests.kit.optional import later
 from tests.kit.waiting import LATE_S
 
-NEEDS = "datasets and pyarrow are not installed: pip install 'megatron-rl[data]'"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (find_spec("datasets") and find_spec("pyarrow")), reason=NEEDS)]
+pytestmark = pytest.mark.slow
+
+NEEDED = "{0} is not installed: pip install 'megatron-rl[data]'".format
+datasets = later("datasets", reason=NEEDED("datasets"))
+pyarrow = later("pyarrow", reason=NEEDED("pyarrow"))
+pyarrow_parquet = later("pyarrow.parquet", reason=NEEDED("pyarrow"))
 
 ROOT = Path(__file__).parents[3]
 NAME = "someone/numbers"
@@ -95,10 +99,8 @@ def not_found(code: str) -> Answer:
 
 
 def parquet(rows):
-    import pyarrow.parquet
-
     file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    pyarrow_parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     return file.getvalue()
 
 
@@ -164,8 +166,6 @@ def test_data_set_that_the_hub_does_not_have_is_named_with_its_key(loaded):
 
 
 def test_hub_that_does_not_answer_is_given_up_and_not_asked_again(monkeypatch):
-    import datasets
-
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(data_files, "ANSWER_S", 0.2)
