@@ -70,7 +70,7 @@ class AlgorithmConfig(Section, name="algo"):
     """Limits the loss of a token with a negative advantage to dual_clip times |advantage|. 3 is usual; 0 disables the
     limit."""
     aggregation: str = one_of("token_mean", "sequence_mean", "sequence_sum", "constant", default="token_mean")
-    """How the losses of the tokens are averaged. token_mean: the mean over all trained tokens. The other choices give
+    """Averaging of the tokens' losses. token_mean: the mean over all trained tokens. The other choices give
     each trajectory one number, and take the mean over trajectories. That number is the mean over the trajectory's
     tokens (sequence_mean), their sum (sequence_sum), or their sum divided by aggregation_length (constant, as in Dr.
     GRPO)."""
@@ -185,7 +185,7 @@ class CorrectionConfig(Section, name="correction"):
     updates change, and the loss clips its ratio to the proximal policy."""
 
     proximal: str = one_of("recompute", "loglinear", "behavior", default="recompute")
-    """How to get the log-probabilities of the proximal policy. recompute: one extra forward pass before the first
+    """Source of the proximal policy's log-probabilities. recompute: one extra forward pass before the first
     update, over the tokens of the later updates. The first update's tokens need no extra pass, because that update's
     own forward pass computes their log-probabilities. loglinear: no extra pass, but the estimate log p(proximal) = (1 -
     s) log p(behavior) + s log p, with s = b / (b + d). Here, b is the number of updates between sampling and this step,
@@ -197,7 +197,7 @@ class CorrectionConfig(Section, name="correction"):
     `level` is sequence or product, whole sequences are masked. off: treat every token as if the proximal policy had
     sampled it."""
     level: str = one_of("token", "sequence", "product", default="token")
-    """Whether tokens or sequences have an importance weight. token: one weight per token. sequence: one weight per
+    """Unit with one importance weight: a token or a sequence. token: one weight per token. sequence: one weight per
     sequence, the geometric mean of its trained tokens' weights. product: one weight per sequence, the product of its
     tokens' weights. The product is the true importance weight of a sequence."""
     low: float = within("[0, 1]", default=0.0, hint="a weight of 1 means that trainer and server agree")

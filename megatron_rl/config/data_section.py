@@ -37,7 +37,7 @@ class DataConfig(Section, name="data"):
     """Prompts for training and for evaluation."""
 
     train: str = "???"
-    """Where the training prompts come from. It is a .jsonl or .parquet file, a folder saved by Hugging Face's
+    """Source of the training prompts. It is a .jsonl or .parquet file, a folder saved by Hugging Face's
     `datasets`, or hf:NAME[:CONFIG] on their hub. It may also be the import path of a function that returns a list of
     prompts, or `mixture`. A mixture combines several of these sources, which train_args lists."""
     train_args: dict[str, Any] = field(default_factory=dict)

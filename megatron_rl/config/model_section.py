@@ -28,7 +28,7 @@ class ModelConfig(Section, name="model"):
     flash_attn_interface, which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel
     Transformer Engine chooses."""
     shared_keys: str = one_of("copied", "flex", default="copied")
-    """How the branches of a forked dialogue use the attention keys of their common beginning, for bfloat16 on CUDA.
+    """Use of the attention keys that the branches of a forked dialogue share, for bfloat16 on CUDA.
     `copied`: copy the keys for each branch, then run the kernel set in flash_attention. `flex`: do not copy them, but
     use FlexAttention, which torch compiles in the first step. `flex` is meant for long dialogues that fork often.
     Microbatches without forks use the kernel set in flash_attention in both cases."""

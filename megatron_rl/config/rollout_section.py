@@ -167,12 +167,12 @@ class RolloutConfig(Section, name="rollout"):
     """Maximum number of policy versions between sampling and training; 0 is synchronous. A step publishes one version,
     regardless of its number of updates."""
     stale: str = one_of("drop", "mask", "keep", default="drop")
-    """What to do with a finished group if some of its tokens are older than max_staleness allows. drop: discard the
+    """Treatment of a finished group if some of its tokens are older than max_staleness allows. drop: discard the
     group and sample its prompt again. mask: train only the newer tokens of the group, and drop a group without newer
     tokens. keep: train all tokens. Such groups are rare, because new episodes start only as far as max_staleness
     permits. They arise from replies that take longer than max_staleness steps."""
     cut_off: str = one_of("train", "mask", default="train")
-    """What to do with replies cut off at generation.max_new_tokens, and with dialogues that outgrew their context.
+    """Treatment of replies cut off at generation.max_new_tokens, and with dialogues that outgrew their context.
     train: train them with the reward they earned. mask: do not train them, but still count them in their group's
     statistics (overlong filtering, arXiv 2503.14476). If nothing of a prompt's group is left to train, another prompt
     replaces it."""
@@ -187,7 +187,7 @@ class RolloutConfig(Section, name="rollout"):
     With `stale` = mask or keep, the unfinished replies resume where they stopped. With `stale` = drop they start over,
     because drop trains no token of an earlier version."""
     interruption: str = one_of("abort", "retract", "in_place", default="retract")
-    """How servers interrupt running replies when new weights arrive. After the update all replies continue. abort: end
+    """Interruption of running replies when new weights arrive. After the update all replies continue. abort: end
     the requests, and send the tokens so far again in new requests. retract: put the replies back into the server's
     queue. in_place: pause the replies and keep their KV cache, which was computed with the old weights."""
     part_tokens: int = at_least(0, "tokens", default=0, hint="0 requests whole replies")
