@@ -23,14 +23,16 @@ WORDS = {"episodes": "episode", "replies": "reply"}
 class HangReport:
     """A report on this process's open spans and stacks.
 
-    SIGUSR2 also writes the stacks, even if the interpreter is blocked.
+    SIGUSR2 also writes the stack of the thread that receives it, usually the main thread, even if the interpreter is
+    blocked. It leaves out the other threads: faulthandler would read their frames while they run, which can crash the
+    process.
     """
 
     def __init__(self, path: Path, spans: Spans) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._spans = path, spans
         self._file = path.open("a")  # a resumed run keeps its earlier reports
-        faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=False)
 
     @property
     def file_number(self) -> int:
@@ -44,7 +46,7 @@ class HangReport:
         lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"{words}.", "", "Under way, the oldest first:"]
         lines += [f"  {describe(span, now)}" for span in self._spans.open()]
         lines += ["", "Ended last:", *(f"  {describe(span, now)}" for span in last), "", *stacks(), ""]
-        # One write call: SIGUSR2 may arrive meanwhile, and faulthandler writes its stacks word by word.
+        # One write call: SIGUSR2 may arrive meanwhile, and faulthandler writes a stack word by word.
         os.write(self.file_number, "\n".join(lines).encode())
         return words
 

@@ -86,7 +86,7 @@ def main() -> None:
     with importing():
         answering = vars(importlib.import_module(module))[name](**setup.given)
     if args.stacks is not None:  # registered before the forks, so that every worker has it when the signal arrives
-        faulthandler.register(signal.SIGUSR2, file=args.stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=args.stacks, all_threads=False)  # see HangReport
     # Orphans of a worker become this process's children, which it can find and kill.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     Parent(control, answering, setup).run()

@@ -183,7 +183,7 @@ class RolloutProcess(RolloutStub):
         """Describe what the process is doing, for a run that hangs. Callable from any thread.
 
         The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so,
-        and SIGUSR2 is sent to make it write its stacks.
+        and SIGUSR2 is sent to make its main thread write its stack, for example where C code blocks the interpreter.
         """
         try:
             return str(self._caller.start("hang_report").result(ANSWER_S))
@@ -196,7 +196,7 @@ class RolloutProcess(RolloutStub):
     def silent(self) -> Silence:
         """Return the stalled parts of the process, with seconds of silence and a remedy. Callable from any thread."""
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
-        stacks = f" kill -USR2 {self.process.pid} writes its stacks to run.folder/hang."
+        stacks = f" kill -USR2 {self.process.pid} writes its main thread's stack to run.folder/hang."
         found = {who: (age_s, f" The thread that hears it is {where(self._caller.hearing)}.{stacks}")}
         return found | {f"{who}, {what},": (seconds, stacks) for what, seconds in list(self._pulse.items())}
 
