@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 import warnings
 from importlib import metadata
 
@@ -20,6 +21,11 @@ from megatron_rl.platform import cpu, imports, upstream
 
 _kept: list[torch.library.Library] = []
 """Libraries of operators that stay registered. Freeing a Library would end its registrations."""
+
+_transformer_engine_fault = ""
+"""Why the installed Transformer Engine does not load. Empty if it does, and if none is installed."""
+
+log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
@@ -35,10 +41,12 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
+    warnings.filterwarnings("ignore", message="Could not determine rank from torch.distributed")  # of one process
     for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_no_deprecation)
     if not has_cuda():  # a CUDA toolkit without a GPU is no reason to warn
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    set_aside_broken_transformer_engine()
     fixes = upstream.fixes_of(metadata.version("megatron-core"))
     if has_cuda():
         imports.install(after_import=fixes)
@@ -47,6 +55,30 @@ def prepare() -> None:
         cpu.keep_freed_memory()
         if cpu.has_slow_matrix_products():
             _kept.append(cpu.use_onednn_for_matrix_products())
+
+
+def set_aside_broken_transformer_engine() -> None:
+    """If Transformer Engine is installed and does not load, let it count as not installed, and say why.
+
+    Its libraries need versions of CUDA's that torch may not have brought. megatron.core imports it unless it is absent,
+    and expects no error but ImportError, so without this not even Megatron's local layers could be used.
+    """
+    global _transformer_engine_fault
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # besides OSError, its own checks of versions raise what they like
+        _transformer_engine_fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # imports of it raise ImportError
+        if os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "Transformer Engine is installed but does not load (%s); Megatron-Core's local layers are used. "
+                "docs/gpu.md names versions that load together.",
+                _transformer_engine_fault,
+            )
 
 
 def _is_no_deprecation(record: logging.LogRecord) -> bool:
@@ -91,12 +123,18 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
         return False
     is_installed = importlib.util.find_spec("transformer_engine") is not None
     if transformer_impl == "transformer_engine" and not (has_cuda() and is_installed):
-        missing = "the package transformer_engine is not installed" if has_cuda() else "there is no CUDA device"
+        missing = _without_transformer_engine() if has_cuda() else "there is no CUDA device"
         raise ValueError(
             f"model.transformer_impl = 'transformer_engine': {missing}; install transformer_engine[pytorch] on a "
             f"machine with CUDA, or set model.transformer_impl=local (auto takes what is there)."
         )
     return is_installed
+
+
+def _without_transformer_engine() -> str:
+    if _transformer_engine_fault:
+        return f"the installed transformer_engine does not load ({_transformer_engine_fault}; see docs/gpu.md)"
+    return "the package transformer_engine is not installed"
 
 
 def check_shared_keys(kernel: str) -> None:
@@ -135,7 +173,7 @@ def use_flash_attention(kernel: str) -> None:
         package = "transformer_engine[pytorch]"
         if has_cuda() and importlib.util.find_spec("transformer_engine") is not None:
             return
-        fault = "No module named 'transformer_engine'" if has_cuda() else fault
+        fault = _without_transformer_engine() if has_cuda() else fault
     elif has_cuda():
         try:
             torch.nn.attention.activate_flash_attention_impl(kernel)
