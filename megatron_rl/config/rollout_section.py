@@ -63,8 +63,11 @@ class GenerationConfig(Section, name="generation"):
 TP = ("--tp", "--tp-size", "--tensor-parallel-size")
 PP = ("--pp-size", "--pipeline-parallel-size")
 DP = ("--dp-size", "--dp", "--data-parallel-size")
-"""SGLang's option names for tensor, pipeline and data parallelism."""
+ATTENTION_DP = ("--attn-dp-size",)
+"""SGLang's option names for tensor, pipeline and data parallelism, and for data parallelism of attention alone. The
+last came with SGLang 0.5.23. Before, `--dp-size N --enable-dp-attention` meant the same."""
 BY_RANKS = "SGLang numbers the ranks of a weight update by tensor parallelism alone"
+ATTENTION_INSTEAD = "take --attn-dp-size instead (before SGLang 0.5.23, add --enable-dp-attention)"
 LOADED_BYTES_PER_S = 0.2e9
 """Assumed read speed of weights from a file system that many servers read at the same time."""
 URL_RULE = "must be a URL with its scheme, such as http://127.0.0.1:30000; correct it"
@@ -81,7 +84,7 @@ def shape_refusal(publication: str, *, replicas: int, stages: int, nodes: int) -
     """
     over_nodes = ("group", "disk", "adapters")
     for option, size, ways, why in (
-        ("--dp-size", replicas, ("disk",), f"{BY_RANKS}; add --enable-dp-attention, or set rollout.publication=disk."),
+        ("--dp-size", replicas, ("disk",), f"{BY_RANKS}; {ATTENTION_INSTEAD}, or set rollout.publication=disk."),
         ("--pp-size", stages, ("disk",), f"{BY_RANKS}; take --tp-size alone, or set rollout.publication=disk."),
         ("--nnodes", nodes, over_nodes, "one host shares the memory of ipc; set rollout.publication=group."),
     ):
@@ -144,7 +147,7 @@ class RolloutConfig(Section, name="rollout"):
     """Extra command-line arguments for each server that the run starts, such as its parallelism: `[--tp, 8]`. Slurm's
     launcher spreads a server over several nodes if it needs more GPUs than one node has. Arguments that quantize
     weights are refused, because quantized weights cannot be updated. Servers with `--pp-size` support publication=disk
-    only. So do servers with `--dp-size` but without `--enable-dp-attention`."""
+    only. So do servers with `--dp-size` that is not for DP attention."""
     token_file: str = ""
     """File with mode 600 that holds the servers' access token. It is created if it does not exist. Empty: the file
     `token` in run.folder or, with `registry`, the file RUN.token in that folder, where RUN is the last part of
@@ -311,13 +314,19 @@ class RolloutConfig(Section, name="rollout"):
                     f"rollout.server_args: {option} {value}: quantizes the servers' weights, into which a run "
                     f"publishes others in model.dtype; leave it out."
                 )
-        parts, ranks = self._server_size(DP), self._server_size(TP)
-        if self.has_dp_attention and ranks % parts:
+        parts, ranks = self.attention_replicas, self._server_size(TP)
+        if ranks % parts:
+            option = "--attn-dp-size" if self.server_option(*ATTENTION_DP) else "--dp-size"
             raise ValueError(
-                f"rollout.server_args: --dp-size {parts}: DP attention shares out the --tp {ranks} ranks, and "
+                f"rollout.server_args: {option} {parts}: DP attention shares out the --tp {ranks} ranks, and "
                 f"{ranks} / {parts} is no whole number; correct one of them."
             )
-        replicas = 1 if self.has_dp_attention else parts
+        if self._server_size(ATTENTION_DP) > 1 and self._server_size(DP) > 1:
+            raise ValueError(
+                f"rollout.server_args: --attn-dp-size {parts} with --dp-size {self._server_size(DP)}: SGLang takes "
+                f"one of them; leave --dp-size out."
+            )
+        replicas = 1 if self.has_dp_attention else self._server_size(DP)
         stages, nodes = self._server_size(PP), self.nodes_per_server
         if why := shape_refusal(self.publication, replicas=replicas, stages=stages, nodes=nodes):
             raise ValueError(f"rollout.server_args: {why}")
@@ -345,7 +354,7 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def gpus_per_server(self) -> int:
-        """GPUs per server over all its nodes: --tp x --pp in server_args, times --dp unless DP attention is enabled."""
+        """GPUs per server over all its nodes: --tp x --pp in server_args, times --dp unless for attention alone."""
         gpus = self._server_size(TP) * self._server_size(PP)
         return gpus if self.has_dp_attention else gpus * self._server_size(DP)
 
@@ -356,11 +365,16 @@ class RolloutConfig(Section, name="rollout"):
 
     @property
     def has_dp_attention(self) -> bool:
-        return "--enable-dp-attention" in self.server_args
+        return self._server_size(ATTENTION_DP) > 1 or "--enable-dp-attention" in self.server_args
 
     @property
     def attention_replicas(self) -> int:
-        """Data-parallel attention replicas within one server: --dp-size if DP attention is enabled, otherwise 1."""
+        """Data-parallel attention replicas within one server.
+
+        They are given by --attn-dp-size, or by --dp-size with --enable-dp-attention.
+        """
+        if (parts := self._server_size(ATTENTION_DP)) > 1:
+            return parts
         return self._server_size(DP) if self.has_dp_attention else 1
 
     def _server_size(self, names: tuple[str, ...]) -> int:

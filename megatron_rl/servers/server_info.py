@@ -96,7 +96,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
     return ServerInfo(
         version=parse_version(str(server.get("version", "")), url),
         ranks=size("tp_size", server) or 1,
-        replicas=1 if server.get("enable_dp_attention") else size("dp_size", server) or 1,
+        replicas=1 if has_dp_attention(server) else size("dp_size", server) or 1,
         stages=size("pp_size", server) or 1,
         nodes=size("nnodes", server) or 1,
         vocab_size=size("vocab_size", server, model, config),
@@ -113,6 +113,11 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         streams_whole=not (server.get("incremental_streaming_output") or server.get("stream_output")),
         weight_loaders=tuple(map(str, server.get("custom_weight_loader") or ())),
     )
+
+
+def has_dp_attention(server: dict[str, Any]) -> bool:
+    """Return whether a server divides attention's requests over its tensor ranks, by SGLang's older or newer field."""
+    return bool(server.get("enable_dp_attention")) or (server.get("attn_dp_size") or 1) != 1
 
 
 def quantization_of(server: dict[str, Any], config: dict[str, Any]) -> str | None:
@@ -145,7 +150,7 @@ def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> Checks
         return ChecksumForm("embedded", dtype)
     version, device = parse_version(str(server_info.get("version", "")), ""), server_info.get("device")
     # Excluded: quantized weights differ from those sent, and pipeline stages or DP attention divide them further.
-    is_plain = quantization_of(server_info, {}) is None and not server_info.get("enable_dp_attention")
+    is_plain = quantization_of(server_info, {}) is None and not has_dp_attention(server_info)
     is_plain = is_plain and all((server_info.get(key) or 1) == 1 for key in ("pp_size", "dp_size"))
     if not is_plain or version < CHECKSUMS_SINCE or device not in ("cpu", "cuda"):
         return None

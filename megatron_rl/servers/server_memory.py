@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from megatron_rl.servers.client import ServerClient
 
-ALL_MEMORY = frozenset({"weights", "kv_cache"})
-"""Parts that a server needs to generate, and holds when it starts."""
+ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
+"""Parts that a server needs to generate, and holds when it starts, by SGLang's tags.
+
+`cuda_graph` is the buffers of captured decoding steps. Servers without such graphs accept the tag without effect.
+"""
 
 
 class ServerMemory:

@@ -39,8 +39,16 @@ def test_quantized_server_that_comes_late_is_left_out_and_named(scripted, connec
         assert list(engine.server_ranks) == [first.url] and late.controls() == []
 
 
-def test_dp_attention_divides_the_ranks_of_a_group_and_adds_none(scripted, connect):
-    attention = {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dp_size": 4, "enable_dp_attention": True},
+        {"attn_dp_size": 4, "enable_dp_attention": True},
+        {"attn_dp_size": 4},
+    ],
+)
+def test_dp_attention_divides_the_ranks_of_a_group_and_adds_none(scripted, connect, how):
+    attention = {"tp_size": 8} | how
     servers = [scripted(info=attention), scripted(info={"tp_size": 2})]
     engine = connect([server.url for server in servers])
     assert list(engine.server_ranks.values()) == [8, 2]
@@ -55,7 +63,7 @@ def test_dp_attention_divides_the_ranks_of_a_group_and_adds_none(scripted, conne
 @pytest.mark.parametrize(
     ("shape", "remedy"),
     [
-        ({"dp_size": 2}, "--dp-size 2: SGLang numbers .*; add --enable-dp-attention, or .*publication=disk"),
+        ({"dp_size": 2}, "--dp-size 2: SGLang numbers .*; take --attn-dp-size .* or .*publication=disk"),
         ({"tp_size": 2, "pp_size": 2}, "--pp-size 2: SGLang numbers .*; take --tp-size alone, or .*publication=disk"),
     ],
 )
