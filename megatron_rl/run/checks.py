@@ -24,7 +24,7 @@ from megatron_rl.run.teachers import check_teachers
 from megatron_rl.run.warm_start import warm_start_rows
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.adapter_rules import adapted_experts
-from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.architecture import quantization_fault, read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import weight_source
 
@@ -62,6 +62,8 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
         )
     find_loss(config.algo.loss, config.algo.loss_args, import_from=allowed)
     arch = read_architecture(config.model.path).with_head("policy")
+    if config.starts_servers and (fault := quantization_fault(config.model.path)):
+        raise ValueError(f"model.path = {config.model.path!r}: {fault}.")
     if config.model.init == "hf":
         weight_source(config.model.path, arch)
     transformer_config(arch, config.actor, config.megatron)  # raises if the layout does not fit the model

@@ -93,6 +93,25 @@ def read_architecture(folder: str | Path) -> Architecture:
     return arch
 
 
+def quantization_fault(folder: str | Path) -> str:
+    """Return why servers that load this model folder could not be sent new weights, with the remedy. '' if they can.
+
+    Servers quantize the weights that they are sent if the folder's config.json says so. Reading the weights is another
+    matter: MXFP4 is read.
+    """
+    said = read_object(Path(folder) / "config.json", "copy the model folder again").get("quantization_config")
+    if said is None:
+        return ""
+    method = said.get("quant_method", "no quant_method") if isinstance(said, dict) else said
+    remedy = "the script of its authors"
+    if method == "mxfp4":
+        remedy = "`megatron-rl convert` to a checkpoint, and that to a folder"
+    return (
+        f"config.json has quantization_config ({method}), and servers cannot be sent updates of quantized weights; "
+        f"write the model in bfloat16 by {remedy}"
+    )
+
+
 def _as_transformers_has_it(said: Config, name: str, family: Family, path: Path) -> Config:
     """Return the config completed by transformers' config class: defaults filled in, rotary settings in one format.
 

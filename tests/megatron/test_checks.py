@@ -44,6 +44,15 @@ def test_operators_without_their_cuda_part_were_found_after_the_first_rollout(mo
             find()
 
 
+def test_quantised_model_is_refused_before_servers_load_it(tmp_path):
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert f"model.path = '{folder}': config.json has quantization_config (mxfp4)" in refused(f"model.path={folder}")
+    words = [f"model.path={folder}", "rollout.servers=[http://127.0.0.1:30000]"]  # which may hold others
+    check(load_config(ROOT / "configs" / "count_grpo.yaml", words))
+
+
 def test_prompt_longer_than_the_context_is_refused(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "01?"}) + "\n" + json.dumps({"prompt": "0" * 62 + "?"}) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.tools.plan.devices import GIB, assumptions
 from megatron_rl.tools.plan.fit import counted
 from megatron_rl.tools.plan.plan import Plan
+from megatron_rl.weights.architecture import quantization_fault
 
 WIDTH = 118
 NOT_MEASURED = "Times follow from data sheets and these assumptions; no run on a GPU has checked them."
@@ -104,6 +105,8 @@ def _run(plan: Plan) -> dict[str, str]:
         "trainer": f"{counted(plan.trainer_gpus, 'GPU')}: {trainer}",
         "servers": f"{plan.servers}, each {where}",
     }
+    if fault := quantization_fault(config.model.path):
+        rows["first of all"] = f"{fault}. The plan is for bfloat16."
     if not config.rollout.servers and config.rollout.server_count != plan.servers:
         rows["servers"] += f" (rollout.server_count={plan.servers}; the config has {config.rollout.server_count})"
     return rows
@@ -140,6 +143,8 @@ def _trainer(plan: Plan) -> dict[str, str]:
         rows |= {prefix + part: _size(size) for part, size in (memory.states | memory.update).items()}
     for name, size in policy.moments.items():
         rows[f"or {name}"] = f"{_size(size)} in place of activations and head"
+    for name, size in policy.beside_weights.items():
+        rows[f"or {name}"] = f"{_size(size)} beside the policy's weights alone"
     if on_cpu := sum(memory.on_cpu for memory in trainer.by_model.values()):
         rows["on the CPU"] = f"{_size(on_cpu)} of optimizer and gradients, in host memory"
     written = sum(memory.checkpoint for memory in trainer.by_model.values())

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -275,7 +276,11 @@ def test_parts_sum_to_the_peak_and_offloaded_models_take_turns():
     apart = TrainerMemory(models, offload=True, available=1.0)
     assert apart.fullest_moment == "critic: optimizer step"
     assert apart.peak == pytest.approx((16 + 3) * (1 + FRAGMENTATION) + RESERVED_BYTES)
-    for memory in (together, apart):
+    lent = ModelMemory(policy.states, policy.update, policy.moments, {"publication": 40.0})  # beside its weights alone
+    published = TrainerMemory(models | {"policy": lent}, offload=False, available=1.0)
+    assert published.fullest_moment == "publication"
+    assert published.peak == pytest.approx((2 + 40) * (1 + FRAGMENTATION) + RESERVED_BYTES)
+    for memory in (together, apart, published):
         assert sum(memory.parts.values()) == memory.peak
 
 
@@ -441,7 +446,7 @@ def test_servers_and_trainer_take_turns_on_one_gpu():
     assert plan.server.kv_room == pytest.approx(min(0.85 * 79.6, 79.6 - 3) * GIB - plan.server.weights)
     assert memory.reserved == 2 * RESERVED_BYTES
     apart = best_plan(config_with(), TOKENS, cluster(gpus=2)).trainer.by_model["policy"].moments["publication"]
-    assert memory.by_model["policy"].moments["publication"] == apart + plan.server.weights
+    assert memory.by_model["policy"].beside_weights["publication"] == apart + plan.server.weights
 
 
 def test_too_few_gpus_for_both_are_refused_with_turns_as_the_way_out():
@@ -563,7 +568,12 @@ def test_a_plan_reads_config_json_alone(tmp_path, monkeypatch, capsys):
     main([*words, f"model.path={tmp_path}/qwen3-4b"])
     main([*words, f"model.path={tmp_path}/qwen3-4b/config.json"])
     main([*words, "model.path=Qwen/Qwen3-4B", "--models", str(tmp_path)])
-    assert "at the fullest" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "at the fullest" in text and "first of all" not in text
+    config = json.loads((tmp_path / "qwen3-4b" / "config.json").read_text())
+    (tmp_path / "qwen3-4b" / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    main([*words, f"model.path={tmp_path}/qwen3-4b"])
+    assert re.search("first of all .*quantized weights; write the model in bfloat16", capsys.readouterr().out)
     for models, nor in (([], ""), (["--models", str(tmp_path)], f", nor in {tmp_path}/qwen3-8b")):
         with pytest.raises(SystemExit) as error:
             main([*words, "model.path=Qwen/Qwen3-8B", *models])

@@ -1,12 +1,14 @@
 """MXFP4 weights against transformers' own reading of them, and in a model's folder."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_rl.weights.architecture import quantization_fault
 from megatron_rl.weights.hf_files import HFFolder, copy_model_files, dequantized
 
 EXPERTS, INPUTS, OUTPUTS = 3, 64, 10
@@ -48,3 +50,18 @@ def test_what_is_written_does_not_say_that_it_is_quantised(tmp_path):
     (tmp_path / "from" / "config.json").write_text(json.dumps(config))
     copy_model_files(tmp_path / "from", tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == {"architectures": ["GptOssForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (None, ""),
+        ({"quant_method": "mxfp4"}, "(mxfp4), and servers .* by `megatron-rl convert` to a checkpoint"),
+        ({"quant_method": "fp8"}, "(fp8), and servers .* by the script of its authors"),
+        ({}, "(no quant_method), and servers"),
+    ],
+)
+def test_servers_of_a_quantised_folder_take_no_updates(said, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({} if said is None else {"quantization_config": said}))
+    fault = quantization_fault(tmp_path)
+    assert bool(fault) == bool(words) and re.search(words.replace("(", r"\(").replace(")", r"\)"), fault)
