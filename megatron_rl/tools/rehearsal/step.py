@@ -68,6 +68,7 @@ def rehearse_step(
     # A storage without memory reports the device `meta`.
     offload._bytes_of = lambda storage: torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
     config = replace(config, batch=replace(config.batch, updates_per_step=1))
+    step = config.critic.warmup_steps  # the first that updates the policy
     count_for_all_replicas()
     run = RehearsedRun(config)
     watch_microbatches(ledger, run)
@@ -75,8 +76,7 @@ def rehearse_step(
     with contextlib.ExitStack() as run.at_end:
         run._start()
         for engine in run.engines:
-            kept, gradients = tensors_of(engine)
-            for part, tensors in (("optimizer", kept), ("weights", engine.parameters()), ("gradients", gradients)):
+            for part, tensors in zip(("weights", "optimizer", "gradients"), tensors_of(engine), strict=True):
                 ledger.mark(part, tensors)
         ledger.layers = run.engine.chunks[0].config.transformer_impl
         ledger.overlaps = config.optimizer.overlap
@@ -86,13 +86,13 @@ def rehearse_step(
         batch = run.add_reward_model_scores(batch)
         with run.timers("advantages"):
             run.compute_advantages(batch)
-            updates = run.split_into_updates(batch, 0)
+            updates = run.split_into_updates(batch, step)
         with run.timers("logprobs"):
             run.actor.compute_logprobs(updates)
             targets = run.teacher_targets(updates)
         with run.timers("update"):
             run.actor.update(updates, targets)
-        run.update_critic(batch, 0)
+        run.update_critic(batch, step)
         for engine in run.trained.values():
             ledger.mark("gradients", host_gradients(engine))
         with run.timers("publish"):
@@ -105,6 +105,7 @@ def rehearse_step(
             publisher = BucketsAlone(NoServers() if is_sender else None, ledger, run.engine.config.bucket_bytes, specs)
             publisher.is_by_stage = by_stage
             run.engine.publisher = publisher
+            run.devices.prepare_publication(run.engine)
             run.engine.update_weights(publisher.receiver, 1)
         with run.timers("checkpoint"):
             state, _ = training_state(run.engine)
@@ -182,10 +183,12 @@ class RehearsedBatch(StepBatch):
     def total(self, counts: Tensor) -> Tensor:
         return counts
 
-    def in_layout(self, groups: ParallelGroups) -> RehearsedBatch:
+    def in_layout(self, groups: ParallelGroups) -> StepBatch:
         if groups is self.plan.groups:
             return self
-        return RehearsedBatch.shared_out(self.whole, self.plan.in_layout(groups))
+        if id(groups) not in self._in_layouts:  # kept, because its columns may be set
+            self._in_layouts[id(groups)] = RehearsedBatch.shared_out(self.whole, self.plan.in_layout(groups))
+        return self._in_layouts[id(groups)]
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
         return torch.zeros(len(self.tokens["input_ids"]), dtype=column.dtype)

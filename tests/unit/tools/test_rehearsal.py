@@ -243,6 +243,13 @@ def test_a_rope_with_an_attention_factor_is_rehearsed(rehearsals, tmp_path):
     assert isinstance(found, dict) and found["kernels_of_layers"]["transformer_engine"] > 0, found
 
 
+@pytest.mark.parametrize("layout", ["critic.parallel.tensor=2", "parallel.tensor=2"])
+def test_a_critic_that_warms_up_is_rehearsed_in_a_layout_of_its_own(layout, rehearsals, tmp_path):
+    (found,) = rehearsals.of(tmp_path, [order_of("configs/count_ppo_critic.yaml", 2, [layout], rank=1)]).values()
+    assert isinstance(found, dict), found
+    assert all(sum(found["phases"][name]["flops"].values()) > 0 for name in ("values", "update", "critic")), found
+
+
 def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, rehearsals, tmp_path, capsys, monkeypatch):
     if not IS_THOROUGH:  # the command's own process imports all anew
         rehearsals.take_over(monkeypatch)
