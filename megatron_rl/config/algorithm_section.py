@@ -252,15 +252,17 @@ class CorrectionConfig(Section, name="correction"):
 
 @dataclass(kw_only=True)
 class CriticConfig(Section, name="critic"):
-    """The value model for algo.advantage = gae. It has its own layout and optimizer."""
+    """The value model for algo.advantage = gae. Its layout and optimizer are the policy's unless other values are
+    given."""
 
     model: str = ""
     """Hugging Face folder of a language model, or of a sequence classification model with one label. Empty: start from
     the policy as it is when RL begins. If the model has no scalar head, all values are 0 at first."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The critic's layout. Its keys are those of the section parallel."""
+    """The critic's layout. Its keys are those of the section parallel, which also gives the values of keys left out."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The critic's optimizer. Its keys are those of the section optimizer."""
+    """The critic's optimizer. Its keys are those of the section optimizer, which also gives the values of keys left
+    out."""
     discount: float = within("(0, 1]", default=1.0, hint="1 discounts nothing")
     """Discount factor per trained token or turn."""
     trace_decay: float = within("[0, 1]", default=1.0)
@@ -288,7 +290,8 @@ class RewardModelConfig(Section, name="reward_model"):
     """Hugging Face folder of a sequence classification model with one label and the policy's tokenizer. Empty: no
     reward model."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The reward model's layout. Its keys are those of the section parallel."""
+    """The reward model's layout. Its keys are those of the section parallel, which also gives the values of keys left
+    out."""
     coefficient: float = 1.0
     """A trajectory's reward is the workflow's reward plus this coefficient times the score."""
 

@@ -74,6 +74,7 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
     refuse_computed_values(merged)
     refuse_unknown_keys(TrainConfig, merged, "")
     wrap_single_values(TrainConfig, merged)
+    take_from_policy(merged)
     config = OmegaConf.merge(defaults(), merged)
     if keys := sorted(OmegaConf.missing_keys(config)):
         raise ValueError(f"{keys[0]}: has no value; {missing.replace('KEY', keys[0])}.")
@@ -84,6 +85,19 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
     found = OmegaConf.to_object(config)
     assert isinstance(found, TrainConfig)
     return found
+
+
+def take_from_policy(merged: DictConfig) -> None:
+    """Set what the layout and optimizer of a critic, and the layout of a reward model, leave out: as the policy's."""
+    of_critic = {"critic.parallel": "parallel", "critic.optimizer": "optimizer"}
+    wanted = of_critic if OmegaConf.select(merged, "algo.advantage") == "gae" else {}
+    wanted |= {"reward_model.parallel": "parallel"} if OmegaConf.select(merged, "reward_model.path") else {}
+    for name, of_policy in wanted.items():
+        own, given = OmegaConf.select(merged, name), merged.get(of_policy)
+        if isinstance(given, DictConfig) and (own is None or isinstance(own, DictConfig)):
+            options = {key: given._get_node(key) for key in given if own is None or key not in own}
+            for key, value in options.items():
+                OmegaConf.update(merged, f"{name}.{key}", value, merge=False, force_add=True)
 
 
 @cache

@@ -95,7 +95,8 @@ def test_counting_is_learned_beside_a_reference(learn):
 @pytest.fixture(scope="module")
 def with_critic(learn):
     """The run's folder, with both models as they are after 20 steps, which it takes at least."""
-    arguments = ("parallel.tensor=2", "critic.parallel.pipeline=2", "run.save_every_steps=20")
+    other_layout = ("critic.parallel.tensor=1", "critic.parallel.pipeline=2")
+    arguments = ("parallel.tensor=2", *other_layout, "run.save_every_steps=20")
     return learn("ppo", "configs/count_ppo_critic.yaml", *arguments, FAST, ranks=2, until=values_are_in_band)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.config import (
     AlgorithmConfig,
+    CriticConfig,
     GenerationConfig,
     ParallelConfig,
     RolloutConfig,
@@ -340,6 +341,17 @@ def test_critic_has_the_policys_model_unless_it_names_one(load):
     assert (named.path, named.init, named.dtype) == ("some/critic", "hf", "bfloat16")
     with pytest.raises(ValueError, match=r"tensor\(2\) .* does not divide the world size 3"):
         config.check_world_size(3)
+
+
+def test_critic_and_reward_model_take_from_the_policy_what_they_leave_out(load):
+    policy = ("parallel.tensor=2", "parallel.pipeline=2", "optimizer.lr=3e-6", "optimizer.weight_decay=${optimizer.lr}")
+    own = ("critic.parallel.pipeline=4", "critic.optimizer.lr=1e-5")
+    found = load("algo.advantage=gae", "reward_model.path=judge", *policy, *own)
+    assert (found.critic.parallel.tensor, found.critic.parallel.pipeline) == (2, 4)
+    assert found.critic.optimizer == dataclasses.replace(found.optimizer, lr=1e-5)
+    assert found.critic.optimizer.weight_decay == 3e-6
+    assert found.reward_model.parallel == found.parallel
+    assert load(*policy).critic == CriticConfig(), "without a critic there is nothing to set"
 
 
 def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
