@@ -85,7 +85,8 @@ class MegatronEngine(ModelEngine):
         self._export: HFExport | None = None
         self._adapter_export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
-        self.shared_device, self.host_copy = shared_device, HostCopy()
+        self.shared_device = shared_device
+        self._host_weights, self._host_states = HostCopy(), HostCopy()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -168,28 +169,40 @@ class MegatronEngine(ModelEngine):
         self.tf_config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
-    def offload(self) -> None:
+    def offload(self, *, keeps_weights: bool = False) -> None:
         """Move weights and optimizer state to host memory, discard gradients and free device memory. Idempotent.
 
-        Collective: every rank calls it.
+        keeps_weights: leave the weights on the device. Collective: every rank calls it.
         """
-        if not self.host_copy.is_out:
+        weights, states, gradients = tensors_of(self)
+        if not (self._host_states.is_out or self._host_weights.is_out):
             self._gather_weights()  # a pending all-gather would write into emptied storages
             if self.optimizer is not None:
                 self.optimizer.zero_grad()  # main parameters have separate gradients
-            self.host_copy.take(*tensors_of(self), self.device)
+        if not self._host_states.is_out:
+            self._host_states.take(states, gradients, self.device)
+        if not (keeps_weights or self._host_weights.is_out):
+            self._host_weights.take(weights, [], self.device)
 
-    def onload(self) -> None:
-        """Move everything back to the device. Idempotent. Every method that computes calls it."""
-        self.host_copy.give_back()
+    def onload(self, *, with_states: bool = True) -> None:
+        """Move everything back to the device. Idempotent. Every method that computes calls it.
 
-    def _activate(self) -> None:
-        """Make megatron.core use this engine's layout, and move its tensors to the device."""
+        with_states: False moves only the weights back.
+        """
+        self._host_weights.give_back()
+        if with_states:
+            self._host_states.give_back()
+
+    def _activate(self, *, with_states: bool = True) -> None:
+        """Make megatron.core use this engine's layout, and move its tensors to the device.
+
+        with_states: False if only weights are needed.
+        """
         self.groups.activate()
         if self.shared_device is None:
-            self.onload()
+            self.onload(with_states=with_states)
         else:
-            self.shared_device.take(self)
+            self.shared_device.take(self, with_states=with_states)
 
     def destroy(self) -> None:
         self.close_publisher()
@@ -423,7 +436,7 @@ class MegatronEngine(ModelEngine):
 
     def export(self) -> HFExport:
         """Return the export plan of `hf_tensors`. The first call creates it. Collective: every rank calls it."""
-        self._activate()
+        self._activate(with_states=False)
         if self._export is None:
             shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
             self._export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of)
@@ -440,7 +453,7 @@ class MegatronEngine(ModelEngine):
 
     def adapter_specs(self) -> list[TensorSpec]:
         """Return the specs of the tensors that `adapter_tensors` yields. Collective: every rank calls it."""
-        self._activate()
+        self._activate(with_states=False)
         lora = self.config.lora
         if self._adapter_export is None:
             self._adapter_export = HFExport(self.chunks, self.arch, self.groups, lora)

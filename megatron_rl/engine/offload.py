@@ -27,13 +27,13 @@ class _MovableEngine(Protocol):
 
     def parameters(self) -> Iterator[Tensor]: ...
 
-    def offload(self) -> None: ...
+    def offload(self, *, keeps_weights: bool = False) -> None: ...
 
-    def onload(self) -> None: ...
+    def onload(self, *, with_states: bool = True) -> None: ...
 
 
 class HostCopy:
-    """Host memory that holds a model's storages while they are off the device. It is reused each time.
+    """Host memory that holds some of a model's storages while they are off the device. It is reused each time.
 
     Without CUDA, the storages are copied too, although device and host memory are the same.
     """
@@ -47,7 +47,7 @@ class HostCopy:
 
     @property
     def is_out(self) -> bool:
-        return bool(self.kept)
+        return bool(self.kept or self.dropped)
 
     @torch.no_grad()
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], device: torch.device) -> None:
@@ -93,18 +93,24 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor]]:
-    """Return an engine's tensors to keep (weights, main parameters, optimizer state), and its gradient buffers."""
-    kept = [parameter.data for parameter in engine.parameters()]
+def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return an engine's weights, its optimizer's main parameters and states, and its gradient buffers.
+
+    Without main parameters of its own, an optimizer has the weights instead, which only the first list contains.
+    """
+    weights = [parameter.data for parameter in engine.parameters()]
     if engine.optimizer is None:
-        return kept, []
+        return weights, [], []
+    states: list[Tensor] = []
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         if part.optimizer is not None:  # this rank has no parameters of this kind
-            kept += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
-            states: Iterable[Any] = (value for state in part.optimizer.state.values() for value in state.values())
-            kept += [value for value in states if torch.is_tensor(value)]
+            states += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
+            values: Iterable[Any] = (value for state in part.optimizer.state.values() for value in state.values())
+            states += [value for value in values if torch.is_tensor(value)]
+    of_weights = {weight.untyped_storage()._cdata for weight in weights}
+    states = [state for state in states if state.untyped_storage()._cdata not in of_weights]
     buffers = [buffer for chunk in engine.wrapped for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    return kept, [buffer.grad_data for buffer in buffers]
+    return weights, states, [buffer.grad_data for buffer in buffers]
 
 
 class SharedDevice:
@@ -124,18 +130,26 @@ class SharedDevice:
         self.one_at_a_time, self.make_room = one_at_a_time, make_room
         self.engines: list[_MovableEngine] = []
 
-    def take(self, engine: _MovableEngine) -> None:
-        """Move the other engines out, then move `engine` in. Registers `engine` if it is new."""
+    def take(self, engine: _MovableEngine, *, with_states: bool = True) -> None:
+        """Move the other engines out, then move `engine` in. Registers `engine` if it is new.
+
+        with_states: False leaves its optimizer's states where they are.
+        """
         if self.make_room is not None:
             self.make_room()
         if self.one_at_a_time:
             self.leave(engine)
         if engine not in self.engines:
             self.engines.append(engine)
-        engine.onload()
+        engine.onload(with_states=with_states)
 
     def leave(self, remaining: _MovableEngine | None = None) -> None:
         """Move all engines out except `remaining`. Collective: every rank calls it."""
         for engine in self.engines:
             if engine is not remaining:
                 engine.offload()
+
+    def leave_but_weights(self, of_engine: _MovableEngine) -> None:
+        """Move everything out except the weights of one engine. Collective: every rank calls it."""
+        self.leave(of_engine)
+        of_engine.offload(keeps_weights=True)

@@ -1,8 +1,9 @@
 """Devices that rollout servers and the trainer share (rollout.colocated), and who uses them when.
 
-While servers generate, every engine waits in host memory. While the trainer works, the servers have no KV cache, and
-from the end of a rollout to the publication no weights either. An engine moves onto the device by itself when it is
-used, so no phase of the loop can forget to request the device.
+While servers generate, every engine waits in host memory. While the trainer works, the servers have neither KV cache
+nor CUDA graphs, and from the end of a rollout to the publication no weights either. During the publication, the device
+has the servers' weights and the policy's, and nothing else. An engine moves onto the device by itself when it is used,
+so no phase of the loop can forget to request the device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import SharedDevice
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.rollout.process import RolloutProcess
@@ -28,7 +30,7 @@ class DeviceSharing:
 
         devices = DeviceSharing(config, groups, timers, supervisor, process)
         devices.give_to_trainer()  # before the first engine is made, with shared_device=devices.engines
-        devices.prepare_publication()  # servers get memory for weights
+        devices.prepare_publication(policy)  # servers get memory for weights
         devices.give_to_servers()  # engines go out, servers get their cache
 
     Create this after the servers have started. Collective: every rank calls every method.
@@ -78,11 +80,15 @@ class DeviceSharing:
         """Take the devices from the servers. They also release their weights, because a publication replaces them."""
         self._lend(NO_MEMORY)
 
-    def prepare_publication(self) -> None:
-        """Give the servers memory for weights. Dead servers are restarted first, while no engine is on the device."""
+    def prepare_publication(self, policy: MegatronEngine) -> None:
+        """Give the servers memory for weights, beside the policy's weights; everything else of the engines moves out.
+
+        Dead servers are restarted first, while no engine is on the device.
+        """
         if not self.are_shared:
             return
         assert self.engines is not None
+        self.engines.leave_but_weights(policy)
         if self.held == ALL_MEMORY:
             self._lend(WEIGHTS)
         supervisor = self.supervisor  # on rank 0 only, so all ranks decide together below

@@ -263,7 +263,7 @@ class Rollouts:
         left and the run is ending, nothing is published.
         """
         engine, groups = self.engine, self.groups
-        self.devices.prepare_publication()
+        self.devices.prepare_publication(engine)
         version, served_by = engine.get_version(), [[""]]
         watched = nullcontext() if self.supervisor is None else self.supervisor.publication()
         with watched:

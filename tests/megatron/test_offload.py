@@ -43,19 +43,32 @@ def phases(engine, batch, between):
     return results
 
 
+def bytes_by_part(engine):
+    return [
+        sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in part}.values())
+        for part in tensors_of(engine)
+    ]
+
+
 def offload_between_phases(folder, layout, dtype, kind):
     engine = start(folder, layout, dtype, kind)
     batch = share_of(make_batch(), engine)
-    out = []
+    out, had = [], []
 
     def between():
-        before = device_bytes(engine)
+        before, by_part = device_bytes(engine), bytes_by_part(engine)
+        engine.offload(keeps_weights=True)
+        assert bytes_by_part(engine) == [by_part[0], 0, 0]
+        engine.export()  # needs the weights alone
+        assert bytes_by_part(engine) == [by_part[0], 0, 0]
         engine.offload()
         engine.offload()  # once more changes nothing
         out.append((before, device_bytes(engine)))
+        had.append(by_part)
 
     apart = phases(engine, batch, between)
     together = phases(start(folder, layout, dtype, kind, groups=engine.groups), batch, lambda: None)
+    assert all(map(min, (had[1], had[4]))), "after an update there are weights, states and gradients"
     return [torch.equal(a, b) for a, b in zip(apart, together, strict=True)], out
 
 

@@ -88,8 +88,8 @@ def state_bytes(config):
     """Bytes of weights and optimizer, of gradient buffers, and this rank's stage, after an update."""
     engine = started(config)
     engine.train_batch(share_of(make_batch(), engine), LogprobLoss(supervised))
-    kept, gradients = tensors_of(engine)
-    return engine.groups.pipeline.rank, storage_bytes(kept), storage_bytes(gradients)
+    weights, states, gradients = tensors_of(engine)
+    return engine.groups.pipeline.rank, storage_bytes(weights + states), storage_bytes(gradients)
 
 
 STATES = [

@@ -118,6 +118,8 @@ class ModelMemory:
     """Temporary memory, by part, after the last microbatch's forward pass. All parts exist at the same time."""
     moments: dict[str, float] = field(default_factory=dict)
     """Temporary memory at other moments of a step, by moment. No two moments coincide, nor does any with `update`."""
+    beside_weights: dict[str, float] = field(default_factory=dict)
+    """Temporary memory at moments when this model's weights are the only states on the GPU, by moment."""
     on_cpu: float = 0.0
     """Host memory of the optimizer's part on the CPU, including float32 copies of its gradients."""
     checkpoint: float = 0.0
@@ -128,8 +130,10 @@ class ModelMemory:
         return sum(self.states.values())
 
     @property
-    def passing(self) -> float:
-        return max([sum(self.update.values()), *self.moments.values()])
+    def peak(self) -> float:
+        """Bytes at the fullest moment, without other models."""
+        with_states = self.kept + max([sum(self.update.values()), *self.moments.values()])
+        return max([with_states, *(self.states["weights"] + size for size in self.beside_weights.values())])
 
 
 def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, float]:
@@ -236,7 +240,7 @@ def memory_of(
     """Return a model's memory at its fullest pipeline stage."""
     stages = range(model.engine.parallel.pipeline)
     by_stage = [memory_of_stage(model, stage, config, batch, tokens, world_size) for stage in stages]
-    return max(by_stage, key=lambda memory: memory.kept + memory.passing)
+    return max(by_stage, key=lambda memory: memory.peak)
 
 
 def memory_of_stage(
@@ -266,14 +270,19 @@ def memory_of_stage(
     shares = model.trained_of_stage(stage)
     updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
     moments["optimizer step"] = 4 * float32_copies(model) * updated
-    if model.name == "policy" and (stage == 0 or config.rollout.colocated or model.engine.publication == "group"):
-        # On each node, one rank hands the buckets to the node's servers; it may be of any stage.
-        moments["publication"] = publication_bytes(model)
-        if config.rollout.colocated:
-            moments["publication"] += model.itemsize * model.parameters / config.rollout.gpus_per_server
+    beside_weights: dict[str, float] = {}
+    if model.engine.optimizer.distributed:  # its buffer of weights is filled from the parameters before they are freed
+        copied = model.itemsize * model.trained_of_stage(stage).total
+        beside_weights["start"] = copied + states["gradients"]
+    if model.name == "policy":
+        if config.rollout.colocated:  # on each node, one rank hands the buckets to the servers; it may be of any stage
+            servers = model.itemsize * model.parameters / config.rollout.gpus_per_server
+            beside_weights["publication"] = publication_bytes(model) + servers
+        elif stage == 0 or model.engine.publication == "group":
+            moments["publication"] = publication_bytes(model)
     on_cpu = _optimizer_bytes(model, shares, world_size) + 4 * _of_optimizer(shares, model.engine, world_size)
     written = checkpoint_bytes(model, shares, world_size)
-    return ModelMemory(states, update, moments, model.share_on_cpu * on_cpu, written)
+    return ModelMemory(states, update, moments, beside_weights, model.share_on_cpu * on_cpu, written)
 
 
 def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
@@ -298,6 +307,10 @@ def publication_bytes(model: Model) -> float:
     return 2.0 * (bucket + model.itemsize * largest_tensor(model.arch)) + merged
 
 
+def _of(model: str, part: str) -> str:
+    return part if model == "policy" else f"{model}: {part}"
+
+
 @dataclass(frozen=True)
 class TrainerMemory:
     """Memory of the fullest trainer GPU, in bytes: its `peak`, the `parts` of the peak, and its `fullest_moment`."""
@@ -311,33 +324,28 @@ class TrainerMemory:
     @property
     def fullest_moment(self) -> str:
         """The moment at which most memory is needed, e.g. `update` or `critic: optimizer step`."""
-        name = max(self.by_model, key=lambda name: self._working(self.by_model[name]))
-        memory = self.by_model[name]
-        at = {"update": sum(memory.update.values())} | memory.moments
-        moment = max(at, key=lambda moment: at[moment])
-        return moment if name == "policy" else f"{name}: {moment}"
+        return max(self._moments, key=lambda moment: sum(self._moments[moment].values()))
 
     @property
     def parts(self) -> dict[str, float]:
         """Bytes at the fullest moment, by part. They sum to `peak`."""
-        owner, _, moment = self.fullest_moment.rpartition(": ")
-        owner = owner or "policy"
-        parts: dict[str, float] = {}
-        for name, memory in self.by_model.items():
-            prefix = "" if name == "policy" else f"{name}: "
-            if name == owner or not self.offload:
-                parts |= {prefix + part: size for part, size in memory.states.items()}
-            if name == owner:
-                passing = memory.update if moment == "update" else {moment: memory.moments[moment]}
-                parts |= {prefix + part: size for part, size in passing.items()}
+        parts = self._moments[self.fullest_moment]
         # Added last, because it is a share of the sum of all tensors.
-        parts["fragmentation"] = FRAGMENTATION * sum(parts.values())
-        return parts | {"reserved": self.reserved}
+        return parts | {"fragmentation": FRAGMENTATION * sum(parts.values()), "reserved": self.reserved}
 
-    def _working(self, memory: ModelMemory) -> float:
-        # With offload, only the working model's states are on the GPU, so they count. Otherwise all models' states are
-        # always there and make no difference.
-        return memory.passing + (memory.kept if self.offload else 0.0)
+    @cached_property
+    def _moments(self) -> dict[str, dict[str, float]]:
+        """Return the bytes of all tensors by part, at each moment of a step."""
+        found: dict[str, dict[str, float]] = {}
+        for name, memory in self.by_model.items():
+            there = {name: memory} if self.offload else self.by_model
+            states = {_of(each, part): size for each, its in there.items() for part, size in its.states.items()}
+            found[_of(name, "update")] = states | {_of(name, part): size for part, size in memory.update.items()}
+            for moment, size in memory.moments.items():
+                found[_of(name, moment)] = states | {_of(name, moment): size}
+            for moment, size in memory.beside_weights.items():
+                found[_of(name, moment)] = {_of(name, "weights"): memory.states["weights"], _of(name, moment): size}
+        return found
 
     @property
     def peak(self) -> float:
