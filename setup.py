@@ -59,8 +59,8 @@ EXTRAS_REQUIRE = {
     "data": ["datasets>=3", "pyarrow>=15"],
     "loggers": ["prometheus-client>=0.20", "tensorboard>=2.18", "trackio>=0.4", "wandb>=0.19"],
     "gpu": [
-        "transformer-engine[pytorch]>=2.14; python_version >= '3.12'",  # which has one norm for all
-        "transformer-engine[pytorch]>=2.5; python_version < '3.12'",
+        # 2.14 has one norm for all; from 2.17 on its libraries load beside torch's cuBLAS 13.1.
+        "transformer-engine[pytorch]>=2.17",
     ],
     # Triton's kernels come with torch for CUDA.
     "fla": ["fla-core>=0.6,<0.7"],
