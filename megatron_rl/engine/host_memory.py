@@ -18,6 +18,8 @@ from torch import Tensor
 
 _PORTABLE = 1
 """Flag of cudaHostRegister: page-locked for all devices of this process."""
+_NO_RESERVE = 0x4000
+"""Linux's MAP_NORESERVE for mmap(2): memory that is not there is missed when it is touched, not when it is mapped."""
 _DONT_FORK, _DO_FORK = 10, 11
 """Linux's values of MADV_DONTFORK and MADV_DOFORK, for madvise(2)."""
 ALIGNMENT = 64
@@ -72,7 +74,9 @@ def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
 
     torch's own allocator of page-locked memory rounds up to a power of two, which may take almost twice the memory.
     """
-    memory = _PageLocked(-1, max(nbytes, mmap.PAGESIZE))
+    # Unreserved, because a rehearsal maps more than its machine has. On a GPU machine, locking checks that it is there.
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = _PageLocked(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     if has_gpu:
         memory.lock(flat.data_ptr())

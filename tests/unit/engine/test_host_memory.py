@@ -9,7 +9,7 @@ import signal
 import torch
 
 from megatron_rl import platform
-from megatron_rl.engine.host_memory import LEAST_BYTES, SharedCopies, left_out_of_forks
+from megatron_rl.engine.host_memory import LEAST_BYTES, SharedCopies, left_out_of_forks, page_locked
 from megatron_rl.engine.offload import HostCopy
 
 
@@ -98,3 +98,9 @@ def test_a_model_off_its_device_took_up_to_twice_its_size(monkeypatch):
     copy.give_back()
     del copy
     assert not cudart.locked
+
+
+def test_more_host_memory_than_there_is_can_be_mapped_for_a_rehearsal():
+    memory = page_locked(1 << 40, has_gpu=False)
+    memory[-1] = 3
+    assert memory.numel() == 1 << 40 and memory[-2:].tolist() == [0, 3]
