@@ -123,10 +123,10 @@ class SharedDevice:
 
     one_at_a_time: False allows several engines on the device together.
     make_room: function that asks the rollout servers on this device to free memory. All ranks call it before an engine
-      moves in.
+      moves in. Its argument says whether the optimizer's states move in as well.
     """
 
-    def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[bool], None] | None = None) -> None:
         self.one_at_a_time, self.make_room = one_at_a_time, make_room
         self.engines: list[_MovableEngine] = []
 
@@ -136,7 +136,7 @@ class SharedDevice:
         with_states: False leaves its optimizer's states where they are.
         """
         if self.make_room is not None:
-            self.make_room()
+            self.make_room(with_states)
         if self.one_at_a_time:
             self.leave(engine)
         if engine not in self.engines:

@@ -1,9 +1,10 @@
 """Devices that rollout servers and the trainer share (rollout.colocated), and who uses them when.
 
 While servers generate, every engine waits in host memory. While the trainer works, the servers have neither KV cache
-nor CUDA graphs, and from the end of a rollout to the publication no weights either. During the publication, the device
-has the servers' weights and the policy's, and nothing else. An engine moves onto the device by itself when it is used,
-so no phase of the loop can forget to request the device.
+nor CUDA graphs, and no weights either until the publication. During the publication, the device has the weights of the
+servers and of the policy, and nothing else. A checkpoint needs all of the policy, so the servers release their weights
+again. An engine moves onto the device by itself when it is used, so no phase of the loop can forget to request the
+device.
 """
 
 from __future__ import annotations
@@ -102,12 +103,20 @@ class DeviceSharing:
         elif supervisor is not None:
             supervisor.start_missing()  # those that die from now on
 
-    def _make_room(self) -> None:
-        """Free the servers' KV cache if an engine needs the device, for example to save, while servers may generate.
+    @property
+    def servers_lack_weights(self) -> bool:
+        """True if a publication must come before `give_to_servers`."""
+        return self.are_shared and self.held == NO_MEMORY
 
-        The servers keep their weights, because these are current.
+    def _make_room(self, with_states: bool) -> None:
+        """Free servers' memory if an engine needs the device, for example to save, while servers may generate.
+
+        with_states: True if the optimizer's states need room as well. The servers then release their weights too, and
+        another publication must follow. Otherwise they keep their weights, because these are current.
         """
-        if self.held == ALL_MEMORY:
+        if with_states:
+            self._lend(NO_MEMORY)
+        elif self.held == ALL_MEMORY:
             self._lend(WEIGHTS)
 
     def _lend(self, parts: frozenset[str]) -> None:

@@ -48,7 +48,7 @@ def apart(tmp_path_factory):
 
 
 def watched(overrides):
-    """A run that looks at every turn whether the other side is out, and kills its server in one of the trainer's."""
+    """A run that looks at every turn and checkpoint whether the other side is out, and kills its server in one turn."""
     looks, processes = [], []
 
     class Watched(Rollouts):
@@ -61,11 +61,20 @@ def watched(overrides):
             super().wait_for(pending)
 
     class Turned(rl_run.RLRun):
-        def compute_advantages(self, batch):
+        def assert_the_server_has_nothing(self):
             (url,) = self.processes.supervisor.urls
             headers = {"Authorization": f"Bearer {token_in(self.processes.supervisor.token_file)}"}
             answer = requests.post(f"{url}/continue_generation", json={}, headers=headers, timeout=LATE_S)
             assert answer.status_code == 400 and "weights and kv_cache: released" in answer.text, answer.text
+
+        def _start_checkpoint(self, step, **options):
+            super()._start_checkpoint(step, **options)
+            self.assert_the_server_has_nothing()
+            looks.append("checkpoint")
+
+        def compute_advantages(self, batch):
+            (url,) = self.processes.supervisor.urls
+            self.assert_the_server_has_nothing()
             looks.append("trainer")
             processes.append(self.processes.supervisor.starts[url])
             if len(processes) == 2:
@@ -74,6 +83,7 @@ def watched(overrides):
 
     rl_run.RLRun, rl_run.Rollouts = Turned, Watched
     experiment(overrides)
+    assert looks.count("checkpoint") == 2
     assert looks.count("trainer") == 4 and looks.count("servers") >= 4 + 3, "steps, and evaluations"
     assert processes[0] == processes[1] != processes[2] == processes[3], "one restart, before the publication"
 
