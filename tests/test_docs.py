@@ -36,6 +36,8 @@ TRIED = {
     ".venv/bin/megatron-rl plan ": "tests/unit/tools/test_plan.py",
     ".venv/bin/hf download ": "needs the network: tests/unit/weights/test_published_models.py has each model's name",
     ".venv/bin/python -m pip ": "needs the network: CI installs the extras",
+    ".venv/bin/megatron-rl convert smollm2 ": "tests/unit/tools/test_gguf_files.py",
+    "scripts/first_hour.sh": "tests/unit/test_first_hour.py",
     ".venv/bin/megatron-rl launch ": "tests/unit/launch/test_local_launch.py",
     "python -m megatron_rl.train ": "tests/end_to_end/test_data_runs.py",
     "sbatch ": "tests/slurm",
