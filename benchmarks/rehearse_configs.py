@@ -57,8 +57,8 @@ def planned_gib(path: Path, overrides: list[str], result: Rehearsal) -> float:
     config = with_models(load_config(path, overrides), MODELS)
     tokens, layout = prompt_tokens(config), config.parallel
     batch = plan_batch(config, tokens, result.world.ranks // (layout.tensor * layout.pipeline * layout.context))
-    parts = trainer_memory(models_of(config), config, batch, tokens, result.world.ranks, result.device).parts
-    return sum(size for name, size in parts.items() if name not in ("fragmentation", "reserved")) / GIB
+    memory = trainer_memory(models_of(config), config, batch, tokens, result.world.ranks, result.device)
+    return max(sum(parts.values()) for moment, parts in memory.moments.items() if moment != "start") / GIB
 
 
 def figures(found: dict[str, Any], world: World) -> dict[str, float]:

@@ -324,17 +324,17 @@ class TrainerMemory:
     @property
     def fullest_moment(self) -> str:
         """The moment at which most memory is needed, e.g. `update` or `critic: optimizer step`."""
-        return max(self._moments, key=lambda moment: sum(self._moments[moment].values()))
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def parts(self) -> dict[str, float]:
         """Bytes at the fullest moment, by part. They sum to `peak`."""
-        parts = self._moments[self.fullest_moment]
+        parts = self.moments[self.fullest_moment]
         # Added last, because it is a share of the sum of all tensors.
         return parts | {"fragmentation": FRAGMENTATION * sum(parts.values()), "reserved": self.reserved}
 
     @cached_property
-    def _moments(self) -> dict[str, dict[str, float]]:
+    def moments(self) -> dict[str, dict[str, float]]:
         """Return the bytes of all tensors by part, at each moment of a step."""
         found: dict[str, dict[str, float]] = {}
         for name, memory in self.by_model.items():
