@@ -4,7 +4,7 @@
 
 Nothing is measured. The loop, its gate and the rules of interruption are the run's (plan/week.py); the times of a
 token and of an update are the plan's; faults, lengths and publications are drawn (plan/chances.py), for each of
-`--weeks` anew. `planned` is without faults and with lengths spread evenly. Below are samples a second in a day with
+`--weeks` anew. `planned` is without faults. Below are samples a second in a day with
 other settings, best first, of which one is the config's; all of a config have the same faults and lengths.
 """
 

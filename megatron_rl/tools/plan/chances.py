@@ -9,6 +9,9 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
+
+from megatron_rl.tools.plan.step_sizes import ReplyTokens
 
 GPU_FAILURES_PER_S = 419 / (54 * 86_400 * 16_384)
 """Failure rate of one GPU: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, arXiv
@@ -28,11 +31,8 @@ UPDATE_SLOWNESS = 0.1
 """Mean relative delay of an update due to its slowest rank. The delay is exponentially distributed. Assumed."""
 PUBLICATION_SPREAD = 0.25
 """Standard deviation of the logarithm of a publication's duration. The median is the planned duration. Assumed."""
-REPLY_SPREAD, OF_PROMPTS, LONGEST = 0.8, 0.5, 0.05
-"""Reply lengths are log-normal. REPLY_SPREAD: standard deviation of the logarithm. OF_PROMPTS: share of the logarithm's
-variance that lies between prompts. LONGEST: share of replies that are cut off at the maximum length. Assumed."""
-Z_LONGEST = 1.6449
-"""A standard normal variable exceeds this value with probability LONGEST."""
+OF_PROMPTS = 0.5
+"""Share of the variance of reply lengths, on a normal scale, that lies between prompts. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,13 @@ class Chances:
     def of(self, kind: str) -> random.Random:
         return random.Random(f"{self.seed} {kind}")
 
-    def lengths(self, longest: int, samples: int) -> Iterator[list[int]]:
-        """Yield groups of `samples` reply lengths in tokens, endlessly. Lengths are cut at `longest`."""
-        chance = self.of("lengths")
-        median = math.log(longest) - Z_LONGEST * REPLY_SPREAD
-        prompt, reply = (REPLY_SPREAD * math.sqrt(part) for part in (OF_PROMPTS, 1 - OF_PROMPTS))
+    def lengths(self, replies: ReplyTokens, samples: int) -> Iterator[list[int]]:
+        """Yield groups of `samples` reply lengths in tokens, endlessly."""
+        chance, normal = self.of("lengths"), NormalDist()
+        prompt, reply = (math.sqrt(part) for part in (OF_PROMPTS, 1 - OF_PROMPTS))
         while True:
-            middle = chance.gauss(median, prompt)
-            yield [max(1, min(longest, round(math.exp(chance.gauss(middle, reply))))) for _ in range(samples)]
+            middle = chance.gauss(0, prompt)
+            yield [replies.quantile(normal.cdf(chance.gauss(middle, reply))) for _ in range(samples)]
 
 
 def assumptions() -> list[str]:
@@ -68,6 +67,5 @@ def assumptions() -> list[str]:
         f"{SLOWNESS[1]:g}, for {SLOW_FOR_S[0] / 60:g} minutes (median, log-normal)",
         f"an update takes {UPDATE_SLOWNESS:.0%} longer than planned (mean, exponential)",
         f"a publication's time is log-normal about what is planned (sigma {PUBLICATION_SPREAD:g})",
-        f"reply lengths are log-normal (sigma {REPLY_SPREAD:g}, {OF_PROMPTS:.0%} of the variance by prompt), and "
-        f"{LONGEST:.0%} are cut at the longest",
+        f"reply lengths are the plan's, and {OF_PROMPTS:.0%} of their variance lies between prompts",
     ]

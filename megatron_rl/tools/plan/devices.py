@@ -38,16 +38,10 @@ FRAGMENTATION = 0.05
 """Memory that torch's allocator holds but cannot use, as a share of the tensors' memory."""
 SERVER_MEMORY_SHARE = 0.85
 """Share of a server GPU for weights and KV cache, if server_args has no --mem-fraction-static."""
-TRAINING_EFFICIENCY = 0.4
-"""Share of peak FLOPS reached in forward and backward passes."""
-PREFILL_EFFICIENCY = 0.4
-DECODE_BANDWIDTH = 0.6
-"""Share of peak memory bandwidth reached in decoding."""
-DECODE_EFFICIENCY = 0.4
-DECODE_OVERHEAD_S = 2e-3
-"""Fixed time of one decoding step of a server's batch: launches, sampling, scheduling."""
-PUBLICATION_BANDWIDTH = 20e9
-"""Bytes per second from the trainer to all servers."""
+PREFILL_EFFICIENCY, DECODE_EFFICIENCY = 0.4, 0.4
+"""Share of peak FLOPS that servers reach at most."""
+DISK_BANDWIDTH = 5e9
+"""Bytes per second of a shared file system, for rollout.publication = disk or delta."""
 NODE_LINK, CLUSTER_LINK = 450e9, 50e9
 """Bytes per second that a GPU can send: over an H100's NVLink within a node, and over one 400 Gb/s port per GPU between
 nodes."""
@@ -59,23 +53,50 @@ HOST_TRAFFIC = 2.25
 MEAN_PROMPT = 0.5
 """Mean prompt length as a share of the maximum prompt length, if no file of lengths is given."""
 MEAN_REPLY = 0.5
-"""Mean reply length as a share of generation.max_new_tokens. Lengths are uniform between 0 and that maximum."""
+"""Mean reply length as a share of generation.max_new_tokens, if no file of lengths is given."""
+
+# Fitted to published runs: half of the rows of benchmarks/data/published_runs.csv. `benchmarks/bench_plan.py` shows the
+# errors of both halves, and fits the constants with --fit.
+MATRIX_EFFICIENCY, HALF_SIZE = 0.565, 280.0
+"""Share of peak FLOPS of a trainer's large matrix products. A product with HALF_SIZE rows, or with so many columns on a
+rank, reaches half of it."""
+ATTENTION_EFFICIENCY = 0.5
+"""Share of peak FLOPS of a trainer's causal attention."""
+LAYER_S, MIXTURE_S = 4e-4, 1.4e-3
+"""Time of a layer's forward pass over a microbatch in addition to its products: norms, launches. MIXTURE_S: in addition
+for a mixture of experts: routing, sorting rows, waiting for their counts."""
+ROUTING_IMBALANCE = 1.6
+"""Rows of the busiest expert rank over the mean."""
+LINK_SHARE = 0.78
+"""Share of a link's bandwidth that collectives and publications reach."""
+DECODE_BANDWIDTH = 0.58
+"""Share of peak memory bandwidth reached in decoding."""
+DECODE_LAYER_S, DECODE_REPLY_S = 3.5e-5, 4.6e-5
+"""Time of a decoding step in addition to its reads: of each layer, including all-reduces in a node; of each reply."""
+ALL_REDUCE_S = 1.25e-4
+"""Further time of a layer in a decoding step, for its all-reduces over each node of the server but one."""
+GROUP_S, IPC_S, IPC_TENSOR_S = 1.0, 6.0, 2.3e-4
+"""Time of a publication in addition to the whole model's way over one link. GROUP_S: to servers on other GPUs. IPC_S,
+and IPC_TENSOR_S for each tensor: to servers on the trainer's GPUs."""
+
+# Assumed, because published runs give the means of lengths only.
+REPLY_SPREAD, ENDLESS = 0.8, 0.01
+"""Reply lengths are log-normal. REPLY_SPREAD: standard deviation of the logarithm. ENDLESS: share of replies that run
+to the maximum length."""
+STEP_RANGE = (0.85, 1.4)
+"""Least and greatest ratio of a published step time to the planned one, among the runs that are held out of the fit."""
 
 
 def assumptions() -> dict[str, str]:
     """Return the assumptions behind a plan's figures, as {name: text}."""
     return {
-        "peaks": "NVIDIA's data sheets, dense",
+        "peaks": "data sheets, dense",
         "reserved memory": f"{RESERVED_BYTES / GIB:g} GiB a GPU",
         "fragmentation": f"{FRAGMENTATION:.0%}",
         "server memory": f"{SERVER_MEMORY_SHARE:.0%} for weights and KV cache",
-        "training": f"{TRAINING_EFFICIENCY:.0%} of peak, and traffic beside it but for what optimizer.overlap hides",
-        "prefill": f"{PREFILL_EFFICIENCY:.0%} of peak",
-        "decoding": f"{DECODE_BANDWIDTH:.0%} of bandwidth, {DECODE_EFFICIENCY:.0%} of peak, "
-        f"{DECODE_OVERHEAD_S * 1e3:g} ms a token",
-        "links": f"{NODE_LINK / 1e9:g} GB/s of a GPU in a node, {CLUSTER_LINK / 1e9:g} GB/s between nodes",
-        "publication": f"{PUBLICATION_BANDWIDTH / 1e9:g} GB/s",
+        "training": f"{MATRIX_EFFICIENCY:.0%} of peak, {ATTENTION_EFFICIENCY:.0%} in attention",
+        "decoding": f"{DECODE_BANDWIDTH:.0%} of bandwidth, {DECODE_LAYER_S * 1e6:.0f} us a layer",
+        "links": f"{LINK_SHARE:.0%} of {NODE_LINK / 1e9:g} GB/s in a node, {CLUSTER_LINK / 1e9:g} outside",
         "host memory": f"{HOST_BANDWIDTH / 1e9:g} GB/s a GPU",
-        "mean prompt": f"{MEAN_PROMPT:g} of the longest without --lengths",
-        "mean reply": f"{MEAN_REPLY:g} of max_new_tokens, lengths spread evenly",
+        "mean lengths": f"{MEAN_PROMPT:g} (prompts), {MEAN_REPLY:g} (replies) of the longest without --lengths",
     }

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config import PIPELINE_CUTS, OptimizerConfig, TrainConfig
+from megatron_rl.config import PIPELINE_CUTS, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_rl.tools.plan.devices import GIB, RESERVED_BYTES
 from megatron_rl.tools.plan.memory import Model, models_of, server_memory, trainer_memory
 from megatron_rl.tools.plan.plan import Cluster, Plan
@@ -21,6 +21,8 @@ NODE_COUNTS_TRIED = 5
 """Number of cluster sizes tried in search of a plan that fits: 1, 2, 4, ... times the given nodes."""
 MOST_SPLITS = 32
 """Maximum number of splits tried. If more are possible, evenly spaced ones are tried."""
+OTHERS = 3
+"""Number of other layouts that a plan names."""
 LAYOUT = ("parallel.tensor", "parallel.pipeline", "parallel.expert")
 SELECTIVE = {"recompute_granularity": "selective"}
 ON_CPU = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
@@ -50,8 +52,11 @@ def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Pl
     return best or min(plans, key=lambda plan: (plan.trainer.peak, -plan.server.kv_room))
 
 
-def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> list[Plan]:
-    """Return a plan for each split to try. Raises ValueError if every split leaves some replica without a prompt."""
+def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster, trainer_gpus: int = 0) -> list[Plan]:
+    """Return a plan for each split to try. Raises ValueError if every split leaves some replica without a prompt.
+
+    trainer_gpus: the only number of trainer GPUs to try; 0 tries all.
+    """
     models = models_of(config)
     check_models(models, config)
     gpus, each = cluster.gpus, config.rollout.gpus_per_server
@@ -74,10 +79,12 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> lis
         counts = [gpus]
     if not external and cluster.servers:
         counts = _with_room(counts, cluster, each, shares_gpus=shares_gpus)
+    if trainer_gpus:
+        counts = [count for count in counts if count == trainer_gpus]
     plans: list[Plan] = []
     refused: ValueError | None = None
     parallel, beside = config.parallel, float(RESERVED_BYTES) if shares_gpus else 0.0
-    for count in counts[:: -(-len(counts) // MOST_SPLITS)]:  # rounded up
+    for count in counts[:: -(-len(counts) // MOST_SPLITS) or 1]:  # rounded up
         try:
             batch = plan_batch(config, tokens, count // (parallel.tensor * parallel.pipeline * parallel.context))
         except ValueError as error:
@@ -214,6 +221,40 @@ def _nearest(
     return None
 
 
+def other_layouts(plan: Plan, given: Collection[str] = ()) -> list[tuple[list[str], Plan]]:
+    """Return the best OTHERS layouts near a plan's own by tokens per second and GPU: overrides, and the plan with them.
+
+    Tries half and twice the size of each axis, and of a server, with the plan's numbers of GPUs on both sides. All
+    fit, and the config accepts them. Keys in `given` are not changed.
+    """
+    config, cluster, arch = plan.config, plan.cluster, plan.models[0].arch
+
+    def near(size: int, most: int) -> list[int]:
+        return [other for other in (size // 2, 2 * size) if 1 <= other <= most]
+
+    options: dict[str, list[Any]] = {
+        "parallel.tensor": near(config.parallel.tensor, cluster.gpus_per_node),
+        "parallel.pipeline": [] if _is_cut(config) else near(config.parallel.pipeline, arch.layers),
+        "parallel.expert": near(config.parallel.expert, arch.mixture.experts) if arch.mixture else [],
+        "rollout.server_args": [] if config.rollout.servers else near(plan.server.gpus, cluster.gpus_per_node),
+    }
+    options = _free(options, config, given)
+    found: list[tuple[dict[str, Any], Plan]] = []
+    for sizes in itertools.product(*([None, *values] for values in options.values())):
+        changes = {key: size for key, size in zip(options, sizes, strict=True) if size is not None}
+        servers = plan.servers * plan.server.gpus // changes.get("rollout.server_args", plan.server.gpus)
+        fixed = not (plan.shares_gpus or config.rollout.servers)
+        try:
+            changed, alike = _changed(config, changes), replace(cluster, servers=servers * fixed)
+            plans = plans_of(changed, plan.tokens, alike, plan.trainer_gpus)
+        except ValueError:  # the layout does not suit the model or the GPUs
+            continue
+        found += [(changes, other) for other in plans if changes and other.fits]
+    shortest = sorted(found, key=lambda entry: entry[1].least_s)[: 2 * OTHERS]
+    shortest.sort(key=lambda entry: -entry[1].tokens_per_s_of_gpu)
+    return [(_overrides(config, changes), other) for changes, other in shortest[:OTHERS]]
+
+
 def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[str, list[Any]]:
     """Return {key: values to try}, with the value that saves most memory last. Omits keys in `given`."""
 
@@ -227,10 +268,9 @@ def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[st
     optimizers = [config.optimizer, *([config.critic.optimizer] if config.has_critic else [])]
     granularity = config.megatron.get("recompute_granularity")
     recompute = [] if granularity == "full" else [RECOMPUTE] if granularity else [SELECTIVE, RECOMPUTE]
-    is_cut = any(config.megatron.get(key) for key in PIPELINE_CUTS)  # the user's cut suits one number of stages only
     options: dict[str, list[Any]] = {
         "parallel.tensor": powers(cluster.gpus_per_node, parallel.tensor),
-        "parallel.pipeline": [] if is_cut else powers(min(cluster.gpus, arch.layers), parallel.pipeline),
+        "parallel.pipeline": [] if _is_cut(config) else powers(min(cluster.gpus, arch.layers), parallel.pipeline),
         "parallel.expert": powers(arch.mixture.experts, parallel.expert) if arch.mixture else [],
         "batch.tokens_per_microbatch": shorter,
         "optimizer.distributed": [] if all(options.distributed for options in optimizers) else [True],
@@ -244,10 +284,20 @@ def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[st
     if config.model.dtype == "bfloat16" and not plan.models[0].share_on_cpu and not takes_turns:
         options["optimizer.megatron"] = [ON_CPU]
 
+    return _free(options, config, given)
+
+
+def _is_cut(config: TrainConfig) -> bool:
+    """Return whether the user has cut the pipeline, which suits one number of stages only."""
+    return any(config.megatron.get(key) for key in PIPELINE_CUTS)
+
+
+def _free(options: dict[str, list[Any]], config: TrainConfig, given: Collection[str]) -> dict[str, list[Any]]:
+    """Return the options without those values that would change a key in `given`."""
+    kept = {name.removeprefix("critic.") for name in given}
+
     def is_free(key: str, value: Any) -> bool:
-        words = _overrides(config, {key: value})
-        names = {word.partition("=")[0].removeprefix("critic.") for word in words}
-        kept = {name.removeprefix("critic.") for name in given}
+        names = {word.partition("=")[0].removeprefix("critic.") for word in _overrides(config, {key: value})}
         return not any(f"{a}.".startswith(f"{b}.") for x in names for y in kept for a, b in ((x, y), (y, x)))
 
     free = {key: [value for value in values if is_free(key, value)] for key, values in options.items()}
@@ -255,11 +305,12 @@ def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[st
 
 
 def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
-    """Return the config with some keys changed. A critic with the policy's layout gets the new layout, too."""
-    parallel, critic = config.parallel, config.critic
-    for key in LAYOUT:
-        if key in changes:
-            parallel = replace(parallel, **{key.removeprefix("parallel."): changes[key]})
+    """Return the config with some keys changed. Other trained or scoring models that share an axis' size follow it."""
+    critic, reward_model = config.critic, config.reward_model
+
+    def layout(own: ParallelConfig) -> ParallelConfig:
+        axes = [key.removeprefix("parallel.") for key in LAYOUT if key in changes and _shares_axis(own, config, key)]
+        return replace(own, **{axis: changes[f"parallel.{axis}"] for axis in axes})
 
     def optimizer(given: OptimizerConfig) -> OptimizerConfig:
         moved = changes.get("optimizer.megatron", {})
@@ -267,8 +318,9 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
         return replace(given, distributed=distributed, megatron=given.megatron | moved)
 
     if config.has_critic:
-        layout = parallel if critic.parallel == config.parallel else critic.parallel
-        critic = replace(critic, parallel=layout, optimizer=optimizer(critic.optimizer))
+        critic = replace(critic, parallel=layout(critic.parallel), optimizer=optimizer(critic.optimizer))
+    if reward_model.path:
+        reward_model = replace(reward_model, parallel=layout(reward_model.parallel))
     rollout = config.rollout
     if "rollout.colocated" in changes:  # NCCL allows one rank per GPU; trainer and servers never run at the same time
         rollout = replace(rollout, colocated=True, publication="ipc", max_staleness=0)
@@ -276,9 +328,10 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
         rollout = replace(rollout, server_args=[*rollout.server_args, "--tp", str(changes["rollout.server_args"])])
     return replace(
         config,
-        parallel=parallel,
+        parallel=layout(config.parallel),
         optimizer=optimizer(config.optimizer),
         critic=critic,
+        reward_model=reward_model,
         rollout=rollout,
         batch=replace(
             config.batch,
@@ -286,6 +339,11 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
         ),
         megatron=config.megatron | changes.get("megatron", {}) | _cut(config, changes),
     )
+
+
+def _shares_axis(own: ParallelConfig, config: TrainConfig, key: str) -> bool:
+    axis = key.removeprefix("parallel.")
+    return bool(getattr(own, axis) == getattr(config.parallel, axis))
 
 
 def _cut(config: TrainConfig, changes: dict[str, Any]) -> dict[str, str]:
@@ -312,7 +370,12 @@ def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
             words.append(f"rollout.server_args=[{','.join([*config.rollout.server_args, '--tp', str(value)])}]")
         else:
             words.append(f"{key}={str(value).lower()}")
-            if config.has_critic and (key == "optimizer.distributed" or config.critic.parallel == config.parallel):
-                words += [f"critic.{words[-1]}"] if key.startswith(("parallel", "optimizer")) else []
+            if config.has_critic and key == "optimizer.distributed":
+                words.append(f"critic.{words[-1]}")
+            # Without these words, a section that sets the axis itself would keep the old size.
+            others = {"critic": config.critic.parallel} if config.has_critic else {}
+            others |= {"reward_model": config.reward_model.parallel} if config.reward_model.path else {}
+            followers = [name for name, own in others.items() if key in LAYOUT and _shares_axis(own, config, key)]
+            words += [f"{name}.{key}={value}" for name in followers]
     words += [f"megatron.{name}={cut}" for name, cut in _cut(config, changes).items()]
     return list(dict.fromkeys(words))

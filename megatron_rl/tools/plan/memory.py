@@ -8,6 +8,7 @@ needs most memory counts.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -68,6 +69,11 @@ class Model:
     @cached_property
     def parameters(self) -> int:
         return parameters(self.arch)
+
+    @cached_property
+    def windows(self) -> Counter[int | None]:
+        """Attention window in tokens (None: unlimited) -> number of layers with it."""
+        return Counter(window for n, window in enumerate(self.arch.windows) if not self.arch.has_delta_net(n))
 
     @property
     def published_bytes(self) -> float:
@@ -388,10 +394,11 @@ class ServerMemory:
     @property
     def replies(self) -> int:
         """Number of full-length replies, each with a longest prompt of its own, whose KV caches fit together."""
-        if self.state_per_reply == 0:
-            return self.replicas * max(0, int(self.kv_room / self.kv_per_token) // self.longest_sequence)
-        one = self.state_per_reply + self.kv_per_token * self.longest_sequence
-        return self.replicas * max(0, int(self.kv_room / one))
+        return self.replies_of(self.longest_sequence)
+
+    def replies_of(self, tokens: float) -> int:
+        """Return the number of replies of so many tokens, with their prompts, whose KV caches fit together."""
+        return self.replicas * max(0, int(self.kv_room / (self.state_per_reply + self.kv_per_token * tokens)))
 
     @property
     def fits(self) -> bool:

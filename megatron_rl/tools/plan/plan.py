@@ -1,7 +1,6 @@
 """A planned run on one split of the GPUs between servers and trainers: its batch, memory and step time.
 
-The step time is simulated from the times of a token and of an update. Reply lengths are uniform between 0 and the
-maximum.
+The step time is simulated from the times of a token and of an update, for assumed or known reply lengths.
 """
 
 from __future__ import annotations
@@ -16,20 +15,24 @@ from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.devices import Device
 from megatron_rl.tools.plan.memory import Model, ServerMemory, TrainerMemory
 from megatron_rl.tools.plan.simulation import Workload, simulate
-from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
+from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens, ReplyTokens, replies_of, usual_microbatches
 from megatron_rl.tools.plan.throughput import (
     Decoder,
+    causal_keys,
     forward_flops,
+    forward_seconds,
     passes,
     rows_of_step,
     training_passes,
-    update_seconds,
+    with_bubble,
 )
-from megatron_rl.tools.plan.traffic import RankTraffic, Traffic
+from megatron_rl.tools.plan.traffic import RankTraffic, Traffic, publication_seconds
 
 REPLIES_SIMULATED = 256
 """Maximum number of replies simulated per step. If a step has more, servers and groups are scaled down together."""
 STEPS_SIMULATED = 6
+GRADIENT_AXES = ("data", "expert data", "embedding")
+"""Axes of the traffic that an update has once, not once per microbatch."""
 LONGEST_FILLING = 16
 """Maximum number of steps simulated before the measured ones, to fill the pipeline."""
 
@@ -47,6 +50,24 @@ class Cluster:
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of the trainer that are spent on computation, and on communication that is not hidden by it."""
+
+    compute_s: float = 0.0
+    traffic_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.traffic_s
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.compute_s + other.compute_s, self.traffic_s + other.traffic_s)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(times * self.compute_s, times * self.traffic_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +122,20 @@ class Plan:
     server: ServerMemory
     servers: int
     trainer_gpus: int
+    is_balanced: bool = False
+    """Whether every expert gets equally many rows, as benchmarks of pre-training force routers to."""
     shares_gpus: bool
     """Whether servers use the trainers' GPUs. They do so in turns (rollout.colocated), or because there are too few
     GPUs for both. In the latter case the plan does not fit."""
 
+    @cached_property
+    def replies(self) -> ReplyTokens:
+        return replies_of(self.config, self.tokens)
+
     @property
     def slots(self) -> int:
-        """Number of replies that fit on a server at the same time, at least 1."""
-        return max(1, self.server.replies)
+        """Number of replies of mean length that fit on a server at the same time, at least 1."""
+        return max(1, self.server.replies_of(self.tokens.mean + self.replies.mean))
 
     @property
     def max_staleness(self) -> int:
@@ -118,7 +145,8 @@ class Plan:
     def decoder(self) -> Decoder:
         server = self.server
         # A GPU only reads the KV cache of the replies of its own attention replica.
-        return Decoder(self.models[0], server.gpus, self.cluster.device, server.kv_per_token / server.replicas)
+        kv_per_token, nodes = server.kv_per_token / server.replicas, -(-server.gpus // self.cluster.gpus_per_node)
+        return Decoder(self.models[0], server.gpus, self.cluster.device, kv_per_token, nodes)
 
     @cached_property
     def read_s(self) -> float:
@@ -128,12 +156,58 @@ class Plan:
         return forward_flops(policy, 1, 0, self.tokens.mean / 2) / (peak * devices.PREFILL_EFFICIENCY)
 
     @cached_property
-    def update_s(self) -> float:
-        device = self.cluster.device
+    def work(self) -> dict[str, Work]:
+        """The trainer's work in a step, by activity: the passes before the updates, the updates, the optimizer."""
+        first, updates, optimizer = Work(), Work(), Work()
+        for model in self.models:
+            trained = training_passes(model) if model.is_trained else 0.0
+            first += self._forward_passes(model, passes(model, self.config) - trained)
+            if model.is_trained:
+                updates += self._updates(model, trained)
+                optimizer += self._optimizer(model)
         on_cpu = sum(memory.on_cpu for memory in self.trainer.by_model.values())
-        computed = update_seconds(self.models, self.config, self.batch, self.tokens, self.trainer_gpus, device)
         copied = self.batch.updates * devices.HOST_TRAFFIC * on_cpu / devices.HOST_BANDWIDTH
-        return computed + copied + self._exposed_s(computed)
+        hidden = updates.compute_s if self.config.optimizer.overlap else 0.0
+        optimizer = Work(optimizer.compute_s + copied, max(0.0, optimizer.traffic_s - hidden))
+        return {"passes before": first, "updates": updates, "optimizer": optimizer}
+
+    @property
+    def update_s(self) -> float:
+        return sum(part.seconds for part in self.work.values())
+
+    def _microbatch_s(self, model: Model) -> float:
+        """Return the seconds of a forward pass over one microbatch, without traffic."""
+        count = self.batch.updates * self.batch.replicas * self.microbatches
+        rows, labels = (total / count for total in rows_of_step(self.config, self.batch, self.tokens))
+        keys = causal_keys(self.config, self.tokens)
+        imbalance = 1.0 if self.is_balanced else devices.ROUTING_IMBALANCE
+        return forward_seconds(model, rows, labels, keys, self.cluster.device, imbalance)
+
+    @cached_property
+    def microbatches(self) -> float:
+        """Expected microbatches of a replica in an update."""
+        of_replica = self.batch.trajectories / (self.batch.updates * self.batch.replicas)
+        return usual_microbatches(self.config, self.tokens, of_replica)
+
+    def _forward_passes(self, model: Model, count: float) -> Work:
+        """Return the work of `count` forward passes over the step's tokens."""
+        if not count:
+            return Work()
+        microbatches = self.batch.updates * self.microbatches
+        sent = self.batch.updates * sum(part.seconds for part in self._sent(model, RankTraffic.of_forward_pass))
+        return Work(microbatches * self._microbatch_s(model), sent) * (count * with_bubble(model, microbatches))
+
+    def _updates(self, model: Model, passes: float) -> Work:
+        sent = sum(part.seconds for part in self.traffic[model.name] if part.axis not in GRADIENT_AXES)
+        work = Work(passes * self.microbatches * self._microbatch_s(model), sent)
+        return work * (self.batch.updates * with_bubble(model, self.microbatches))
+
+    def _optimizer(self, model: Model) -> Work:
+        """Return the time to read and write all states once, and to reduce gradients and gather weights."""
+        states = self.trainer.by_model[model.name].states
+        moved = 2 * sum(states[name] for name in ("gradients", "optimizer")) / self.cluster.device.bandwidth
+        sent = sum(part.seconds for part in self.traffic[model.name] if part.axis in GRADIENT_AXES)
+        return Work(moved, sent) * self.batch.updates
 
     @cached_property
     def traffic(self) -> dict[str, list[Traffic]]:
@@ -159,27 +233,9 @@ class Plan:
         ]
         return max(by_stage, key=lambda sent: sum(part.seconds for part in sent))
 
-    def _exposed_s(self, computed: float) -> float:
-        """Return the seconds of a step in which communication between trainer ranks is not hidden by computation.
-
-        computed: seconds of the computation, which can hide gradient and weight traffic (optimizer.overlap).
-        """
-        exposed, hidden = 0.0, 0.0
-        for model in self.models:
-            updates = self.batch.updates
-            if model.is_trained:
-                for part in self.traffic[model.name]:
-                    is_hidden = model.engine.optimizer.overlap and part.axis in ("data", "expert data")
-                    hidden += updates * part.seconds * is_hidden
-                    exposed += updates * part.seconds * (not is_hidden)
-            if count := passes(model, self.config) - training_passes(model) * model.is_trained:
-                sent = self._sent(model, RankTraffic.of_forward_pass)
-                exposed += count * updates * sum(part.seconds for part in sent)
-        return exposed + max(0.0, hidden - computed)
-
     @property
     def publish_s(self) -> float:
-        return self.models[0].published_bytes / devices.PUBLICATION_BANDWIDTH
+        return publication_seconds(self.models[0], self.cluster.nodes, self.publication_traffic)
 
     @property
     def turns_s(self) -> float:
@@ -190,10 +246,9 @@ class Plan:
     @property
     def least_s(self) -> float:
         """Lower bound of the step time, from the trainer's work and the servers' work with all slots full."""
-        longest = self.config.generation.max_new_tokens
         # The cheapest token: a full batch of replies that have just begun.
         one = self.decoder.seconds(self.slots, self.tokens.mean) / self.slots
-        servers_s = self.batch.requests * devices.MEAN_REPLY * longest * one / self.servers
+        servers_s = self.batch.requests * self.replies.mean * one / self.servers
         both = max(servers_s, self.update_s) if self.max_staleness else servers_s + self.update_s
         return both + self.publish_s + self.turns_s
 
@@ -215,7 +270,7 @@ class Plan:
             token_s=self.decoder.seconds,
             read_s=self.read_s,
             prompt_tokens=self.tokens.mean,
-            groups=spread_lengths(self.config.generation.max_new_tokens, groups, batch.requests // batch.prompts),
+            groups=spread_lengths(self.replies, groups, batch.requests // batch.prompts),
             groups_per_step=groups,
             groups_at_once=max(1, round(batch.episodes_running * groups / batch.prompts)),
             max_staleness=self.max_staleness,
@@ -232,8 +287,55 @@ class Plan:
             update_s=self.update_s,
             publish_s=self.publish_s,
             turns_s=self.turns_s,
-            reply_tokens=batch.requests * devices.MEAN_REPLY * self.config.generation.max_new_tokens,
+            reply_tokens=batch.requests * self.replies.mean,
         )
+
+    @property
+    def step_range_s(self) -> tuple[float, float]:
+        """Shortest and longest time of a step, if the plan errs as it does for published runs that it was not fitted
+        to."""
+        shortest, longest = devices.STEP_RANGE
+        return self.split.step_s * shortest, self.split.step_s * longest
+
+    @property
+    def tokens_per_s_of_gpu(self) -> float:
+        """Tokens of a step's trajectories, prompts and replies, per second and GPU of servers and trainer.
+
+        Each prompt counts once per reply. This is NeMo-RL's definition.
+        """
+        tokens = self.batch.trajectories * (self.tokens.mean + self.replies.mean)
+        return tokens / self.split.step_s / self.cluster.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization of the updates: their forward and backward passes' share of the trainer's peak FLOPS.
+
+        Attention is causal, and recomputed activations do not count. Passes before the updates count neither as FLOPs
+        nor as time.
+        """
+        rows, labels = rows_of_step(self.config, self.batch, self.tokens)
+        keys, share = causal_keys(self.config, self.tokens), 0.0
+        for model in self.models:
+            passes = 2 if model.engine.lora.rank > 0 else 3
+            flops = forward_flops(model, rows, labels, keys) * passes * model.is_trained
+            share += flops / (self.trainer_gpus * self.cluster.device.flops(model.engine.model.dtype))
+        return share / (self.work["updates"].seconds + self.work["optimizer"].seconds)
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The part of a step that takes longest, and its seconds."""
+        split, work, longest = self.split, self.work.values(), self.replies.lengths[-1]
+        alone_s = longest * self.decoder.seconds(1, self.tokens.mean + longest / 2)
+        # With staleness, other replies are decoded beside the longest one.
+        is_tail = alone_s > split.wait_s / 2 and not self.max_staleness
+        waits_for = "the longest reply" if is_tail else "the servers' decoding"
+        parts = {
+            waits_for: split.wait_s,
+            "the trainer's computation": sum(part.compute_s for part in work),
+            "the trainer's traffic": sum(part.traffic_s for part in work),
+            "the publication": split.publish_s + split.turns_s,
+        }
+        return max(parts.items(), key=lambda part: part[1])
 
     @property
     def fits(self) -> bool:
@@ -244,11 +346,10 @@ class Plan:
         return self.config.rollout.colocated or not self.shares_gpus
 
 
-def spread_lengths(longest: int, groups: int, samples: int) -> Iterator[list[int]]:
-    """Yield groups of `samples` reply lengths, endlessly. The lengths of each step (`groups` groups) are evenly spaced
-    between 0 and `longest`."""
+def spread_lengths(replies: ReplyTokens, groups: int, samples: int) -> Iterator[list[int]]:
+    """Yield groups of `samples` reply lengths, endlessly. Each step (`groups` groups) has evenly spaced quantiles."""
     count, chance = groups * samples, random.Random(0)
-    lengths = [max(1, round((number + 0.5) / count * longest)) for number in range(count)]
+    lengths = replies.spread(count)
     while True:
         chance.shuffle(lengths)
         yield from (lengths[first : first + samples] for first in range(0, count, samples))

@@ -11,10 +11,10 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.config.teacher_section import POLICY
 from megatron_rl.tools.plan.devices import DEVICES
 from megatron_rl.tools.plan.fit import best_plan, nearest_plan, refusal
-from megatron_rl.tools.plan.length_files import read_lengths
+from megatron_rl.tools.plan.length_files import UNKNOWN, read_lengths
 from megatron_rl.tools.plan.plan import Cluster, Plan
 from megatron_rl.tools.plan.plan_text import as_dict, as_text
-from megatron_rl.tools.plan.step_sizes import PromptTokens
+from megatron_rl.tools.plan.step_sizes import PromptTokens, ReplyTokens
 from megatron_rl.tools.plan.week_text import week_text
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.published_models import hub_name
@@ -26,10 +26,10 @@ def plan_text(path: Path, overrides: list[str], *, as_json: bool = False, week: 
     week: append a simulated week with faults. Text only.
     """
     plan = make_plan(path, overrides, **options)
-    command = start_command(plan, path, overrides)
+    command, given = start_command(plan, path, overrides), keys_of(overrides)
     if as_json:
-        return json.dumps(as_dict(plan) | {"command": command}, indent=2)
-    return as_text(plan, command) + (f"\n{week_text(plan)}" if week else "")
+        return json.dumps(as_dict(plan, given) | {"command": command}, indent=2)
+    return as_text(plan, command, given) + (f"\n{week_text(plan)}" if week else "")
 
 
 def make_plan(
@@ -51,7 +51,7 @@ def make_plan(
     if config.learns_from_data:
         raise ValueError(f"{config.chosen_data}: only RL runs are planned; leave it out.")
     config = with_models(config, models)
-    given = {word.partition("=")[0] for word in overrides}
+    given = keys_of(overrides)
     servers = config.rollout.server_count if "rollout.server_count" in given else 0
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device], servers=servers)
     tokens = prompt_tokens(config, lengths)
@@ -59,6 +59,10 @@ def make_plan(
     if not plan.fits:
         raise ValueError(refusal(plan, nearest_plan(config, tokens, cluster, given)))
     return plan
+
+
+def keys_of(overrides: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in overrides}
 
 
 def with_models(config: TrainConfig, models: Path | None) -> TrainConfig:
@@ -112,11 +116,14 @@ def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
 
 
 def prompt_tokens(config: TrainConfig, lengths: Path | None = None) -> PromptTokens:
-    """Return the prompt lengths in tokens: from the file `lengths`, or otherwise from the config's limits.
+    """Return the lengths in tokens: from the file `lengths`, or otherwise from the config's limits.
 
-    Raises ValueError if a prompt and its longest reply exceed the model's context.
+    Lines without a reply's length do not count among the replies. Raises ValueError if a prompt and its longest reply
+    exceed the model's context.
     """
     context = read_architecture(config.model.path).max_positions
     if lengths is None:
         return PromptTokens.within_limits(config, context)
-    return PromptTokens.of([prompt for prompt, _ in read_lengths(lengths, config, context)])
+    found = read_lengths(lengths, config, context)
+    replies = sorted(reply for _, reply in found if reply != UNKNOWN)
+    return PromptTokens.of([prompt for prompt, _ in found], ReplyTokens(tuple(replies)) if replies else None)

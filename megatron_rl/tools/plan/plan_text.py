@@ -5,25 +5,27 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import textwrap
+from collections.abc import Collection
 from typing import Any
 
 from megatron_rl.tools.plan.devices import GIB, assumptions
-from megatron_rl.tools.plan.fit import counted
+from megatron_rl.tools.plan.fit import counted, other_layouts
 from megatron_rl.tools.plan.plan import Plan
 from megatron_rl.weights.architecture import quantization_fault
 
 WIDTH = 118
-NOT_MEASURED = "Times follow from data sheets and these assumptions; no run on a GPU has checked them."
+NOT_MEASURED = "Times are predicted, by constants fitted to other trainers' runs; none is measured (docs/cluster.md)."
 LAYERS = "Activations are of Transformer Engine's layers, or of megatron.core's with model.transformer_impl=local."
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan's counts, bytes and seconds under their names in the code."""
+def as_dict(plan: Plan, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the plan's counts, bytes and seconds under their names in the code. given: as in other_layouts."""
     split, server = plan.split, plan.server
     return {
         "model": {"path": plan.config.model.path, "parameters": plan.models[0].parameters},
         "cluster": dataclasses.asdict(plan.cluster),
-        "prompts": dataclasses.asdict(plan.tokens),
+        "prompts": {name: getattr(plan.tokens, name) for name in ("shortest", "longest", "mean", "count")},
+        "replies": {"longest": plan.replies.lengths[-1], "mean": plan.replies.mean},
         "batch": dataclasses.asdict(plan.batch),
         "trainer": {
             "gpus": plan.trainer_gpus,
@@ -52,29 +54,38 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "publish_s": split.publish_s,
             "turns_s": split.turns_s,
             "step_s": split.step_s,
+            "step_range_s": plan.step_range_s,
+            "work": {name: dataclasses.asdict(work) for name, work in plan.work.items()},
+            "bound": plan.bound[0],
             "reply_tokens_per_s": split.tokens_per_s,
+            "tokens_per_s_of_gpu": plan.tokens_per_s_of_gpu,
+            "mfu": plan.mfu,
             "server_idle": split.server_idle,
             "trainer_idle": split.trainer_idle,
         },
+        "other_layouts": [
+            {"overrides": words, "tokens_per_s_of_gpu": other.tokens_per_s_of_gpu}
+            for words, other in other_layouts(plan, given)
+        ],
         "assumptions": assumptions() | {"note": NOT_MEASURED, "layers": LAYERS},
     }
 
 
-def as_text(plan: Plan, command: list[str]) -> str:
+def as_text(plan: Plan, command: list[str], given: Collection[str] = ()) -> str:
     sections = {
         "run": _run(plan),
         "a step": _step(plan),
         "trainer GPU": _trainer(plan),
         "sent in an update": _traffic(plan),
         "server GPU": _server(plan),
-        "time of a step": _time(plan),
+        "time of a step, predicted": _time(plan) | _others(plan, given),
     }
     width = 2 + max(len(name) for rows in sections.values() for name in rows)
     lines = []
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
     assumed = "Assumed: " + "; ".join(f"{name}: {value}" for name, value in assumptions().items()) + "."
-    notes = [*textwrap.wrap(assumed, WIDTH), NOT_MEASURED, LAYERS]
+    notes = textwrap.wrap(f"{assumed} {NOT_MEASURED} {LAYERS}", WIDTH)
     return "\n".join([*lines, "start it", *_shell_lines(command), *notes])
 
 
@@ -187,15 +198,29 @@ def _server(plan: Plan) -> dict[str, str]:
 
 
 def _time(plan: Plan) -> dict[str, str]:
-    split = plan.split
+    split, (bound, bound_s), (shortest, longest) = plan.split, plan.bound, plan.step_range_s
+    first, updates, optimizer = (_seconds(part.seconds) for part in plan.work.values())
     rows = {
-        "servers work": f"{_seconds(split.rollout_s)}, idle {split.server_idle:.0%}",
-        "trainer waits": f"{_seconds(split.wait_s)}, idle {split.trainer_idle:.0%}",
-        "update": _seconds(split.update_s),
+        "servers work": f"{_seconds(split.rollout_s)}, idle {split.server_idle:.0%}; the trainer waits "
+        f"{_seconds(split.wait_s)}, idle {split.trainer_idle:.0%}",
+        "update": f"{_seconds(split.update_s)}: {first} of passes before it, {updates} of training, {optimizer} of the "
+        f"optimizer; MFU {plan.mfu:.0%}",
         "publication": _seconds(split.publish_s),
-        "step": f"{_seconds(split.step_s)}, {_count(split.tokens_per_s)} reply tokens a second",
     }
-    return rows | ({"turns": f"{_seconds(split.turns_s)} to host memory and back"} if split.turns_s else {})
+    if split.turns_s:
+        rows["turns"] = f"{_seconds(split.turns_s)} to host memory and back"
+    rows["step"] = f"{_seconds(split.step_s)}; {_seconds(shortest)} to {_seconds(longest)} by errors for published runs"
+    rates = f"{plan.tokens_per_s_of_gpu:,.0f} a second and GPU, {_count(split.tokens_per_s)} of replies in all"
+    rows["tokens"] = f"{rates}; bound by {bound}, {_seconds(bound_s)}"
+    return rows
+
+
+def _others(plan: Plan, given: Collection[str]) -> dict[str, str]:
+    found = [
+        f"{other.tokens_per_s_of_gpu:,.0f} tokens a second and GPU with {' '.join(words)}"
+        for words, other in other_layouts(plan, given)
+    ]
+    return {f"layout {number}": text for number, text in enumerate(found, start=2)}
 
 
 def _size(size: float) -> str:

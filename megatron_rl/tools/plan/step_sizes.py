@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.tools.plan.devices import MEAN_PROMPT
+from megatron_rl.tools.plan import devices
+
+QUANTILES = 256
+"""Number of equally likely lengths that represent a distribution of reply lengths."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,49 @@ class Bounds:
         return f"{self.least:,}" if self.least == self.most else f"{self.least:,} to {self.most:,}"
 
 
+@dataclass(frozen=True)
+class ReplyTokens:
+    """Distribution of reply lengths: equally likely lengths in tokens, in ascending order."""
+
+    lengths: tuple[int, ...]
+
+    @classmethod
+    @functools.cache
+    def with_mean(cls, mean: float, longest: int) -> ReplyTokens:
+        """Assume log-normal lengths of this mean that are cut off at `longest`, and some replies that never end.
+
+        The standard deviation of the logarithm is REPLY_SPREAD, and a share ENDLESS of the replies runs to `longest`.
+        """
+        normal = NormalDist()
+        scores = [normal.inv_cdf((n + 0.5) / QUANTILES / (1 - devices.ENDLESS)) for n in range(_ending())]
+
+        def lengths(median: float) -> list[float]:
+            drawn = [min(longest, median * math.exp(devices.REPLY_SPREAD * score)) for score in scores]
+            return drawn + [longest] * (QUANTILES - len(drawn))
+
+        low, high = 1e-3, 1e3 * longest  # bisection on a logarithmic scale
+        while high / low > 1.001:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if sum(lengths(middle)) < mean * QUANTILES else (low, middle)
+        return cls(tuple(max(1, round(length)) for length in lengths(high)))
+
+    @property
+    def mean(self) -> float:
+        return sum(self.lengths) / len(self.lengths)
+
+    def spread(self, count: int) -> list[int]:
+        """Return `count` lengths at evenly spaced quantiles, in ascending order."""
+        return [self.quantile((n + 0.5) / count) for n in range(count)]
+
+    def quantile(self, share: float) -> int:
+        """Return the length that this share of the replies does not exceed."""
+        return self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))]
+
+
+def _ending() -> int:
+    return round(QUANTILES * (1 - devices.ENDLESS))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptTokens:
     """Prompt lengths in tokens, and the number of prompts (0: unknown): `PromptTokens.of([9, 12])`."""
@@ -28,10 +76,13 @@ class PromptTokens:
     longest: int
     mean: float
     count: int = 0
+    replies: ReplyTokens | None = None
+    """Lengths of the prompts' replies. None: unknown, see `replies_of`."""
 
     @classmethod
-    def of(cls, lengths: list[int]) -> PromptTokens:
-        return cls(shortest=min(lengths), longest=max(lengths), mean=sum(lengths) / len(lengths), count=len(lengths))
+    def of(cls, lengths: list[int], replies: ReplyTokens | None = None) -> PromptTokens:
+        mean, count = sum(lengths) / len(lengths), len(lengths)
+        return cls(shortest=min(lengths), longest=max(lengths), mean=mean, count=count, replies=replies)
 
     @classmethod
     def within_limits(cls, config: TrainConfig, context: int) -> PromptTokens:
@@ -46,7 +97,13 @@ class PromptTokens:
                 f"context of {context}; lower it."
             )
         longest = min(config.data.max_prompt_tokens or room, room)
-        return cls(shortest=1, longest=longest, mean=MEAN_PROMPT * longest)
+        return cls(shortest=1, longest=longest, mean=devices.MEAN_PROMPT * longest)
+
+
+def replies_of(config: TrainConfig, tokens: PromptTokens) -> ReplyTokens:
+    """Return the known reply lengths, or else assumed ones with a mean of MEAN_REPLY x generation.max_new_tokens."""
+    longest = config.generation.max_new_tokens
+    return tokens.replies or ReplyTokens.with_mean(devices.MEAN_REPLY * longest, longest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,3 +230,23 @@ def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds
     if not shared:
         most = min(most, -(-count // (budget // longest)))
     return Bounds(-(-least // rounds) * rounds, -(-max(1, most) // rounds) * rounds)
+
+
+def usual_microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: float) -> float:
+    """Return the expected microbatches of a replica with so many trajectories in an update.
+
+    Lengths at evenly spaced quantiles are packed best-fit decreasing. A shared prompt counts once per group.
+    """
+    budget, samples = config.batch.tokens_per_microbatch, config.generation.n_samples
+    prompt = tokens.mean / (samples if config.batch.share_prompts else 1)
+    count = max(1, min(QUANTILES, round(trajectories)))
+    free: list[float] = []
+    """Rows left in each microbatch."""
+    for length in reversed(replies_of(config, tokens).spread(count)):
+        rows = min(budget, prompt + length)
+        best = min((place for place, left in enumerate(free) if left >= rows), key=free.__getitem__, default=None)
+        if best is None:
+            free.append(budget - rows)
+        else:
+            free[best] -= rows
+    return max(1.0, len(free) * trajectories / count)

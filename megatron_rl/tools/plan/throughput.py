@@ -9,7 +9,7 @@ from megatron_rl.config.teacher_section import POLICY
 from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.devices import Device
 from megatron_rl.tools.plan.memory import Model
-from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
+from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens, replies_of
 from megatron_rl.weights.layout import layers_of_stages
 
 SELECTING = ("m2po", "clip_cov", "kl_cov")
@@ -24,26 +24,44 @@ def matrix_parameters(model: Model) -> float:
     arch = model.arch
     outside = arch.hidden * arch.vocab * (1 if arch.tied or arch.head == "value" else 2)
     total = model.parameters - outside
-    if (mixture := arch.mixture) is not None:  # an expert is a gate, an up and a down projection
+    if (mixture := arch.mixture) is not None:
         total -= sum(mixture.layers) * (mixture.experts - mixture.per_token) * 3 * mixture.ffn * arch.hidden
     return float(total)
 
 
-def forward_flops(model: Model, rows: float, labels: float, keys: float) -> float:
-    """Return the FLOPs of a forward pass: `rows` through the layers, `labels` rows through the head.
+def expert_parameters(model: Model) -> float:
+    """Return the number of those parameters that are in routed experts."""
+    if (mixture := model.arch.mixture) is None:
+        return 0.0  # an expert is a gate, an up and a down projection
+    return float(sum(mixture.layers) * mixture.per_token * 3 * mixture.ffn * model.arch.hidden)
+
+
+def attention_flops(model: Model, keys: float) -> float:
+    """Return the FLOPs of one row outside matrix products with parameters.
 
     keys: mean number of keys that each row attends to, before sliding windows limit it.
     """
     arch = model.arch
     width = arch.head_dim + (arch.latent.plain_dim if arch.latent else 0)
     value = arch.latent.value_dim if arch.latent else arch.head_dim
-    seen = sum(min(keys, window or keys) for n, window in enumerate(arch.windows) if not arch.has_delta_net(n))
+    seen = sum(layers * min(keys, window or keys) for window, layers in model.windows.items())
     # One multiplication and one addition for each query element and key, and for each score and value element.
-    attention = 2 * arch.heads * (width + value) * seen
+    flops = 2 * arch.heads * (width + value) * seen
     if (delta := arch.delta_net) is not None:  # each row reads the state twice and writes it once
-        attention += sum(delta.layers) * 6 * delta.value_heads * delta.value_dim * delta.key_dim
-    head = 2 * arch.hidden * (arch.vocab if arch.head == "policy" else 1)
-    return rows * (2 * matrix_parameters(model) + attention) + labels * head
+        flops += sum(delta.layers) * 6 * delta.value_heads * delta.value_dim * delta.key_dim
+    return flops
+
+
+def head_flops(model: Model) -> float:
+    return 2.0 * model.arch.hidden * (model.arch.vocab if model.arch.head == "policy" else 1)
+
+
+def forward_flops(model: Model, rows: float, labels: float, keys: float) -> float:
+    """Return the FLOPs of a forward pass: `rows` through the layers, `labels` rows through the head.
+
+    keys: mean number of keys that each row attends to: causal attention, so half a sequence, and no masked products.
+    """
+    return rows * (2 * matrix_parameters(model) + attention_flops(model, keys)) + labels * head_flops(model)
 
 
 def passes(model: Model, config: TrainConfig) -> float:
@@ -83,28 +101,52 @@ def first_passes(config: TrainConfig) -> float:
 def rows_of_step(config: TrainConfig, batch: BatchPlan, tokens: PromptTokens) -> tuple[float, float]:
     """Return the rows that a model computes in a step with replies of mean length, and the rows that the loss uses."""
     copies = 1 if config.batch.share_prompts else config.generation.n_samples
-    labels = batch.trajectories * devices.MEAN_REPLY * config.generation.max_new_tokens
+    labels = batch.trajectories * replies_of(config, tokens).mean
     return batch.prompts * copies * tokens.mean + labels, labels
 
 
-def update_seconds(
-    models: list[Model], config: TrainConfig, batch: BatchPlan, tokens: PromptTokens, gpus: int, device: Device
-) -> float:
-    """Return the seconds of all trainer computation in a step. All models are assumed to process the same rows."""
-    reply = devices.MEAN_REPLY * config.generation.max_new_tokens
-    rows, labels = rows_of_step(config, batch, tokens)
-    total = 0.0
-    for model in models:
-        parallel = model.engine.parallel
-        flops = passes(model, config) * forward_flops(model, rows, labels, (tokens.mean + reply) / 2)
-        rate = gpus * device.flops(model.engine.model.dtype) * devices.TRAINING_EFFICIENCY
-        microbatches = max(1.0, rows / (batch.updates * batch.replicas * config.batch.tokens_per_microbatch))
-        # Idle over ideal time of interleaved 1F1B: (stages - 1) / (chunks x microbatches), arXiv 2104.04473, 2.2.2.
-        bubble = (parallel.pipeline - 1) / (parallel.virtual_pipeline * microbatches)
-        # All stages wait for the one with the most layers.
-        fullest = max(sum(map(len, chunks)) for chunks in layers_of_stages(model.arch, parallel, model.megatron))
-        total += flops / rate * (1 + bubble) * (fullest * parallel.pipeline / model.arch.layers)
-    return total
+def causal_keys(config: TrainConfig, tokens: PromptTokens) -> float:
+    """Return the mean number of keys that a row attends to: half a sequence, and long sequences have more rows."""
+    lengths = [tokens.mean + reply for reply in replies_of(config, tokens).lengths]
+    return sum(length * length for length in lengths) / sum(lengths) / 2
+
+
+def product_efficiency(rows: float, width: float) -> float:
+    """Return the share of peak FLOPS of a matrix product with so many rows, and so many columns on a rank."""
+    return devices.MATRIX_EFFICIENCY / ((1 + devices.HALF_SIZE / rows) * (1 + devices.HALF_SIZE / width))
+
+
+def forward_seconds(model: Model, rows: float, labels: float, keys: float, device: Device, imbalance: float) -> float:
+    """Return the seconds of one microbatch's forward pass on a rank of the stage with most layers, without traffic.
+
+    rows, labels: of the replica's microbatch, before context ranks share them. imbalance: rows of the busiest expert
+    rank over the mean.
+    """
+    arch, parallel = model.arch, model.engine.parallel
+    own = rows / parallel.context
+    routed = expert_parameters(model)
+    width = arch.heads * (arch.latent.value_dim if arch.latent else arch.head_dim) / parallel.tensor
+    dense = 2 * rows * (matrix_parameters(model) - routed) + labels * head_flops(model)
+    seconds = (
+        dense / product_efficiency(own, width) + rows * attention_flops(model, keys) / devices.ATTENTION_EFFICIENCY
+    )
+    if (mixture := arch.mixture) is not None:
+        # All expert ranks' rows come together, and each rank has its part of the experts.
+        per_expert = own / parallel.tensor * parallel.expert * parallel.expert_tensor * mixture.per_token
+        efficiency = product_efficiency(per_expert / mixture.experts, mixture.ffn / parallel.expert_tensor)
+        seconds += imbalance * 2 * rows * routed / efficiency
+    seconds /= parallel.tensor * parallel.context * device.flops(model.engine.model.dtype)
+    seconds += devices.LAYER_S * arch.layers + devices.MIXTURE_S * sum(mixture.layers if mixture else ())
+    # All stages wait for the one with the most layers.
+    fullest = max(sum(map(len, chunks)) for chunks in layers_of_stages(arch, parallel, model.megatron))
+    return seconds * fullest / arch.layers
+
+
+def with_bubble(model: Model, microbatches: float) -> float:
+    """Return the time of a pipeline over the time of its microbatches on one stage."""
+    parallel = model.engine.parallel
+    # Idle over ideal time of interleaved 1F1B: (stages - 1) / (chunks x microbatches), arXiv 2104.04473, 2.2.2.
+    return 1 + (parallel.pipeline - 1) / (parallel.virtual_pipeline * microbatches)
 
 
 @dataclass(frozen=True)
@@ -122,6 +164,8 @@ class Decoder:
     device: Device
     kv_per_token: float
     """KV cache bytes of one token on one GPU."""
+    nodes: int = 1
+    """Number of nodes that the server's GPUs are on."""
 
     def seconds(self, replies: float, sequence_tokens: float) -> float:
         """Return the seconds to decode one token of each of `replies` replies that have `sequence_tokens` tokens
@@ -132,7 +176,9 @@ class Decoder:
         flops = forward_flops(self.model, replies, replies, sequence_tokens) / self.gpus
         peak = self.device.flops(self.model.engine.model.dtype)
         memory_s = read / (self.device.bandwidth * devices.DECODE_BANDWIDTH)
-        return max(memory_s, flops / (peak * devices.DECODE_EFFICIENCY)) + devices.DECODE_OVERHEAD_S
+        layer_s = devices.DECODE_LAYER_S + devices.ALL_REDUCE_S * (self.nodes - 1)
+        fixed_s = self.model.arch.layers * layer_s + replies * devices.DECODE_REPLY_S
+        return max(memory_s, flops / (peak * devices.DECODE_EFFICIENCY)) + fixed_s
 
     def _weights_read(self, replies: float) -> float:
         """Return the number of parameters read to decode a batch's next tokens. A small batch does not use all

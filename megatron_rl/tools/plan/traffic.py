@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.tools.plan.devices import LINKS
+from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.memory import Model
 from megatron_rl.weights.adapter_rules import adapted, adapter_rule
 from megatron_rl.weights.layout import Shares, layers_of_stages, parameters_of_stage
@@ -20,6 +20,23 @@ from megatron_rl.weights.mapping import layer_rules
 
 PARTIAL_BYTES = 16
 """Bytes per label that tensor ranks exchange about the logits of their vocabulary columns (`logprob_partials`)."""
+
+
+def publication_seconds(policy: Model, nodes: int, gathered: list[Traffic]) -> float:
+    """Return the seconds to send the policy's weights to all servers.
+
+    gathered: traffic between trainer ranks to assemble the weights, which overlaps with sending. With group
+    publication, all bytes are assumed to pass one link: published runs of this kind are no faster.
+    """
+    mixture, kind, nbytes = policy.arch.mixture, policy.engine.publication, policy.published_bytes
+    if kind in ("disk", "delta"):
+        return 2 * nbytes / devices.DISK_BANDWIDTH  # written, then read
+    wire_s = nbytes / (devices.LINK_SHARE * (devices.NODE_LINK if nodes == 1 else devices.CLUSTER_LINK))
+    if kind == "ipc":
+        experts = sum(mixture.layers) * mixture.experts if mixture else 0
+        matrices = 7 * policy.arch.layers + 3 * experts  # of attention, of a feed-forward, of each expert
+        return devices.IPC_S + devices.IPC_TENSOR_S * matrices + wire_s
+    return devices.GROUP_S + max(wire_s, sum(part.seconds for part in gathered))
 
 
 @dataclass(frozen=True)
@@ -30,12 +47,12 @@ class Traffic:
     ranks: int
     nbytes: float
     link: str
-    """A key of LINKS."""
+    """A key of devices.LINKS."""
 
     @property
     def seconds(self) -> float:
         """Transfer time if nothing else uses the link."""
-        return self.nbytes / LINKS[self.link]
+        return self.nbytes / (devices.LINKS[self.link] * devices.LINK_SHARE)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"seconds": self.seconds}

@@ -72,7 +72,7 @@ def workload(plan: Plan, chances: Chances) -> Workload:
         token_s=token_s,
         read_s=plan.read_s * each,
         prompt_tokens=plan.tokens.mean,
-        groups=chances.lengths(plan.config.generation.max_new_tokens, batch.requests // batch.prompts // scale.replies),
+        groups=chances.lengths(plan.replies, batch.requests // batch.prompts // scale.replies),
         groups_per_step=max(1, batch.prompts // scale.groups),
         groups_at_once=max(1, batch.episodes_running // scale.groups),
         max_staleness=plan.max_staleness,
@@ -148,7 +148,7 @@ def week_text(plan: Plan) -> str:
     rate, record = simulate_days(plan, 7)
     planned = plan.batch.requests / plan.split.step_s
     rows = {
-        "samples": f"{rate:.2f} a second; without faults and with lengths spread evenly {planned:.2f}",
+        "samples": f"{rate:.2f} a second; without faults {planned:.2f}",
         "deaths": f"{record.server_deaths} of servers, {record.trainer_deaths} of the trainer",
         "lost tokens": f"{record.lost_tokens:.2%} died with them, {record.stale_tokens:.2%} became too old",
         "lost time": f"{record.lost_time:.2%} of the trainer's; it waits for replies for {record.wait:.0%}",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.tools.plan.devices import CLUSTER_LINK, GIB, LINKS, NODE_LINK
-from megatron_rl.tools.plan.plan_command import make_plan, start_command
+from megatron_rl.tools.plan.plan_command import keys_of, make_plan, start_command
 from megatron_rl.tools.plan.plan_text import as_dict as plan_dict
 from megatron_rl.tools.plan.plan_text import as_text as plan_as_text
 from megatron_rl.tools.rehearsal.budget import budget, budget_lines
@@ -44,8 +44,8 @@ def plan_and_rehearsal_text(
     result = rehearse(path, chosen, ranks="first,last", trainer_gpus=plan.trainer_gpus, folder=folder, **options)
     place, command = write(result, path, folder), start_command(plan, path, overrides)
     if as_json:
-        return json.dumps(plan_dict(plan) | {"command": command, "rehearsal": as_dict(result)})
-    return f"{plan_as_text(plan, command)}\n\nrehearsal\n{as_text(result)}\n{place}"
+        return json.dumps(plan_dict(plan, keys_of(overrides)) | {"command": command, "rehearsal": as_dict(result)})
+    return f"{plan_as_text(plan, command, keys_of(overrides))}\n\nrehearsal\n{as_text(result)}\n{place}"
 
 
 def write(result: Rehearsal, config: Path, folder: Path) -> Path:

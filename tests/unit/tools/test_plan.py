@@ -20,6 +20,7 @@ from megatron_rl.config import (
     AlgorithmConfig,
     BatchConfig,
     CorrectionConfig,
+    CriticConfig,
     DataConfig,
     GenerationConfig,
     ModelConfig,
@@ -36,8 +37,9 @@ from megatron_rl.launch.local import arrange
 from megatron_rl.launch.placement import Nodes, place
 from megatron_rl.ops import head
 from megatron_rl.rollout.staleness import AdmissionGate
+from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, NODE_LINK, RESERVED_BYTES
-from megatron_rl.tools.plan.fit import ON_CPU, best_plan, nearest_plan, plans_of, refusal
+from megatron_rl.tools.plan.fit import ON_CPU, best_plan, nearest_plan, other_layouts, plans_of, refusal
 from megatron_rl.tools.plan.memory import (
     ModelMemory,
     TrainerMemory,
@@ -49,8 +51,25 @@ from megatron_rl.tools.plan.memory import (
     trainer_memory,
 )
 from megatron_rl.tools.plan.plan import Cluster
-from megatron_rl.tools.plan.step_sizes import Bounds, PromptTokens, evaluation_count, plan_batch
-from megatron_rl.tools.plan.throughput import SELECTING, forward_flops, matrix_parameters, passes, update_seconds
+from megatron_rl.tools.plan.step_sizes import (
+    Bounds,
+    PromptTokens,
+    ReplyTokens,
+    evaluation_count,
+    plan_batch,
+    usual_microbatches,
+)
+from megatron_rl.tools.plan.throughput import (
+    SELECTING,
+    causal_keys,
+    forward_flops,
+    forward_seconds,
+    matrix_parameters,
+    passes,
+    product_efficiency,
+    with_bubble,
+)
+from megatron_rl.tools.plan.traffic import Traffic, publication_seconds
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout, parameters
@@ -354,11 +373,111 @@ def test_best_split_is_the_fastest_that_fits(tmp_path):
         assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(waits))
 
 
-def test_twice_the_gpus_update_in_half_the_time(tmp_path):
-    config = large(tmp_path)
-    batch = plan_batch(config, TOKENS, replicas=1)
-    seconds = [update_seconds(models_of(config), config, batch, TOKENS, gpus, DEVICES["h100"]) for gpus in (4, 8)]
-    assert seconds[0] == pytest.approx(2 * seconds[1])
+def test_half_the_peak_at_the_rows_and_the_width_that_say_so():
+    wide = 1e12
+    assert product_efficiency(wide, wide) == pytest.approx(devices.MATRIX_EFFICIENCY)
+    assert product_efficiency(devices.HALF_SIZE, wide) == pytest.approx(devices.MATRIX_EFFICIENCY / 2)
+    assert product_efficiency(wide, devices.HALF_SIZE) == pytest.approx(devices.MATRIX_EFFICIENCY / 2)
+
+
+def test_a_microbatch_takes_its_products_and_a_fixed_time_for_each_layer(tmp_path):
+    model = models_of(large(tmp_path))[0]
+    one, two = (forward_seconds(model, rows, 0, 0, DEVICES["h100"], 1.0) for rows in (4096, 8192))
+    # 2 FLOPs a parameter and row; 4,096 columns; the H100's 989 TFLOPS.
+    products = 2 * matrix_parameters(model) * 4096 / product_efficiency(4096, 4096) / 989e12
+    assert one == pytest.approx(products + 32 * devices.LAYER_S)
+    assert one < two < 2 * one  # twice the rows: better products, and no more launches
+
+
+def test_experts_wait_for_the_busiest_of_their_ranks_and_like_to_have_more_rows(tmp_path):
+    def seconds(imbalance, **layout):
+        config = large(tmp_path, QWEN_30B_A3B, parallel=ParallelConfig(**layout))
+        return forward_seconds(models_of(config)[0], 4096, 0, 0, DEVICES["h100"], imbalance)
+
+    even, uneven = (seconds(imbalance) for imbalance in (1.0, 2.0))
+    # 48 layers x 8 experts x 3 matrices of 768 x 2048, with 4096 x 8 / 128 = 256 rows each.
+    routed = 2 * 4096 * 48 * 8 * 3 * 768 * 2048 / product_efficiency(256, 768) / 989e12
+    assert uneven - even == pytest.approx(routed)
+    assert seconds(1.0, expert=8) < even  # eight ranks' rows come together
+
+
+def test_a_row_attends_to_half_of_its_sequence_and_long_sequences_have_more_rows():
+    config = config_with(generation=GenerationConfig(n_samples=2, max_new_tokens=290))
+    assert causal_keys(config, PromptTokens.of([10], ReplyTokens((90,)))) == 50
+    # 100 rows attend to 50 keys on average, 300 rows to 150.
+    assert causal_keys(config, PromptTokens.of([10], ReplyTokens((90, 290)))) == (100 * 50 + 300 * 150) / 400
+
+
+@pytest.mark.parametrize("mean,longest", [(800, 4000), (3200, 4000), (500, 1000), (749, 16000)])
+def test_reply_lengths_have_the_given_mean_and_maximum(mean, longest):
+    replies = ReplyTokens.with_mean(mean, longest)
+    assert replies.mean == pytest.approx(mean, rel=0.01)
+    assert replies.lengths[-1] == longest and list(replies.lengths) == sorted(replies.lengths)
+    assert replies.lengths.count(longest) / len(replies.lengths) >= devices.ENDLESS - 1e-3
+    assert sum(replies.spread(64)) / 64 == pytest.approx(mean, rel=0.1)
+
+
+# Sequences of 60 do not share 100 rows; of 50 two do. One of 90 leaves no room, and one of 10 joins it.
+@pytest.mark.parametrize("replies,count", [((58,), 12), ((48,), 6), ((8, 88), 6), ((8, 48, 88), 6)])
+def test_usual_microbatches_by_hand(replies, count):
+    batch = BatchConfig(tokens_per_microbatch=100, share_prompts=False)
+    tokens = PromptTokens.of([2], ReplyTokens(replies))
+    assert usual_microbatches(config_with(batch=batch), tokens, 12) == count
+
+
+def test_a_pipeline_idles_for_the_other_stages_microbatches(tmp_path):
+    model = models_of(large(tmp_path, parallel=ParallelConfig(pipeline=4, virtual_pipeline=2)))[0]
+    assert with_bubble(model, 6) == pytest.approx(1 + 3 / (2 * 6))
+
+
+# 16.06 GB over one link of 50 or 450 GB/s; on shared GPUs a request for each of 7 matrices in 32 layers.
+@pytest.mark.parametrize("nodes,link", [(1, 450e9), (2, 50e9)])
+def test_a_publication_takes_the_models_way_over_a_link_and_a_fixed_time(nodes, link, tmp_path):
+    wire = 2 * 8_030_261_248 / (link * devices.LINK_SHARE)
+    model = models_of(large(tmp_path))[0]
+    assert publication_seconds(model, nodes, []) == pytest.approx(devices.GROUP_S + wire)
+    assert publication_seconds(model, nodes, [Traffic("tensor", 2, 1e15, "in a node")]) > 1000
+    turns = RolloutConfig(backend="sglang", colocated=True, publication="ipc")
+    shared = models_of(large(tmp_path, rollout=turns))[0]
+    tensors = 7 * 32 * devices.IPC_TENSOR_S
+    assert publication_seconds(shared, nodes, []) == pytest.approx(devices.IPC_S + tensors + wire)
+
+
+def test_rates_of_a_plan_by_hand(tmp_path):
+    config = large(tmp_path, parallel=ParallelConfig(tensor=2), optimizer=OptimizerConfig(distributed=True))
+    plan = best_plan(config, PromptTokens.of([9], ReplyTokens((400, 600))), cluster())
+    step_s, trained_s = plan.split.step_s, plan.work["updates"].seconds + plan.work["optimizer"].seconds
+    assert plan.tokens_per_s_of_gpu == pytest.approx(64 * 4 * (9 + 500) / step_s / 8)
+    keys = (409**2 + 609**2) / (409 + 609) / 2
+    flops = 3 * forward_flops(plan.models[0], 64 * (9 + 4 * 500), 64 * 4 * 500, keys)
+    assert plan.mfu == pytest.approx(flops / trained_s / (plan.trainer_gpus * 989e12))
+    assert plan.step_range_s[0] < step_s < plan.step_range_s[1]
+    name, seconds = plan.bound
+    assert name in ("the longest reply", "the servers' decoding") and seconds == plan.split.wait_s
+
+
+@pytest.mark.slow
+def test_other_layouts_are_those_that_the_config_accepts_and_that_fit(tmp_path):
+    critic = CriticConfig(parallel=ParallelConfig(tensor=2), optimizer=OptimizerConfig(distributed=True))
+    config = large(
+        tmp_path,
+        parallel=ParallelConfig(tensor=2),
+        critic=critic,
+        algo=AlgorithmConfig(advantage="gae"),
+        optimizer=OptimizerConfig(distributed=True),
+    )
+    plan = best_plan(config, TOKENS, cluster(nodes=4))
+    others = other_layouts(plan)
+    assert plan.fits and 0 < len(others) <= 3
+    rates = [other.tokens_per_s_of_gpu for _, other in others]
+    assert rates == sorted(rates, reverse=True)
+    for words, other in others:
+        assert other.fits and other.trainer_gpus == plan.trainer_gpus
+        changed = other.config
+        assert changed.critic.parallel.tensor == changed.parallel.tensor
+        assert f"parallel.tensor={changed.parallel.tensor}" in words or changed.parallel.tensor == 2
+        assert all(f"critic.{word}" in words for word in words if word.startswith("parallel."))
+    assert not any("parallel.tensor" in word for words, _ in other_layouts(plan, ["parallel.tensor"]) for word in words)
 
 
 # Forward once, backward twice; and the tokens of all updates but the first once more, to measure the proximal policy.
@@ -523,11 +642,11 @@ def test_text_fits_on_a_screen_and_says_what_is_not_checked(count_words, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 50 and max(map(len, lines)) <= 120
     text = "\n".join(lines)
-    assert "no run on a GPU has checked them" in text and "128: 8 replies a prompt" in text and "2 x 8 H100" in text
+    assert "none is measured" in " ".join(text.split()) and "128: 8 replies a prompt" in text and "2 x 8 H100" in text
     command = shlex.split(text.split("start it\n")[1].split("Assumed")[0].replace("\\\n", ""))
     assert command[:6] == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "scripts/train_grpo.sh"]
     servers, ranks = int(command[-3].removeprefix("rollout.server_count=")), int(command[-1])
-    assert f"trainer            {ranks} GPUs" in text and f"servers            {servers}, each on 1 GPU" in text
+    assert f"trainer            {ranks} GPU" in text and f"servers            {servers}, each on 1 GPU" in text
     assert command[6:-3] == [*count_words[1:], "batch.prompts_per_step=16"] and command[-2] == "--ranks"
 
 
@@ -631,12 +750,16 @@ def test_few_gpus_are_shared_on_one_host_and_on_several(count_words, capsys):
 
 
 def test_json_has_the_same_plan(count_words, capsys):
-    main([*count_words, "--json", "--device", "h200"])
+    main([*count_words, "--json", "--device", "h200", "parallel.tensor=2"])
     plan = json.loads(capsys.readouterr().out)
     assert plan["batch"]["trajectories"] == 256 and plan["cluster"]["device"]["name"].startswith("H200")
     traffic = plan["traffic"]
-    assert [part["axis"] for part in traffic["update"]["policy"]] == ["data"] and not traffic["publication"]
-    assert traffic["update"]["policy"][0]["seconds"] == traffic["update"]["policy"][0]["nbytes"] / NODE_LINK
+    assert [part["axis"] for part in traffic["update"]["policy"]][0] == "tensor"
+    assert [part["axis"] for part in traffic["publication"]] == ["tensor"]
+    assert traffic["update"]["policy"][0]["seconds"] == pytest.approx(
+        traffic["update"]["policy"][0]["nbytes"] / (NODE_LINK * devices.LINK_SHARE)
+    )
+    assert plan["time"]["tokens_per_s_of_gpu"] > 0 < plan["time"]["mfu"] < 1 and plan["time"]["bound"]
     assert sum(plan["trainer"]["bytes"].values()) == pytest.approx(plan["trainer"]["peak_bytes"])
     assert plan["trainer"]["gpus"] + plan["servers"]["count"] * plan["servers"]["gpus_each"] == 8
 

@@ -13,6 +13,7 @@ from megatron_rl.tools.plan import chances as drawn
 from megatron_rl.tools.plan import week_text
 from megatron_rl.tools.plan.chances import Chances
 from megatron_rl.tools.plan.simulation import Workload, simulate
+from megatron_rl.tools.plan.step_sizes import ReplyTokens
 from megatron_rl.tools.plan.week import Days, Job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -133,7 +134,7 @@ def test_whatever_dies_every_reply_is_somewhere_and_no_group_is_trained_twice(se
     def days():
         chances = Chances(seed)
         begun.clear()
-        groups = (begun.append(1) or group for group in chances.lengths(60, 3))
+        groups = (begun.append(1) or group for group in chances.lengths(ReplyTokens.with_mean(20, 60), 3))
         options = {"servers": servers, "max_staleness": staleness, "prompt_tokens": 5, "read_s": 0.01}
         one = dataclasses.replace(work([[1]], **options), groups=groups, max_cache_age=age)
         return Days(one, job(interruption=mode), chances)
@@ -160,9 +161,12 @@ def test_whatever_dies_every_reply_is_somewhere_and_no_group_is_trained_twice(se
 
 
 def test_lengths_are_as_they_say():
-    lengths = list(itertools.chain.from_iterable(itertools.islice(Chances(3).lengths(10_000, 8), 2000)))
-    assert lengths.count(10_000) / len(lengths) == pytest.approx(drawn.LONGEST, abs=0.01)
-    assert min(lengths) >= 1
+    groups = list(itertools.islice(Chances(3).lengths(ReplyTokens((10, 20, 30, 40)), 8), 2000))
+    lengths = list(itertools.chain.from_iterable(groups))
+    for length in (10, 20, 30, 40):
+        assert lengths.count(length) / len(lengths) == pytest.approx(0.25, abs=0.02)
+    # Of eight independent lengths, fewer than one group in 30,000 would be all alike.
+    assert 0.005 < sum(len(set(group)) == 1 for group in groups) / len(groups) < 0.5
 
 
 @pytest.mark.thorough

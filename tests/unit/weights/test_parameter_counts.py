@@ -13,13 +13,16 @@ from megatron_rl.weights.layout import parameters
 from tests.kit.models import FAMILIES, config_of
 
 CONFIGS = Path(__file__).parents[2] / "model_configs"
-"""config.json files as published."""
+"""config.json files as published. Some have only the keys that decide shapes."""
 COUNTS = {
     "deepseek-v3": 671_026_404_352,  # without the layer for multi-token prediction
     "glm-4.5-air": 106_852_245_504,  # the same
+    "llama-3.1-8b-instruct": 8_030_261_248,
     "llama-3.3-70b-instruct": 70_553_706_496,
+    "mixtral-8x7b-v0.1": 46_702_792_704,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
     "qwen3-4b": 4_022_468_096,
 }
 
