@@ -42,9 +42,16 @@ def runs_tests() -> bool:
 
 
 if runs_tests():
+    import hypothesis
+
     from megatron_rl import platform
 
     platform.prepare()  # before any test imports megatron.core
+    # On a busy machine, drawing an example may take long.
+    hypothesis.settings.register_profile(
+        "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any speed")
     pytest_plugins += [f"tests.kit.{name}" for name in ("tokenizers", "servers", "rehearsals", "worker_processes")]
 
 

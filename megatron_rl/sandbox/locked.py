@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.api import InfrastructureFailure
@@ -54,6 +55,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment that keeps numpy's BLAS from starting a thread per core. Sandboxed code may have few threads or none."""
 START_S = 30.0
 """Time limit for locking a process. If it is exceeded, the host is at fault, not the sandboxed code."""
+LONGEST_WAIT_S = 60.0
+"""Longest time that a locked process may wait for a processor, in all. If it waits longer, the host is at fault."""
+LOOK_S = 0.05
+"""Time between looks at a process that may be waiting for a processor."""
 ENDING_S = 0.5
 """How long to wait for a process to exit after its output has ended."""
 
@@ -75,6 +80,56 @@ class SandboxFailed(InfrastructureFailure):
     KIND = "sandbox"
 
 
+class TimeLimit:
+    """A limit of `time_s` seconds for locked processes. Time in which they wait for a processor does not count.
+
+    So a busy host makes no right answer a wrong one.
+    """
+
+    def __init__(self, time_s: float, *pids: int) -> None:
+        """pids: processes of which one waits for the other, so that no two waits are at the same time."""
+        self.time_s, self.pids, self.began = time_s, pids, time.monotonic()
+        self._waited_before = self._waited_s()
+
+    def left_s(self) -> float:
+        """Return the seconds left, 0 or less if none are. SandboxFailed if the processes have waited too long."""
+        left_s = self.time_s - (time.monotonic() - self.began)
+        if left_s > 0:
+            return left_s
+        waited_s = self._waited_s() - self._waited_before
+        if waited_s > LONGEST_WAIT_S:
+            raise SandboxFailed(f"locked text waited {waited_s:.0f} s for a processor; the host has too much to do.")
+        left_s += waited_s
+        # The kernel counts a wait when it ends, so a process may be in one now.
+        return LOOK_S if left_s <= 0 and any(map(self._may_wait, self.pids)) else left_s
+
+    def _waited_s(self) -> float:
+        return sum(processor_use(pid)[1] for pid in self.pids)
+
+    def _may_wait(self, pid: int) -> bool:
+        return state_of(pid) == "R" and processor_use(pid)[0] < self.time_s
+
+
+def processor_use(pid: int) -> tuple[float, float]:
+    """Return for how long a process's main thread has run, and for how long it has waited for a processor, in seconds.
+
+    (0, 0) if the kernel does not say.
+    """
+    try:
+        ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
+        return int(ran_ns) / 1e9, int(waited_ns) / 1e9
+    except (OSError, ValueError):
+        return 0.0, 0.0
+
+
+def state_of(pid: int) -> str:
+    """Return a process's state as in proc(5), such as R for running or ready to run. Empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def evaluate(
     function: Callable[..., Any],
     *args: Any,
@@ -82,10 +137,13 @@ def evaluate(
     memory_bytes: int,
     keep: Sequence[int] = (),
     threads: Threads | None = None,
+    waits_for: Sequence[int] = (),
 ) -> Any:
     """Return `function(*args)`, computed in a locked fork of this process and sent back as JSON.
 
     TextFailed if the function fails, SandboxFailed if the host is at fault.
+
+    time_s: as in TimeLimit. waits_for: ids of locked processes that the function waits for.
 
     memory_bytes: memory limit in addition to this process's usage. keep: file descriptors that the fork keeps open;
     `function` gets their new numbers as its last arguments. threads: the `Threads` of another program, whose requests
@@ -102,7 +160,7 @@ def evaluate(
     try:
         os.close(writer)
         wait_until_locked(reader)
-        content = read_to_the_end(reader, time.monotonic() + time_s, MOST_RESULT_BYTES, threads)
+        content = read_to_the_end(reader, TimeLimit(time_s, pid, *waits_for), MOST_RESULT_BYTES, threads)
         if not content and content is not None:
             refuse_killed(pid, time_s)
     finally:
@@ -169,7 +227,6 @@ def run_program(
     None if the program exited with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It can
     import the standard library and the packages in `folders`. SandboxFailed if the host is at fault.
     """
-    deadline = time.monotonic() + time_s
     with host_errors():
         given, text = memory_file(stdin), memory_file(source)
     ends = {"stdin": given, "stdout": subprocess.PIPE, "pass_fds": [text]}
@@ -179,11 +236,12 @@ def run_program(
             threads,
         ):
             assert process.stdout is not None
-            printed = read_to_the_end(process.stdout.fileno(), deadline, MOST_PRINTED_BYTES, threads)
+            limit = TimeLimit(time_s, process.pid)
+            printed = read_to_the_end(process.stdout.fileno(), limit, MOST_PRINTED_BYTES, threads)
             if printed is not None:
                 refuse_killed(process.pid, time_s)
             # It may have closed its output and still be running.
-            code = None if printed is None else process.wait(max(0.0, deadline - time.monotonic()))
+            code = None if printed is None else process.wait(max(0.0, limit.left_s()))
     except subprocess.TimeoutExpired:
         code = None
     finally:
@@ -309,8 +367,8 @@ def memory_file(text: str) -> int:
     return file
 
 
-def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | None = None) -> bytes | None:
-    """Read a pipe to its end. Return None if it does not end before the deadline or exceeds `most` bytes.
+def read_to_the_end(end: int, limit: TimeLimit, most: int, threads: Threads | None = None) -> bytes | None:
+    """Read a pipe to its end. Return None if it does not end within the limit or exceeds `most` bytes.
 
     threads: the program's `Threads`, whose requests are granted while this function reads.
     """
@@ -319,7 +377,7 @@ def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | Non
     listener = -1 if threads is None else threads.listener
     if listener >= 0:
         poll.register(listener, select.POLLIN)
-    while (left_s := deadline - time.monotonic()) > 0:
+    while (left_s := limit.left_s()) > 0:
         # Rounded up, or the last millisecond would be a busy loop.
         ready = dict(poll.poll(math.ceil(left_s * 1000)))
         if threads is not None and listener in ready:
@@ -327,8 +385,6 @@ def read_to_the_end(end: int, deadline: float, most: int, threads: Threads | Non
             if threads.listener < 0:
                 poll.unregister(listener)
                 listener = -1
-        if not ready:
-            break
         if end not in ready:
             continue
         part = os.read(end, 1 << 16)

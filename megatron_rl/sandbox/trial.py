@@ -53,7 +53,8 @@ def holds(source: str, test: str, *, time_s: float, memory_bytes: int, folders: 
             given = ()
             ends = (questions, answers)
             try:
-                return evaluate(run_test, test, names, modules, keep=ends, threads=threads, **bounds) is True
+                bounds |= {"threads": threads, "waits_for": [process.pid]}
+                return evaluate(run_test, test, names, modules, keep=ends, **bounds) is True
             except NoResult:
                 refuse_killed(process.pid, time_s)  # the judge exits without a result when the program is gone
                 return False

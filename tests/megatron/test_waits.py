@@ -153,7 +153,9 @@ def test_flash_attention_3_is_torchs_kernel_where_it_is_asked_for_and_installed(
     monkeypatch.setattr(platform, "has_cuda", lambda: True)
     with pytest.raises(ValueError, match="No module named 'flash_attn_interface'; install flash_attn_interface"):
         platform.use_flash_attention("FA3")
-    with pytest.raises(ValueError, match=r"= 'TE': the package transformer_engine is not installed; install transformer_engine\["):
+    with pytest.raises(
+        ValueError, match=r"= 'TE': the package transformer_engine is not installed; install transformer_engine\["
+    ):
         platform.use_flash_attention("TE")
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
     platform.use_flash_attention("FA3")

@@ -1,11 +1,13 @@
 """A host that cannot lock text in, or kills it for want of memory, gives no reward. No text can make it look so."""
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,6 +103,41 @@ def test_text_that_would_look_as_if_the_host_had_killed_it_has_failed(kill):
 def test_text_that_ends_without_a_result_has_failed(end):
     with pytest.raises(TextFailed, match="ended without a result"):
         WAYS["a function"](f"import os, time; {end}")
+
+
+@pytest.fixture
+def starved():
+    """Give this process and its children one core together with three others that never rest."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    busy = [subprocess.Popen(["bash", "-c", "while :; do :; done"]) for _ in range(3)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+    os.sched_setaffinity(0, before)
+
+
+COMPUTES = "import time; began = time.process_time(); all(iter(lambda: time.process_time() < began + 0.3, False))"
+
+
+@pytest.mark.parametrize("way", ["a function", "a program", "a test"])
+def test_text_that_has_no_processor_is_given_more_time(way, starved):
+    """It computes for 0.3 s, which take about 1.2 s here. Its limit is 0.6 s."""
+    bounds = {"time_s": 0.6, "memory_bytes": 1 << 29}
+    if way == "a function":
+        evaluate(executed, COMPUTES, **bounds)
+    elif way == "a program":
+        assert run_program(f"{COMPUTES}\nprint(1)", "", **bounds) == "1\n"
+    else:
+        assert holds(f"def f():\n    {COMPUTES}", "assert f() is None", **bounds)
+
+
+def test_host_without_a_processor_for_text_is_at_fault(monkeypatch):
+    waits = itertools.count(0.0, locked.LONGEST_WAIT_S + 1)
+    monkeypatch.setattr(locked, "processor_use", lambda pid: (0.0, next(waits)))
+    with pytest.raises(SandboxFailed, match="waited 61 s for a processor; the host has too much to do"):
+        evaluate(lambda: time.sleep(5), time_s=0.1, memory_bytes=1 << 28)
 
 
 @pytest.mark.slow

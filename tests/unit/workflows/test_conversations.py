@@ -71,7 +71,11 @@ def asked(text):
     return {"messages": [{"role": "user", "content": text}]}
 
 
-@settings(max_examples=max_examples(20, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=max_examples(20, 40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(seed=st.integers(0, 10**6), is_chat=st.booleans())
 def test_a_trajectory_is_exactly_what_was_served_and_generated(any_tokenizer, seed, is_chat):
     engine = RecordingEngine(any_tokenizer, seed=seed)
