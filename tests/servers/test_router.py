@@ -58,8 +58,7 @@ def test_server_that_was_restarted_behind_the_routers_back_gives_no_reply_before
     for rid in "abcd":  # the router asks both in turn
         reply = ask(engine, rid=rid, max_new_tokens=8, greedy=True, ignore_eos=True)
         assert (reply.output_tokens, reply.output_versions) == (expected, [1] * 8)
-    assert engine.metrics()["rollout/server_failures"] > 0
-    wait_until_serving(engine, 2)
+    wait_until_serving(engine, 2)  # it was dropped by one of these requests, or before by a look at its version
     sampling = {"temperature": 0, "max_new_tokens": 8}
     again = post(restarted, "/generate", {"input_ids": [1], "sampling_params": sampling}).json()
     assert (again["output_ids"], again["meta_info"]["weight_version"]) == (expected, "1")
