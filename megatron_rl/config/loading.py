@@ -95,7 +95,7 @@ def take_from_policy(merged: DictConfig) -> None:
     for name, of_policy in wanted.items():
         own, given = OmegaConf.select(merged, name), merged.get(of_policy)
         if isinstance(given, DictConfig) and (own is None or isinstance(own, DictConfig)):
-            options = {key: given._get_node(key) for key in given if own is None or key not in own}
+            options = {str(key): given._get_node(key) for key in given if own is None or key not in own}
             for key, value in options.items():
                 OmegaConf.update(merged, f"{name}.{key}", value, merge=False, force_add=True)
 
