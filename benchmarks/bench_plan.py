@@ -54,7 +54,8 @@ FITTED = (
 )
 
 STEP, DAMPING = 0.1, 0.3
-"""Of the fit, in logarithms: a constant's change for a slope, and the weight of not changing it."""
+"""Settings of `fit`, which works on the logarithms of the constants. STEP: how far a constant is moved to find a slope.
+DAMPING: how strongly a round is held back from changing a constant."""
 
 
 @dataclass(frozen=True)

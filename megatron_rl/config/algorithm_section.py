@@ -189,8 +189,8 @@ class CorrectionConfig(Section, name="correction"):
     update, over the tokens of the later updates. The first update's tokens need no extra pass, because that update's
     own forward pass computes their log-probabilities. loglinear: no extra pass, but the estimate log p(proximal) = (1 -
     s) log p(behavior) + s log p, with s = b / (b + d). Here, b is the number of updates between sampling and this step,
-    and d the number of updates done in this step. behavior: use the behavior policy itself, as in plain PPO; `weight`
-    must then be off."""
+    and d the number of updates done in this step. behavior: use the behavior policy itself, as in plain PPO.
+    `weight` must then be off."""
     weight: str = one_of("off", "clamp", "mask", default="off")
     """Importance weight p(proximal) / p(behavior), without gradient. clamp: limit the weight to [low, high] (truncated
     importance sampling). mask: do not train tokens whose weight is outside that range (IcePop, arXiv 2510.18855). If

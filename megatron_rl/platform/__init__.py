@@ -25,7 +25,7 @@ _kept: list[torch.library.Library] = []
 _transformer_engine_fault = ""
 """Why the installed Transformer Engine does not load. Empty if it does, and if none is installed."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def prepare() -> None:
@@ -74,7 +74,7 @@ def set_aside_broken_transformer_engine() -> None:
             del sys.modules[name]
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # imports of it raise ImportError
         if os.environ.get("RANK", "0") == "0":
-            log.warning(
+            logger.warning(
                 "Transformer Engine is installed but does not load (%s); Megatron-Core's local layers are used. "
                 "docs/gpu.md names versions that load together.",
                 _transformer_engine_fault,

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,9 @@ class TimeLimit:
         return sum(processor_use(pid)[1] for pid in self.pids)
 
     def _may_wait(self, pid: int) -> bool:
-        return state_of(pid) == "R" and processor_use(pid)[0] < self.time_s
+        with suppress(OSError):
+            return stat_of(pid)[0] == "R" and processor_use(pid)[0] < self.time_s  # R: it runs, or could run
+        return False
 
 
 def processor_use(pid: int) -> tuple[float, float]:
@@ -122,12 +124,9 @@ def processor_use(pid: int) -> tuple[float, float]:
         return 0.0, 0.0
 
 
-def state_of(pid: int) -> str:
-    """Return a process's state as in proc(5), such as R for running or ready to run. Empty if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of a process's `stat` from its state on, as in proc(5). Raises OSError if it is gone."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def evaluate(
@@ -346,8 +345,7 @@ def refuse_killed(pid: int, time_s: float) -> None:
 
 def processor_s(pid: int) -> float:
     """Return the CPU time in seconds of a child that has exited but has not been waited for."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        user, system = file.read().rpartition(b")")[2].split()[11:13]
+    user, system = stat_of(pid)[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 

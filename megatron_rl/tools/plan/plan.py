@@ -123,7 +123,7 @@ class Plan:
     servers: int
     trainer_gpus: int
     is_balanced: bool = False
-    """Whether every expert gets equally many rows, as benchmarks of pre-training force routers to."""
+    """True if the router gives every expert equally many rows, as in most benchmarks of pre-training."""
     shares_gpus: bool
     """Whether servers use the trainers' GPUs. They do so in turns (rollout.colocated), or because there are too few
     GPUs for both. In the latter case the plan does not fit."""

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -137,7 +136,7 @@ def test_host_without_a_processor_for_text_is_at_fault(monkeypatch):
     waits = itertools.count(0.0, locked.LONGEST_WAIT_S + 1)
     monkeypatch.setattr(locked, "processor_use", lambda pid: (0.0, next(waits)))
     with pytest.raises(SandboxFailed, match="waited 61 s for a processor; the host has too much to do"):
-        evaluate(lambda: time.sleep(5), time_s=0.1, memory_bytes=1 << 28)
+        evaluate(executed, SLEEPS, time_s=0.1, memory_bytes=1 << 28)
 
 
 @pytest.mark.slow
