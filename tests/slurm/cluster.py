@@ -29,6 +29,8 @@ GPU_NODES = NODES[2:]
 
 CONFIG = """\
 ClusterName=test
+# Jobs choose ports by their numbers, and another checkout's tests may have a cluster on this host.
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
@@ -131,9 +133,8 @@ def running_cluster(root: Path) -> Iterator[dict[str, str]]:
     """Start a cluster and yield the environment for its commands; stop its jobs and daemons at the end."""
     root.mkdir(parents=True)
     config = root / "slurm.conf"
-    config.write_text(
-        CONFIG.format(host=socket.gethostname().partition(".")[0], root=root, ports=_free_ports(1 + len(NODES)))
-    )
+    host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
+    config.write_text(CONFIG.format(host=host, root=root, ports=ports, first_job=1 + secrets.randbelow(1_000_000)))
     for node in NODES:
         (root / f"spool-{node}").mkdir()
     (root / "state").mkdir()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import POLL_S, ROOT, Cluster
+from cluster import ENDED, POLL_S, ROOT, Cluster
 
 from megatron_rl.cli import main
 from megatron_rl.launch.slurm import port_of
@@ -52,8 +52,15 @@ def wait_until(holds: Callable[[], object], what: Callable[[], str]) -> None:
     wait_for(holds, what, limit_s=LATE_S, poll_s=POLL_S)
 
 
-def wait_for_step(cluster: Cluster, folder: Path, step: int) -> None:
-    wait_until(lambda: step in steps(folder), lambda: f"{steps(folder)}: {cluster.told(folder.name)}")
+def wait_for_job(cluster: Cluster, job: str, name: str, holds: Callable[[], object]) -> None:
+    """Wait until `holds()`; AssertionError shows the log of a job that has ended before."""
+    what = lambda: f"{cluster.state(job)}: {cluster.told(name)}"  # noqa: E731
+    wait_until(lambda: holds() or cluster.state(job) in ENDED, what)
+    assert holds(), what()
+
+
+def wait_for_step(cluster: Cluster, job: str, folder: Path, step: int) -> None:
+    wait_for_job(cluster, job, folder.name, lambda: step in steps(folder))
 
 
 def processes_of(folder: Path, module: str = "megatron_rl") -> list[psutil.Process]:
@@ -82,7 +89,7 @@ def trained(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "trained"
     settings = (f"run.folder={folder}", f"warm_start.folder={folder}-warm", "batch.prompts_per_step=16", "run.steps=45")
     job = cluster.sbatch(folder.name, "--nodes", "2", GRPO, COUNT, *settings)
-    wait_for_step(cluster, folder, 5)
+    wait_for_step(cluster, job, folder, 5)
     killed = processes_of(folder, "megatron_rl.tools.embedded_server.server")
     for server in killed:
         server.kill()
@@ -152,7 +159,7 @@ def endless(folder: Path) -> tuple[str, ...]:
 
 
 def stops_of(cluster: Cluster, job: str, folder: Path, restarts: int) -> list[int]:
-    wait_until(lambda: cluster.about(job)["Restarts"] == str(restarts), lambda: cluster.told(folder.name))
+    wait_for_job(cluster, job, folder.name, lambda: cluster.about(job)["Restarts"] == str(restarts))
     return stopped_after(folder)
 
 
@@ -170,9 +177,9 @@ def noticed(cluster, tmp_path_factory):
     container["PATH"] = f"{folder}:{cluster.environment['PATH']}"
     settings = (f"run.folder={folder}/run", "run.checkpoint_every_steps=100000")
     job = cluster.sbatch(folder.name, "--nodes=1", SFT, "configs/count_sft.yaml", *settings, **container)
-    wait_until(lambda: starts.exists() and starts.read_text(), lambda: cluster.told(folder.name))
+    wait_for_job(cluster, job, folder.name, lambda: starts.exists() and starts.read_text())
     cluster("scancel", "--batch", "--signal=USR1", job)  # as Slurm does on the script's --signal
-    wait_until(lambda: cluster.about(job)["Restarts"] == "1", lambda: cluster.told(folder.name))
+    wait_for_job(cluster, job, folder.name, lambda: cluster.about(job)["Restarts"] == "1")
     return job, folder.name, starts
 
 
@@ -210,7 +217,7 @@ def test_a_server_over_two_nodes_starts_again_as_a_whole_where_one_of_them_loses
     settings = small(tmp_path / "wide", "rollout.backend=sglang", "rollout.server_args=[--tp,4]")
     gpus = ("--partition=gpu", "--nodes=2", "--gpus-per-node=2")
     job = cluster.sbatch("wide", *gpus, "scripts/serve_rollouts.sh", *settings, **container)
-    wait_until(lambda: starts.exists() and len(starts.read_text().split()) == 8, lambda: cluster.told("wide"))
+    wait_for_job(cluster, job, "wide", lambda: starts.exists() and len(starts.read_text().split()) == 8)
     assert sorted(starts.read_text().splitlines()) == ["0 n3", "0 n3", "1 n4", "1 n4"]
     assert re.search(r"server n3-0 ended with exit code \S+ and starts again in", cluster.told("wide"))
     cluster("scancel", job)
@@ -259,7 +266,7 @@ def test_slurm_takes_the_command_that_a_plan_prints(cluster, capsys):
 def test_cancelled_job_leaves_no_process_and_a_checkpoint(cluster, tmp_path):
     folder = tmp_path / "cancelled"
     job = cluster.sbatch(folder.name, GRPO, *endless(folder))
-    wait_for_step(cluster, folder, 1)
+    wait_for_step(cluster, job, folder, 1)
     cluster("scancel", job)
     cluster.wait_for_state(job, folder.name, "CANCELLED")
     wait_until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
@@ -280,10 +287,10 @@ def test_job_that_was_queued_again_goes_on_by_itself(cluster, noticed):
 def test_notified_job_saves_and_goes_on_by_itself(cluster, tmp_path):
     folder = tmp_path / "notified"
     job = cluster.sbatch(folder.name, GRPO, *endless(folder))
-    wait_for_step(cluster, folder, 1)
+    wait_for_step(cluster, job, folder, 1)
     cluster("scancel", "--batch", "--signal=USR1", job)
     (stopped,) = stops_of(cluster, job, folder, restarts=1)
-    wait_for_step(cluster, folder, stopped + 1)
+    wait_for_step(cluster, job, folder, stopped + 1)
     told = cluster.told(folder.name)
     assert told.count("is queued again") == 1 and "on SIGUSR1" in told
     assert resumed_after(cluster, folder.name) == [stopped] and stopped >= 2
@@ -298,11 +305,11 @@ def test_notified_job_saves_and_goes_on_by_itself(cluster, tmp_path):
 def test_preempted_job_goes_on_by_itself_and_then_on_two_ranks_of_a_heterogeneous_job(cluster, tmp_path):
     folder = tmp_path / "preempted"
     job = cluster.sbatch(folder.name, GRPO, *endless(folder))
-    wait_for_step(cluster, folder, 1)
+    wait_for_step(cluster, job, folder, 1)
     urgent = cluster.sbatch("urgent", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
     cluster.wait_for_state(urgent, "urgent", "COMPLETED")
     (first,) = stops_of(cluster, job, folder, restarts=1)
-    wait_for_step(cluster, folder, first + 1)
+    wait_for_step(cluster, job, folder, first + 1)
     assert "is queued again" in cluster.told(folder.name)
     cluster("scancel", job)
     cluster.wait_for_state(job, folder.name, "CANCELLED")
@@ -357,9 +364,9 @@ def test_answers_train_two_nodes_without_a_server_and_the_job_is_queued_again_on
     folder = tmp_path / "answers"
     settings = (f"run.folder={folder}", "run.steps=100000", "run.checkpoint_every_steps=100000", "data.evaluation=")
     job = cluster.sbatch(folder.name, "--nodes=2", SFT, "configs/count_sft.yaml", *settings)
-    wait_for_step(cluster, folder, 0)
+    wait_for_step(cluster, job, folder, 0)
     cluster("scancel", "--batch", "--signal=USR1", job)
-    wait_until(lambda: "is queued again" in cluster.told(folder.name), lambda: cluster.told(folder.name))
+    wait_for_job(cluster, job, folder.name, lambda: "is queued again" in cluster.told(folder.name))
     cluster("scancel", job)
     (stopped,) = stopped_after(folder)
     assert steps(folder) == list(range(stopped)) and (folder / "checkpoints" / f"step-{stopped}").is_dir()
@@ -376,7 +383,7 @@ def test_trainer_in_a_container_joins_the_servers_of_another_job_on_gpus_of_thei
     container = {"CONTAINER": "image.sif", "CONTAINER_RUNTIME": "apptainer", "CONTAINER_MOUNTS": str(tmp_path)}
     path = f"{apptainer}:{cluster.environment['PATH']}"
     job = cluster.sbatch("joined", *ONE_NODE, GRPO, *settings, "--servers=0", PATH=path, **container)
-    wait_for_step(cluster, folder, 0)
+    wait_for_step(cluster, job, folder, 0)
     servers = processes_of(folder, "megatron_rl.tools.embedded_server.server")
     assert sorted(server.environ()["CUDA_VISIBLE_DEVICES"] for server in servers) == ["0", "1"]
     cluster.wait_for_state(job, "joined", "COMPLETED")
