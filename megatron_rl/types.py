@@ -101,15 +101,15 @@ class Runs:
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[int, int]]) -> Runs:
         """Build from (value, length) pairs."""
-        values, lengths = [value for value, _ in pairs], [length for _, length in pairs]
-        return cls(torch.tensor(values, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
+        columns = [value for value, _ in pairs], [length for _, length in pairs]
+        return cls(*torch.tensor(columns, dtype=torch.int32))
 
     @classmethod
     def cat(cls, parts: Sequence[Runs]) -> Runs:
         return cls(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
 
     def __len__(self) -> int:
-        return int(self.lengths.sum())
+        return sum(self.lengths.tolist())
 
     def each(self) -> Tensor:
         """Decode to `[N]` int32."""
@@ -143,13 +143,13 @@ class SampledTokens:
         return cls(ids, logprobs, Runs.cat([part.versions for part in parts]))
 
     def __post_init__(self) -> None:
-        sizes = {"tokens": len(self.ids), "log-probabilities": len(self.logprobs), "versions": len(self.versions)}
-        if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{count} {name}" for name, count in sizes.items())
+        tokens, logprobs, versions = self.ids.shape[0], self.logprobs.shape[0], len(self.versions)
+        if not tokens == logprobs == versions:
+            found = f"{tokens} tokens, {logprobs} log-probabilities, {versions} versions"
             raise ValueError(f"a reply has {found}: it needs one of each for every token.")
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.ids.shape[0]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SampledTokens):
@@ -158,6 +158,9 @@ class SampledTokens:
         return all(torch.equal(a, b) for a, b in [*pairs, (self.versions.each(), other.versions.each())])
 
     __hash__ = None  # type: ignore[assignment]
+
+
+NO_TOKENS = SampledTokens.of([], [], [])
 
 
 @dataclass(kw_only=True, init=False, repr=False)
@@ -203,7 +206,7 @@ class LLMResponse:
     ) -> None:
         self.input_tokens, self.stop_reason, self.text, self.routes = input_tokens, stop_reason, text, routes
         self.latency_s, self.interruptions = latency_s, interruptions
-        self.sampled = SampledTokens.of([], [], []) if sampled is None else sampled
+        self.sampled = NO_TOKENS if sampled is None else sampled
         if not (output_tokens is None and output_logprobs is None and output_versions is None):
             self.sampled = SampledTokens.of(
                 self.output_tokens if output_tokens is None else output_tokens,
@@ -539,7 +542,10 @@ class TrajectoryBatch:
                 "no trajectories: every episode of the batch was rejected or failed; see the rollout metrics."
             )
         first = flat[0][1]
-        tokens = {k: torch.cat([getattr(t, k).to(dtype) for _, t in flat]) for k, dtype in TOKEN_KEYS.items()}
+        tokens = {}
+        for key, dtype in TOKEN_KEYS.items():
+            columns = [getattr(trajectory, key) for _, trajectory in flat]
+            tokens[key] = torch.cat([column if column.dtype == dtype else column.to(dtype) for column in columns])
         tokens |= {k: torch.cat([t.tokens[k] for _, t in flat]) for k in first.tokens}
         sequences = {
             "rewards": torch.tensor([t.reward for _, t in flat], dtype=torch.float32),

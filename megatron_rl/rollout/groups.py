@@ -67,6 +67,7 @@ def _joined(result: Any) -> TrajectoryBatch | None:
 
 def _check_trajectories(result: list[Any]) -> None:
     """Raise TypeError or ValueError for trajectories that `from_trajectories` would reject or silently change."""
+    columns: list[dict[str, Tensor]] = []
     for number, entry in enumerate(result):
         if not isinstance(entry, Trajectory):
             raise TypeError(
@@ -82,7 +83,7 @@ def _check_trajectories(result: list[Any]) -> None:
                     f"arun_episode returned {whose}{name} of shape {tuple(value.shape)} for input_ids of "
                     f"{tuple(entry.input_ids.shape)}: must have one entry per token."
                 )
-        _check_tokens(tokens, whose)
+        columns.append(tokens)
         first = result[0]
         if entry.tokens.keys() != first.tokens.keys() or entry.sequence.keys() != first.sequence.keys():
             raise ValueError(
@@ -94,13 +95,21 @@ def _check_trajectories(result: list[Any]) -> None:
                 float(number_of)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"arun_episode returned {whose}{name} = {number_of!r}: must be a number.") from error
+    if not columns:
+        return
+    try:  # all at once, because checks of each alone would take longer than all other work on the group
+        _check_tokens({name: torch.cat([tokens[name] for tokens in columns]) for name in TOKEN_KEYS})
+    except ValueError:
+        for number, tokens in enumerate(columns):
+            _check_tokens(tokens, f"trajectory {number} with ")
+        raise
 
 
 def _check_tensors(columns: Any, whose: str = "") -> None:
     for name, value in columns.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"arun_episode returned {whose}{name} as {type(value).__name__}; must be a torch.Tensor.")
-        if value.device.type != "cpu":
+        if not value.is_cpu:
             raise ValueError(f"arun_episode returned {whose}{name} on {value.device}; must be on the CPU.")
 
 

@@ -103,8 +103,13 @@ class ServerClient(ServerHttp):
 
     # -- requests
 
-    def asked(self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int) -> Asked:
-        """Return the facts against which the reply to this request is checked. version: the current policy version."""
+    def asked(
+        self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int, **further: Any
+    ) -> Asked:
+        """Return the facts against which the reply to this request is checked.
+
+        version: the current policy version. further: fields of Asked that the server does not know.
+        """
         info = self.info
         sizes = [size for size in (info.vocab_size if info else None, self.vocab_size) if size is not None]
         return Asked(
@@ -119,6 +124,7 @@ class ServerClient(ServerHttp):
             gives_text=info is None or info.gives_text,
             # SGLang starts a step before it has recorded the last one; the embedded server does not.
             late=int(self.freezes_steps and info is not None and not info.is_embedded),
+            **further,
         )
 
     def open_call(self, call: asyncio.Task[ReplyPart]) -> None:

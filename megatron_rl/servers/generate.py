@@ -257,7 +257,10 @@ class SamplingClient(Sampler):
 
         The wait for a free connection does not count towards the deadline.
         """
-        with not_counted(deadline):
+        if self.fleet.slots.locked():
+            with not_counted(deadline):
+                await self.fleet.slots.acquire()
+        else:
             await self.fleet.slots.acquire()
         try:
             yield

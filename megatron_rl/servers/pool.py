@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import resource
 import time
@@ -199,10 +198,17 @@ class Fleet:
 
         routed: number of leading rows whose routes are not requested.
         """
-        asked = server.asked(rid, tokens, params, version=self._version())
-        asked = dataclasses.replace(asked, routes=self.options.routes, routes_from=routed)
-        weights = None if self.router is not None else self.members.weights_of(server)
-        return dataclasses.replace(asked, weights=weights, is_routed=self.router is not None)
+        is_routed = self.router is not None
+        return server.asked(
+            rid,
+            tokens,
+            params,
+            version=self._version(),
+            weights=None if is_routed else self.members.weights_of(server),
+            is_routed=is_routed,
+            routes=self.options.routes,
+            routes_from=routed,
+        )
 
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:
         """Accept a reply. Raises ServerError if its weights cannot be those that were published."""

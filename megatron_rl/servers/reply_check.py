@@ -126,7 +126,7 @@ def parsed(content: bytes | bytearray) -> Any:
         raise ValueError(f"{bytes(content[:80])!r} is not JSON: {error}") from None
     try:
         # orjson silently keeps the last of duplicate keys. A text search would miss keys written with escapes.
-        json.loads(content, object_pairs_hook=without_repeats)
+        REPEATS.decode(content.decode())
     except RecursionError:
         raise ValueError(f"{bytes(content[:80])!r} is nested too deep") from None
     return answer
@@ -139,6 +139,9 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> None:
         if name in seen:
             refuse(name, "two values", "must be there once")
         seen.add(name)
+
+
+REPEATS = json.JSONDecoder(object_pairs_hook=without_repeats)
 
 
 def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: Tensor | None = None) -> ReplyPart:

@@ -145,8 +145,7 @@ class ServerHttp:
         try:
             async with request as answer:
                 reading = self._read(answer, endpoint, at_most, stream if answer.status == 200 else None)
-                status, pieces = answer.status, await reading
-                wait_s = seconds_of(answer.headers.get("Retry-After", ""))
+                status, pieces, retry_after = answer.status, await reading, answer.headers.get("Retry-After", "")
         except TimeoutError as error:
             raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -156,7 +155,7 @@ class ServerHttp:
             raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
         content = b"" if status < 300 else b"".join(pieces)
         if status in BUSY:  # before the other 4xx, as this is no refusal
-            raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", wait_s)
+            raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", seconds_of(retry_after))
         if status >= 500 or 300 <= status < 400:  # a redirect is an error, too: nothing was done
             raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
         if status >= 400:

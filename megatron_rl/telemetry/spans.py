@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,33 +67,25 @@ class Spans:
         self._recorded: list[Span] | None = None
         self.left_out = 0
 
-    @contextmanager
-    def __call__(self, row: str, name: str, *, place: str = "", **args: Any) -> Iterator[Span]:
+    def __call__(self, row: str, name: str, *, place: str = "", **args: Any) -> Recorder:
         """Record the `with` block as a span. Spans begun in the block, its tasks and its threads become its
         children."""
-        within = _inside.get()
-        # A span of another Spans object cannot be the parent: the two are recorded and taken separately.
-        parent = within[1] if within is not None and within[0] is self else None
-        span = Span(row=row, name=name, begin_s=time.monotonic(), parent=parent, place=place, args=args)
+        return Recorder(self, Span(row=row, name=name, begin_s=0.0, place=place, args=args))
+
+    def begin(self, span: Span) -> None:
+        """Note that a span has begun."""
         with self._lock:
             self._open[id(span)] = span
-        # A context variable: tasks started in this block inherit it, concurrent ones do not see it.
-        token = _inside.set((self, span))
-        try:
-            yield span
-        except BaseException as error:
-            span.args["error"] = f"{type(error).__name__}: {error}"[:200]
-            raise
-        finally:
-            _inside.reset(token)
-            span.end_s = time.monotonic()
-            with self._lock:
-                del self._open[id(span)]
-                self._last.append(span)
-                if self._recorded is not None:
-                    self._keep(span, self._recorded)
-            # Outside the lock, because on_end may begin or list spans itself.
-            self._on_end(span)
+
+    def end(self, span: Span) -> None:
+        """Note that a span has ended."""
+        with self._lock:
+            del self._open[id(span)]
+            self._last.append(span)
+            if self._recorded is not None:
+                self._keep(span, self._recorded)
+        # Outside the lock, because on_end may begin or list spans itself.
+        self._on_end(span)
 
     def open(self) -> list[Span]:
         """Return the spans in progress, oldest first."""
@@ -124,6 +116,31 @@ class Spans:
             recorded.append(span)
         else:
             self.left_out += 1
+
+
+class Recorder(AbstractContextManager[Span]):
+    """Records its `with` block as a span. A class, because a generator takes twice as long, three times per reply."""
+
+    def __init__(self, spans: Spans, span: Span) -> None:
+        self._spans, self._span = spans, span
+
+    def __enter__(self) -> Span:
+        span, within = self._span, _inside.get()
+        # A span of another Spans object cannot be the parent: the two are recorded and taken separately.
+        span.parent = within[1] if within is not None and within[0] is self._spans else None
+        span.begin_s = time.monotonic()
+        self._spans.begin(span)
+        # A context variable: tasks started in this block inherit it, concurrent ones do not see it.
+        self._token = _inside.set((self._spans, span))
+        return span
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
+        span = self._span
+        if error is not None:
+            span.args["error"] = f"{type(error).__name__}: {error}"[:200]
+        _inside.reset(self._token)
+        span.end_s = time.monotonic()
+        self._spans.end(span)
 
 
 def copied(spans: list[Span]) -> list[Span]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 DECODED_HERE = 2048
 """Longest reply, in tokens, that is decoded on the event loop. Longer replies are decoded in a thread."""
+TEXTS_KEPT = 64
+"""Number of prompts whose text is kept."""
 RewardFn = Callable[..., float | dict[str, float]]
 # Arguments that a reward function gets in addition to the prompt's data, and the run's `sample_key`, which it never
 # gets.
@@ -80,6 +83,7 @@ class RewardCall:
         self.function: RewardFn = reward_fn
         self.tokenizer, self.timeout_s = tokenizer, timeout_s
         self._under_way: set[object] = set()
+        self._texts: dict[bytes, str] = {}
         self._warned: set[tuple[str, str]] = set()
         is_plain = isinstance(self.function, FunctionType)
         self.name = f"{self.function.__module__}:{self.function.__qualname__}" if is_plain else repr(self.function)
@@ -100,7 +104,7 @@ class RewardCall:
         ids = reply.output_tokens
         prompt, completion = "", reply.text
         if self.tokenizer is not None:
-            prompt = str(self.tokenizer.decode(reply.input_tokens))
+            prompt = self._prompt_text(reply.input_tokens)
             # Decode the tensor: a list would be checked entry by entry. Decoding a long reply takes milliseconds and
             # does not hold the GIL.
             decode = partial(self.tokenizer.decode, reply.sampled.ids, skip_special_tokens=True)
@@ -117,6 +121,17 @@ class RewardCall:
         except ValueError as error:
             raise ValueError(f"reward_fn {self.name}, {described(self.function)}: {error}") from error
         return Reward(sum(score.values()), score) if isinstance(score, dict) else score
+
+    def _prompt_text(self, ids: list[int]) -> str:
+        """Decode a prompt. Its text is kept for the prompt's other samples."""
+        assert self.tokenizer is not None
+        text = self._texts.pop(key := array("q", ids).tobytes(), None)
+        if text is None:
+            text = str(self.tokenizer.decode(ids))
+            if len(self._texts) >= TEXTS_KEPT:
+                self._texts.pop(next(iter(self._texts)))
+        self._texts[key] = text
+        return text
 
     async def _served(self, recipe: Recipe, arguments: dict[str, Any]) -> float:
         """Score by a recipe, recording each part's value and duration as metrics of the span."""

