@@ -19,18 +19,19 @@ def provenance() -> str:
 
 def commit() -> str:
     """Return the checkout's commit and whether it has local changes; empty for an installed package."""
-    try:
-        told = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=7"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    if not (ROOT / ".git").exists():
         return ""
-    name, _, changed = told.stdout.strip().partition("-")
-    is_ours = told.returncode == 0 and (ROOT / ".git").exists()
-    return f", commit {name}{' with changes' if changed else ''}" if is_ours else ""
+    try:
+        name, changed = told_by_git("rev-parse", "--short=7", "HEAD"), told_by_git("status", "--porcelain", "-uno")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f", commit {name}{' with changes' if changed else ''}"
+
+
+def told_by_git(*command: str) -> str:
+    """Return what git prints. It takes no lock: if it were killed with one, every later git command would fail."""
+    whole = ["git", "-C", str(ROOT), "--no-optional-locks", *command]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def read_provenance(config: str) -> str:
