@@ -8,7 +8,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -131,7 +131,8 @@ def start(
     """Join the trainer's process group, build a layout and activate it. Collective: every rank calls it.
 
     Without torchrun's environment variables, this process forms a world of size 1. A second call adds another layout
-    over the same ranks. Raises ValueError if the layout does not divide the world size.
+    over the same ranks. Raises ValueError if the layout does not divide the world size, RuntimeError if another process
+    uses MASTER_PORT.
     timeout_s: timeout of each collective in every group, both NCCL and gloo.
     control: the first layout's control group, which a second layout shares.
     """
@@ -147,7 +148,8 @@ def start(
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(platform.backend(), timeout=timeout, **_place_in_world(timeout))
+            with _port_in_use_is_named():
+                dist.init_process_group(platform.backend(), timeout=timeout, **_place_in_world(timeout))
         else:
             alone = dist.HashStore()  # an in-process store opens no port
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
@@ -299,6 +301,21 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
         host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
     return {"store": store, "rank": rank, "world_size": size}
+
+
+@contextlib.contextmanager
+def _port_in_use_is_named() -> Iterator[None]:
+    """Raise RuntimeError in place of torch's error about a port that another process uses."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        raise RuntimeError(
+            f"MASTER_PORT = {port}: another process on {host} listens there, and rank 0 must. Submit the job again, as "
+            f"another job has another port; with torchrun, set --master-port."
+        ) from error
 
 
 def _control_group(timeout: timedelta) -> dist.ProcessGroup:

@@ -1,10 +1,12 @@
 """How ranks meet."""
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
+import pytest
 import torch.distributed as dist
 
 from megatron_rl import parallel
@@ -25,6 +27,19 @@ def listening_addresses():
 def test_the_store_of_ranks_on_one_host_is_open_to_that_host_alone():
     first, second = run_ranks(2, listening_addresses)
     assert first == ["127.0.0.1"] and second == []
+
+
+def meeting_where_another_listens(host):
+    os.environ["MASTER_ADDR"] = host
+    with socket.create_server((host, 0)) as other:
+        port = os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+        with pytest.raises(RuntimeError, match=rf"MASTER_PORT = {port}: another process on {host} listens there"):
+            parallel.start(ParallelConfig(), seed=1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"], ids=["this host", "any"])
+def test_a_port_that_another_process_has_is_named(host):
+    run_ranks(1, meeting_where_another_listens, host)
 
 
 def groups_of_two_layouts(world_size, timeout_s):
