@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ NO_WEIGHTS = "none"
 """Version of weights that were never loaded. It is not a valid policy version."""
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 """glibc settings that make a CPU server reuse freed memory instead of faulting in new pages every turn."""
+EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
+"""A setting of torch's allocator that SGLang's --enable-memory-saver refuses."""
 SGLANG_CPU_ARGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05"),
     # Without it an idle scheduler keeps a core busy.
@@ -205,6 +208,9 @@ class ServerLauncher:
         if self.backend == "sglang" and (plugins := self._plugins()):
             first_paths.append(str(write_plugins(self.folder / "sglang_plugins", plugins)))
         environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
+        if self.backend == "sglang" and self.config.colocated:
+            for name in {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+                environment[name] = EXPANDABLE.sub(r"\1False", environment[name])
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
         return environment

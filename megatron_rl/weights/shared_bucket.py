@@ -8,13 +8,14 @@ pickle instead, from which it rebuilds the tensor (in the format of SGLang 0.5.1
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import mmap
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from megatron_rl.weights.update_group import TensorSpec
 
 SHARED_FILES = Path("/dev/shm")
 FILE_NAME = re.compile(r"torch_\d+_\d+_\d+")
+EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 REMEDY = (
     "rollout.publication = ipc needs trainer and server on one host, with one /dev/shm or with the trainer's GPU "
     "visible to the server; set rollout.publication=group."
@@ -48,7 +50,8 @@ class SharedBucket:
         """The bucket's file in /dev/shm; None on a GPU."""
         if device.type == "cuda":
             torch.cuda.ipc_collect()  # frees earlier buckets that readers have released
-            self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            with without_expandable_segments():
+                self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
             return
         free = shutil.disk_usage(SHARED_FILES).free
         if nbytes > free:  # writing would kill the process with SIGBUS
@@ -92,6 +95,25 @@ class SharedBucket:
         if is_cuda:
             torch.cuda.ipc_collect()
         return self.file if self.file is not None and self.file.exists() else None
+
+
+@contextlib.contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Allocate memory in this block that other processes can open, even if PYTORCH_ALLOC_CONF says expandable_segments.
+
+    A handle of an expandable segment is a file descriptor, which the reader would have to take out of this process
+    (pidfd_getfd). Containers, and kernels with Yama's default, do not permit this.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if not EXPANDABLE.search(settings):
+        yield
+        return
+    # All settings again, because torch resets those that are not given.
+    torch._C._accelerator_setAllocatorSettings(EXPANDABLE.sub(r"\1False", settings))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 class _SharingPickler(pickle.Pickler):

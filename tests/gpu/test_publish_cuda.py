@@ -129,7 +129,17 @@ print(int(open_bucket(json.loads(sys.argv[1]), 1000).to(torch.int64).sum()))
 """
 
 
-def test_another_process_reads_a_bucket_on_the_gpu():
+@pytest.mark.parametrize("segments", [False, True])
+def test_another_process_reads_a_bucket_on_the_gpu(segments):
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{segments}")
+    try:
+        other_process_reads_a_bucket()
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def other_process_reads_a_bucket():
     bucket = SharedBucket(2000, torch.device("cuda"))
     for value in (1, 3):  # the second time, in the same memory
         bucket.flat.fill_(value)

@@ -243,6 +243,17 @@ def test_sglang_command_on_a_host_without_cuda(tmp_path, monkeypatch):
     assert "PYTHONDONTWRITEBYTECODE" not in environment and "WORLD_SIZE" not in environment
 
 
+@pytest.mark.parametrize(("is_colocated", "segments"), [(True, "False"), (False, "True")])
+def test_a_server_that_releases_memory_has_no_expandable_segments(is_colocated, segments, tmp_path, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    publication = "ipc" if is_colocated else "group"
+    options = config(backend="sglang", colocated=is_colocated, publication=publication)
+    found = Supervisor(options, "model", tmp_path)._launcher.environment(0)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert found[name] == f"max_split_size_mb:64,expandable_segments:{segments}"
+
+
 def test_each_server_has_its_devices(tmp_path):
     supervisor = Supervisor(config(server_count=2), "model", tmp_path, devices=[["0", "1"], ["2", "3"]])
     assert [supervisor._launcher.environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["0,1", "2,3"]
