@@ -71,6 +71,7 @@ class HostCopy:
         ends = list(itertools.accumulate(math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes.values()))
         if ends and ends[-1] > len(self.memory):
             self.hosts = {}
+            torch.cuda.synchronize()  # copies out of the old memory, which `give_back` only started
             self.memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first: both may not fit
             self.memory = host_memory.page_locked(ends[-1], has_gpu=platform.has_cuda())
         places = zip(sizes.items(), [0, *ends][: len(sizes)], strict=True)
