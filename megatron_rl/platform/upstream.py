@@ -166,6 +166,24 @@ def storages_pickled_by_torchs_name(module: ModuleType) -> None:
         function.__module__, function.__qualname__ = "torch.storage", "_load_from_bytes"
 
 
+def steps_on_the_gpu_after_its_gradients(module: ModuleType) -> None:
+    """Make the part of a partly offloaded optimizer that is on the GPU wait for its gradients.
+
+    With overlap_cpu_optimizer_d2h_h2d, Megatron converts its gradients on the stream of the copies to the host, and
+    steps on the current stream without waiting for them.
+    """
+    cls = module.HybridDeviceOptimizer
+    make_parts = cls._init_sub_optimizers
+
+    def make_parts_that_wait(self) -> None:
+        make_parts(self)
+        if self.gpu_optimizer is not None:
+            wait = lambda *_: torch.cuda.current_stream().wait_stream(self._d2h_stream)  # noqa: E731
+            self.gpu_optimizer.register_step_pre_hook(wait)
+
+    cls._init_sub_optimizers = make_parts_that_wait
+
+
 @dataclass(frozen=True)
 class Fix:
     """A function that patches a module after its import, and the megatron.core version that no longer needs it."""
@@ -181,6 +199,7 @@ FIXES = {
     "megatron.core.safe_globals": Fix(storages_pickled_by_torchs_name),
     "megatron.core.transformer.moe.moe_utils": Fix(router_without_transformer_engine, "0.17.0"),
     "megatron.core.optimizer.distrib_optimizer": Fix(distributed_adam_resume),
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": Fix(steps_on_the_gpu_after_its_gradients),
     "megatron.core.tensor_parallel.layers": Fix(embedding_without_a_mask_as_index),
     "megatron.core.tensor_parallel.mappings": Fix(uneven_parts_over_gloo),
     "megatron.core.dist_checkpointing.strategies.filesystem_async": Fix(checkpoint_results_without_a_server),

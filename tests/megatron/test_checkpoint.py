@@ -572,6 +572,7 @@ def test_every_fix_has_its_module():
         "megatron.core.safe_globals",
         "megatron.core.transformer.moe.moe_utils",
         "megatron.core.optimizer.distrib_optimizer",
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.tensor_parallel.layers",
         "megatron.core.tensor_parallel.mappings",
         "megatron.core.transformer.multi_latent_attention",
