@@ -20,7 +20,7 @@ FORKING = "fork_programs"
 TESTS = Path(__file__).parent
 SHARED = {
     "the real SGLang": ("real_sglang", "real_supervisor"),
-    "the process that rehearses": ("rehearsals.of(",),
+    "the process that rehearses": ("rehearsals.of(", "rehearsals.run_programs("),
 }
 """By each process that a session starts once: the words by which a file's text shows that its tests ask for it."""
 

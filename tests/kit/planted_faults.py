@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from megatron.core import parallel_state
 from megatron.core.transformer.mlp import MLP
 
@@ -126,6 +127,14 @@ def activations_kept_from_one_microbatch_to_the_next(rank):
 @fault
 def weights_kept_twice(rank):
     before(MegatronEngine, "train_batch", lambda self, *_: KEPT.extend(p.detach().float() for p in self.parameters()))
+
+
+# -- streams in no order
+
+
+@fault
+def collectives_that_nobody_waits_for(rank):
+    c10d._CoalescingManager.wait = lambda self: None
 
 
 # -- ranks that do not fit together

@@ -19,7 +19,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     ctypes.CDLL(str(SHIM))
+    from megatron_rl.tools.rehearsal import device_ledger
+    from megatron_rl.tools.rehearsal.fake_cuda import FakeCuda
     from megatron_rl.tools.rehearsal.rehearsed_rank import leave, prepare, rehearse_orders, rehearse_rank
+    from megatron_rl.tools.rehearsal.stand_ins import stand_in_for_world
 
     ledger = prepare(80 << 30)
     from tests.kit.planted_faults import FAULTS
@@ -37,6 +40,23 @@ def main() -> None:
 
         return max(in_a_fork(lambda order=order: rehearse(order)) for order in orders)
 
+    def run_programs(folder: Path) -> None:
+        """Run the programs of tests.kit.stream_programs, with their faults and without, and write what is found."""
+        from tests.kit import stream_programs
+
+        shown, own = device_ledger.shown, stream_programs.__file__
+        device_ledger.shown = lambda name, line: f"{Path(own).name}:{line}" if name == own else shown(name, line)
+        stand_in_for_world(ledger, rank=0, world_size=2, local_rank=0, local_world_size=2)
+        found = {}
+        with FakeCuda(ledger):
+            for name, program in stream_programs.PROGRAMS.items():
+                found[name] = []
+                for is_mended in (False, True):
+                    ledger.order.faults.clear()
+                    program(is_mended)
+                    found[name].append(dict(ledger.order.faults))
+        (folder / "found.json").write_text(json.dumps(found))
+
     def in_a_fork(work) -> int:
         if (pid := os.fork()) == 0:
             leave(work)
@@ -45,7 +65,9 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         folder = Path(asked.pop("folder"))
-        if asked:
+        if asked.pop("programs", False):
+            answers.write(f"{in_a_fork(lambda folder=folder: run_programs(folder))}\n")
+        elif asked:
             answers.write(f"{rehearse_case(folder, **asked)}\n")
         else:
             answers.write(f"{in_a_fork(lambda folder=folder: rehearse_orders(folder, ledger))}\n")

@@ -79,6 +79,11 @@ class Rehearsals:
         assert resident_kb < MOST_RESIDENT_KB, "large tensors have no memory"
         return {order["rank"]: _result(folder / str(order["rank"])) for order in orders}
 
+    def run_programs(self, folder: Path) -> dict[str, list[dict[str, int]]]:
+        """Return the faults of streams in each program of tests.kit.stream_programs, and in its mended form."""
+        self._ask(folder=folder, programs=True)
+        return json.loads((folder / "found.json").read_text())
+
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let `megatron-rl rehearse` ask this process where it would start one of its own."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import PythonCallbackWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron_rl.tools.rehearsal.device_memory import DeviceMemory
 from megatron_rl.tools.rehearsal.known_numbers import forget, known, on_device
 from megatron_rl.tools.rehearsal.operations import operation, tensors_in
+from megatron_rl.tools.rehearsal.stream_order import Clock, StreamOrder
 from megatron_rl.tools.rehearsal.te_kernels import LAUNCHES
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -82,8 +83,6 @@ class Ledger:
         """(description, ranks) of each process group that a collective has used."""
         self.buckets: list[int] = []
         """Bytes of each bucket of the publication. Each bucket is one request to every server."""
-        self.page_locked: list[range] = []
-        """Address ranges of host memory pinned with cudaHostRegister."""
         self.made_groups: Counter[str] = Counter()
         """{backend: number of groups created}."""
         self.checkpoint_bytes = 0.0
@@ -96,12 +95,11 @@ class Ledger:
         """Implementation of the model's layers: transformer_engine or local."""
         self.assumed: Counter[str] = Counter()
         self.is_in_microbatch = False
-        self.overlaps = False
-        """Whether DDP's coalesced collectives overlap with computation. Their arguments do not show it."""
         self._is_compiled = False
         self.memory = DeviceMemory()
         self.host_memory = DeviceMemory()
         """Memory of large host tensors."""
+        self.order = StreamOrder(self.line)
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
         self._lines: dict[tuple[Any, int], str] = {}
@@ -133,13 +131,14 @@ class Ledger:
         """Record an operation's kernel launches, its FLOPs, and the memory of its results."""
         if self._is_compiled:
             return
+        op = operation(func)
+        self.order.note(op, args, kwargs, made)
         is_new = False
         for tensor in tensors_in(made):
             if on_device(tensor):
                 is_new |= self.memory.note(tensor, self.line)
             elif isinstance(tensor, FakeTensor):
                 self.note_on_host(tensor)
-        op = operation(func)
         if not (op.launches and (is_new or any(map(on_device, op.writes(args, kwargs))))):
             return
         phase = self.phases[self.phase]
@@ -166,17 +165,22 @@ class Ledger:
                 made = function(*args, **kwargs)
             finally:
                 self._is_compiled = False
-            for tensor in tree_leaves(made):
-                if isinstance(tensor, FakeTensor):
-                    self.memory.note(tensor, self.line)
+            given, results = (list(filter(on_device, tree_leaves(tree))) for tree in ((args, kwargs), made))
+            self.order.launch(function.__name__, given, results)
+            for tensor in results:
+                self.memory.note(tensor, self.line)
             self.phases[self.phase].kernels += 1
             self.memory.kernels += 1
             return made
 
         return run
 
-    def note_sync(self, what: str) -> None:
-        """Count an event at which the host waits for the device."""
+    def note_sync(self, what: str, until: Clock | None = None) -> None:
+        """Count an event at which the host waits for the device.
+
+        until: what it waits for; None for all operations of the current stream.
+        """
+        self.order.host_waits(until)
         where = f"{what} at {self.line()}"
         self.phases[self.phase].syncs[where] += 1
         if self.is_in_microbatch:
@@ -186,6 +190,8 @@ class Ledger:
         """Count a copy between host and device. host: the host tensor. A blocking copy also counts as a sync."""
         if host.numel() == 0:
             return
+        if self.is_pinned(host):
+            self.order.copy(host, is_write=direction == "to host")
         kind = f"{direction}, {'pinned' if self.is_pinned(host) else 'pageable'}, at {self.line()}"
         phase = self.phases[self.phase]
         phase.copies[kind] += 1
@@ -213,7 +219,7 @@ class Ledger:
         storage = tensor.untyped_storage()
         if isinstance(tensor, FakeTensor) or storage in self._pinned:
             return storage in self._pinned
-        return any(storage.data_ptr() in span for span in self.page_locked)
+        return any(storage.data_ptr() in span for span in self.order.page_locked)
 
     def note_assumed(self, what: str) -> None:
         """Count a value that the rehearsal had to assume."""
@@ -250,6 +256,8 @@ class Ledger:
         outs, ins = by_role.get("out", tensors), by_role.get("in", tensors)
         self.memory.mark("exchange", tensors)
         peer = given.get("dst", given.get("src", given.get("root_rank", -1)))
+        is_async = bool(given.get("async_op", "async_op" in operation(func).arguments))  # left out if it is the default
+        end = self._order_collective(kind, group, ins, outs, peer, is_async or kind in ("send", "recv"))
         nbytes = max(sum(t.numel() * t.element_size() for t in side) for side in (outs, ins)) if tensors else 0
         self.collectives.append(
             Collective(
@@ -261,7 +269,7 @@ class Ledger:
                 peer=ranks[peer] if isinstance(peer, int) and 0 <= peer < len(ranks) else -1,
                 nbytes=nbytes,
                 on_device=any(map(on_device, tensors)),
-                is_async=bool(given.get("async_op", False)) or (self.overlaps and kind.endswith("coalesced")),
+                is_async=is_async,
                 line=self.line(),
             )
         )
@@ -277,8 +285,30 @@ class Ledger:
             for out in outs:
                 forget(out)
         returns = len(func._schema.returns)
-        work = FakeWork().boxed()
+        work = PythonCallbackWork(lambda _: self.order.wait(end)).boxed()
         return None if returns == 0 else work if returns == 1 else (args[0], work)
+
+    def _order_collective(
+        self, kind: str, group: dist.ProcessGroup, ins: list[Tensor], outs: list[Tensor], peer: Any, is_async: bool
+    ) -> Clock:
+        """Tell the stream order which tensors a collective reads and writes. Return the clock of its end."""
+        number = self.group_number(group)
+        name = f"group {number} ({self.groups[number][0].lower()})"
+        if kind in ("send", "recv"):
+            name += f" with its rank {peer}"
+        if kind not in _ROLES:
+            is_read = kind == "send" or (kind == "broadcast" and peer == group.rank())
+            ins, outs = (ins, []) if is_read else ([], outs)
+        here, there = ([list(filter(wanted, part)) for part in (ins, outs)] for wanted in (_on_host, on_device))
+        self.order.on_host(kind, *here)
+        end = self.order.communicate(name, kind, *there, is_async=is_async)
+        if kind == "barrier" and there[1]:
+            self.order.host_waits()
+        return end
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return not on_device(tensor)
 
 
 _ROLES = {

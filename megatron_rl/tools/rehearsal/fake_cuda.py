@@ -88,6 +88,8 @@ class FakeCuda(TorchDispatchMode):
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args, kwargs))
         is_pinning = func is aten._pin_memory.default or func is aten.is_pinned.default
         if not (is_fake or is_pinning or (device is not None and torch.device(device).type == "cuda")):
+            if self.ledger.order.has_host_uses:
+                self.ledger.order.note(operation(func), args, kwargs, None)
             made = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
             if kwargs.get("pin_memory"):
                 self.ledger.note_pinned(made)
@@ -176,6 +178,7 @@ class FakeCuda(TorchDispatchMode):
 
     def _read_number(self, func, tensor: Tensor) -> Any:
         if on_device(tensor):
+            self.ledger.order.launch("a number read", [tensor], [])
             self.ledger.note_sync("a number read")
         value = known(tensor)
         if value is not None:
@@ -205,9 +208,9 @@ class FakeCuda(TorchDispatchMode):
         if not on_device(target) and (on_device(source) or not isinstance(target, FakeTensor)):
             self._to_host(source, target, is_blocking=not non_blocking)
             return target
+        made = self.run(func, (target, source, non_blocking), {})
         if on_device(target) and not on_device(source):
             self.ledger.note_copy("to device", source, is_blocking=not non_blocking)
-        made = self.run(func, (target, source, non_blocking), {})
         # Weights are not tracked, although they come from the host: a model's would fill the host's memory.
         value = None if isinstance(target, torch.nn.Parameter) else known(source)
         if value is not None and known(target) is None and _is_whole(target) and not is_large(value):
@@ -216,6 +219,7 @@ class FakeCuda(TorchDispatchMode):
 
     def _to_host(self, source: Tensor, target: Tensor, *, is_blocking: bool) -> None:
         if on_device(source):
+            self.ledger.order.launch("a copy to the host", [source], [])
             self.ledger.note_copy("to host", target, is_blocking=is_blocking)
         value = known(source)
         if isinstance(target, FakeTensor):

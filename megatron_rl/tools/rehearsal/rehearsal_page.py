@@ -55,6 +55,7 @@ def _section(rank: int, found: dict[str, Any]) -> str:
         f"<h2>Rank {rank} <small>{escape(_peak(found))}</small></h2>"
         + figure("Memory by part, over the kernels launched (GiB)", _memory(found))
         + _phases(found)
+        + _unordered(found)
         + figure("Bytes sent by each collective", bars(sent, width=WIDTH, title="Bytes sent") + links)
         + figure("Places where the host waits, after the start", bars(waits, width=WIDTH, title="Host syncs by line"))
         + figure("Copies, after the start", bars(copied, width=WIDTH, title="Copies between host and device"))
@@ -92,6 +93,11 @@ def _long_phases(launched: list[int], phases: list[str]) -> list[tuple[float, st
             spans.append((launched[start], name))
         start = end
     return spans
+
+
+def _unordered(found: dict[str, Any]) -> str:
+    rows = [[f"{count:,}", escape(what)] for what, count in Counter(found["unordered"]).most_common(SHOWN)]
+    return f"<div>{table(['times', 'uses of memory in no order between streams'], rows)}</div>" if rows else ""
 
 
 def _phases(found: dict[str, Any]) -> str:

@@ -111,6 +111,9 @@ def _of_rank(found: dict[str, Any], world: World) -> list[str]:
         if name != "start":
             syncs.update(phase["syncs"])
     lines += ["  host syncs by line", *(f"    {count:>5}  {where}" for where, count in syncs.most_common(SHOWN))]
+    if found["unordered"]:
+        lines.append("  uses of memory in no order between streams")
+        lines += [f"    {count:>5}  {what}" for what, count in Counter(found["unordered"]).most_common(SHOWN)]
     lines.append("  traffic              calls    GB sent      ms   group, link")
     rows = sorted(traffic(found, world), key=lambda row: -row["seconds"])
     for row in rows[:SHOWN]:

@@ -138,6 +138,7 @@ def as_dict(ledger: Ledger) -> dict[str, Any]:
         "made_groups": ledger.made_groups,
         "peers": {backend: len(ranks) - 1 for backend, ranks in ledger.peers.items()},
         "assumed": ledger.assumed,
+        "unordered": ledger.order.faults,
         "checkpoint_bytes": ledger.checkpoint_bytes,
         "layers": ledger.layers,
     }

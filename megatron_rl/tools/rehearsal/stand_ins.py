@@ -6,7 +6,6 @@ They are installed for the lifetime of a process, which must not be used for any
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import os
 from collections.abc import Callable
@@ -22,47 +21,22 @@ from torch.utils._pytree import tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.device_memory import NotedBackwards
-
-
-class _Stream:
-    """A stream or event on which all work is always finished."""
-
-    device = torch.device("cuda")
-    cuda_stream = 0
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_stream(self, *_: object, **__: object) -> None: ...
-
-    wait_event = record = wait = wait_stream
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Stream()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: object) -> float:
-        return 0.0
+from megatron_rl.tools.rehearsal.stream_order import StreamOrder
+from megatron_rl.tools.rehearsal.stream_stand_ins import streams_of
 
 
 class _Runtime:
     """The part of the CUDA runtime that pins host memory."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, order: StreamOrder) -> None:
+        self.order = order
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.ledger.page_locked.append(range(address, address + nbytes))
+        self.order.page_locked.append(range(address, address + nbytes))
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.ledger.page_locked = [span for span in self.ledger.page_locked if span.start != address]
+        self.order.page_locked = [span for span in self.order.page_locked if span.start != address]
         return 0
 
 
@@ -78,14 +52,14 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         name, major, minor, multi_processor_count, total_memory = "rehearsed", 9, 0, 132, memory_bytes
         uuid, warp_size, L2_cache_size = "rehearsed", 32, 50 << 20
 
-    def waits(what: str) -> Callable[..., None]:
-        return lambda *_, **__: ledger.note_sync(what)
-
     def ignore() -> Callable[..., None]:  # a new object each time: torch.compile rejects the same one under two names
         return lambda *_, **__: None
 
-    _Stream.synchronize = waits("a stream waited for")  # type: ignore[attr-defined]
-    stream, runtime = _Stream(), _Runtime(ledger)
+    def synchronize(*_: object) -> None:
+        ledger.order.host_waits_for_all()
+        ledger.note_sync("the device waited for")
+
+    runtime = _Runtime(ledger.order)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -101,22 +75,17 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         "memory_reserved": lambda *_: ledger.memory.live_bytes,
         "cudart": lambda: runtime,
         "is_current_stream_capturing": lambda: False,
-        "synchronize": waits("the device waited for"),
+        "synchronize": synchronize,
         "default_generators": collections.defaultdict(lambda: torch.default_generator),
         "_lazy_call": lambda function, **_: function(),
-        "Stream": _Stream,
-        "Event": _Stream,
-        "stream": lambda *_: contextlib.nullcontext(),
-        "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
     }
+    answers |= streams_of(ledger.order, ledger.note_sync)
     ignored = ["set_device", "_lazy_init", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state"]
     answers |= {name: ignore() for name in [*ignored, "reset_peak_memory_stats", "ipc_collect"]}
     for name, answer in answers.items():
         setattr(cuda, name, answer)
     cuda.random.get_rng_state, cuda.random.set_rng_state = answers["get_rng_state"], ignore()
     cuda.nvtx.range_push, cuda.nvtx.range_pop = ignore(), ignore()
-    torch.Tensor.record_stream = ignore()  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self.to(torch.device("cuda", cuda.current_device()))  # type: ignore[method-assign]
     make = torch.tensor
 
@@ -142,6 +111,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     resize = torch.UntypedStorage.resize_
 
     def noted_resize(self: torch.UntypedStorage, size: int) -> Any:
+        ledger.order.resize(self)
         ledger.memory.resize(self, size)
         return resize(self, size)
 

@@ -79,7 +79,6 @@ def rehearse_step(
             for part, tensors in zip(("weights", "optimizer", "gradients"), tensors_of(engine), strict=True):
                 ledger.mark(part, tensors)
         ledger.layers = run.engine.chunks[0].config.transformer_impl
-        ledger.overlaps = config.optimizer.overlap
         ledger.enter("step")
         whole = made_batch(config, run.groups.data.size, run.engine.arch.vocab, lengths)
         batch = rehearsed_batch(whole, run.groups, share_prompts=config.batch.share_prompts)

@@ -85,6 +85,7 @@ def test_a_config_of_a_cluster_runs_without_a_fault_and_waits_for_nothing_in_a_m
         syncs = part["phases"]["update"]["syncs"]
         own = {what: count for what, count in syncs.items() if " at megatron_rl/" in what}
         assert sum(own.values()) <= 3 and all(count == 1 for count in own.values()), (rank, own)
+        assert part["unordered"] == {}, rank
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import copy
 import functools
 import json
 from dataclasses import fields, replace
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,8 @@ from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.device_memory import kept_by
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, RehearsalError, World, check
+from megatron_rl.tools.rehearsal.rehearsal_page import page_of
+from megatron_rl.tools.rehearsal.rehearsal_text import as_dict, as_text
 from megatron_rl.tools.rehearsal.rehearsed_rank import config_of
 from tests.kit.examples import IS_THOROUGH
 from tests.kit.rehearsals import order_of
@@ -101,6 +103,7 @@ def rehearsed(model, rehearsals, tmp_path_factory):
     """Rehearse a case, once: by rank what it found, or the text of the fault that ended it."""
     folder = tmp_path_factory.mktemp("cases")
     faults, ranks = {SOUND: [], CUDNN: [], "waits": list(WAITS), "memory": list(MEMORY)}, {SOUND: [7, 4, 0]}
+    faults |= {"memory": [*MEMORY, "collectives_that_nobody_waits_for"]}
     ranks |= dict.fromkeys(APART, [4, 0]) | {"a_collective_missing_on_one_stage": [4]}  # rank 0 is sound there
 
     @functools.cache
@@ -129,6 +132,18 @@ def test_a_sound_job_has_no_fault_and_no_sync_of_its_own_in_a_microbatch(rehears
         own = {what: count for what, count in syncs(part).items() if "megatron_rl/" in what}
         assert sum(own.values()) <= 3, (rank, own)
         assert all(count == 1 for count in own.values()), (rank, own)
+        assert part["unordered"] == {}, rank
+
+
+def test_a_bucket_that_is_used_before_its_collective_was_waited_for_is_named_with_both_lines(rehearsed):
+    texts = " ".join(rehearsed("memory")[7]["unordered"])
+    for kind in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
+        assert f"by {kind} at megatron/core/distributed/param_and_grad_buffer.py:" in texts, texts
+    assert "on the default stream, in no order with the write by" in texts
+    result = Rehearsal(None, World(1, 8, 8, 2), DEVICES["h100"], {7: rehearsed("memory")[7]})
+    for report in (as_text(result), page_of(as_dict(result), title="")):
+        assert "uses of memory in no order between streams" in report
+        assert any(text in unescape(report) for text in rehearsed("memory")[7]["unordered"])
 
 
 @pytest.mark.parametrize("case", [case_of(name, "a_mask_left_on_the_host") for name in FAILS])
