@@ -153,6 +153,8 @@ emulated: operators
 	@$(PIP) --no-deps --upgrade --target .venv/share/worlds -r requirements/worlds.txt \
 	  || echo "==> without verifiers and OpenEnv, tests of their worlds are skipped"
 	@$(PIP) -c constraints.txt --no-deps --upgrade --target .venv/share/fla fla-core
+	@# Only its Python, for rehearsals. Where Megatron-Core finds Transformer Engine, it wants its libraries.
+	@$(PIP) -c constraints.txt --no-deps --upgrade --target .venv/share/te transformer-engine
 	@touch $@
 
 # Python compiles what the tests import, 8,000 files, beside the downloads.

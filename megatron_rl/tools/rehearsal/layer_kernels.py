@@ -23,9 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.rope import Rope, rotate
-from megatron_rl.tools.rehearsal import te_functions as functions
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
-from megatron_rl.tools.rehearsal.te_modules import GroupedLinear, LayerNormLinear, Linear, RMSNorm
 
 
 def kernels_of_layers(engine: MegatronEngine, packed: PackedRows, ledger: Ledger) -> dict[str, int]:
@@ -58,6 +56,8 @@ class ModulesAlone(nn.Module):
     """The reference layer: bare Transformer Engine modules with the shapes of the trainer's layers."""
 
     def __init__(self, engine: MegatronEngine, *, is_mixture: bool) -> None:
+        from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear, RMSNorm
+
         super().__init__()
         config = self.config = engine.tf_config
         self.rope, head_dim, kv_heads = Rope.of(engine.arch), config.kv_channels, config.num_query_groups
@@ -106,18 +106,20 @@ class ModulesAlone(nn.Module):
         return out.flatten(1)[:, None]
 
     def _experts(self, normed: Tensor) -> Tensor:
+        from transformer_engine.pytorch import permutation
+
         rows, config = normed.flatten(0, 1), self.config
         taken = len(rows) * config.moe_router_topk
         probs, routes = _Routing.apply(self.router(rows), config.moe_router_topk)
-        out, probs, places = functions.moe_permute_with_probs(rows, probs, routes, taken)
+        out, probs, places = permutation.moe_permute_with_probs(rows, probs, routes, taken)
         sizes = torch.full((self.experts,), taken // self.experts, device=rows.device)
         order = torch.arange(self.experts, device=rows.device)
-        out, probs = functions.moe_sort_chunks_by_index_with_probs(out, probs, sizes, order)
+        out, probs = permutation.moe_sort_chunks_by_index_with_probs(out, probs, sizes, order)
         splits = [taken // self.experts] * (self.experts - 1)
         splits.append(taken - sum(splits))
         out = self.down(weighted_bias_swiglu_impl(self.up(out, splits), None, probs[:, None]), splits)
-        out = functions.moe_sort_chunks_by_index(out, sizes, order)
-        return functions.moe_unpermute(out, places, restore_shape=rows.shape).view(normed.shape)
+        out = permutation.moe_sort_chunks_by_index(out, sizes, order)
+        return permutation.moe_unpermute(out, places, restore_shape=rows.shape).view(normed.shape)
 
 
 class _Routing(torch.autograd.Function):

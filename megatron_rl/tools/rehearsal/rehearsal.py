@@ -20,6 +20,7 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES, Device
 from megatron_rl.tools.plan.length_files import read_lengths
 from megatron_rl.tools.plan.plan_command import with_models
+from megatron_rl.tools.rehearsal import te_package
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.weights.architecture import read_architecture
 
@@ -131,6 +132,7 @@ def rehearse(
     """
     if not SHIM.exists():
         raise ValueError(f"{SHIM} does not exist: run `python csrc/build.py`, as `make` does.")
+    te_package.sources()
     config = load_config(path, overrides)
     if config.learns_from_data:
         raise ValueError(f"{config.chosen_data}: only RL runs are rehearsed; leave it out.")

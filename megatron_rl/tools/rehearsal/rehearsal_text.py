@@ -11,14 +11,15 @@ from megatron_rl.tools.plan.devices import CLUSTER_LINK, GIB, LINKS, NODE_LINK
 from megatron_rl.tools.plan.plan_command import keys_of, make_plan, start_command
 from megatron_rl.tools.plan.plan_text import as_dict as plan_dict
 from megatron_rl.tools.plan.plan_text import as_text as plan_as_text
+from megatron_rl.tools.rehearsal import te_package
 from megatron_rl.tools.rehearsal.budget import budget, budget_lines
 from megatron_rl.tools.rehearsal.rehearsal import Rehearsal, World, rehearse
 from megatron_rl.tools.rehearsal.rehearsal_page import page_of
 from megatron_rl.tools.rehearsal.sent_bytes import traffic
 
 LAYERS = {
-    "transformer_engine": "layers and optimizer of Transformer Engine 2.9.",
-    "local": "layers of torch's operators, optimizer of Transformer Engine 2.9.",
+    "transformer_engine": "layers and optimizer of Transformer Engine",
+    "local": "layers of torch's operators, optimizer of Transformer Engine",
 }
 SHOWN = 6
 """Maximum number of lines of each list."""
@@ -78,7 +79,7 @@ def as_text(result: Rehearsal) -> str:
     lines = [
         f"{world.ranks} trainer ranks on {world.nodes} x {world.gpus_per_node} {result.device.name}; rehearsed: "
         f"{', '.join(map(str, sorted(result.by_rank)))}. One update of two microbatches, or one for each stage; "
-        f"{LAYERS[result.by_rank[max(result.by_rank)]['layers']]}"
+        f"{LAYERS[result.by_rank[max(result.by_rank)]['layers']]} {te_package.version()}."
     ]
     for rank, found in sorted(result.by_rank.items()):
         lines += ["", f"rank {rank}", *_of_rank(found, world)]

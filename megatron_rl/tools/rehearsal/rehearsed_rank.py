@@ -17,7 +17,12 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.platform import upstream
 from megatron_rl.tools.rehearsal.device_ledger import Ledger, shown
 from megatron_rl.tools.rehearsal.fake_cuda import FakeCuda
-from megatron_rl.tools.rehearsal.stand_ins import Objects, stand_in_for_device, stand_in_for_world
+from megatron_rl.tools.rehearsal.stand_ins import (
+    Objects,
+    stand_in_for_device,
+    stand_in_for_triton,
+    stand_in_for_world,
+)
 from megatron_rl.tools.rehearsal.te_package import install
 
 
@@ -66,6 +71,7 @@ def prepare(memory_bytes: int) -> Ledger:
     ledger = Ledger()
     stand_in_for_device(ledger, memory_bytes=memory_bytes)
     install()
+    stand_in_for_triton(ledger)
     # Before megatron.core's first import, because its modules import the name `jit_fuser`.
     upstream.FIXES["megatron.core.jit"] = upstream.Fix(lambda module: setattr(module, "jit_fuser", ledger.compiled))
     platform.prepare()  # checks whether CUDA is available

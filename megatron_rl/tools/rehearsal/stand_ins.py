@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.device_memory import NotedBackwards
+from megatron_rl.tools.rehearsal.operations import tensors_in
 from megatron_rl.tools.rehearsal.stream_order import StreamOrder
 from megatron_rl.tools.rehearsal.stream_stand_ins import streams_of
 
@@ -116,6 +117,23 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         return resize(self, size)
 
     torch.UntypedStorage.resize_ = noted_resize  # type: ignore[method-assign]
+    address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(self: torch.UntypedStorage) -> int:
+        """Return an address that tells storages apart, which Transformer Engine's attention asks for."""
+        return self._cdata if self.device.type == "meta" else address(self)
+
+    torch.UntypedStorage.data_ptr = data_ptr  # type: ignore[method-assign]
+
+
+def stand_in_for_triton(ledger: Ledger) -> None:
+    """Let launches of Triton's kernels only be recorded. Transformer Engine has some, and allocates their results."""
+    from triton.runtime.jit import KernelInterface
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: ledger.note_launch(tensors_in(args, kwargs))
+
+    KernelInterface.__getitem__ = launch
 
 
 def _apply(self: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:

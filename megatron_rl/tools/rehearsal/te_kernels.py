@@ -1,12 +1,15 @@
-"""Stand-ins for Transformer Engine's kernels as torch operators, `torch.ops.te_stand_in`.
+"""The kernels of Transformer Engine's compiled extension that a trainer uses, as operators `torch.ops.te_kernels`.
 
-On the host they compute with plain torch. On the rehearsal's simulated device, whose tensors have no data, each call
-only allocates the kernel's results. It counts as one launch, or as many as LAUNCHES says.
+On the rehearsal's simulated device, whose tensors have no data, a call only allocates the kernel's results. It counts
+as one launch, or as many as LAUNCHES says. On the host the operators compute with plain torch, so that tests run
+Transformer Engine's modules on a CPU. The module te_extension calls them under the extension's names.
+
+Not counted: cuBLAS's and cuDNN's workspaces, and the temporary sums of norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,14 +18,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.utils.flop_counter import register_flop_formula
 
-NAMESPACE = "te_stand_in"
+NAMESPACE = "te_kernels"
 LAUNCHES: dict[Any, Callable[..., int]] = {}
 """{operator whose call is not a single launch: function of its arguments that returns the number of launches}."""
 CHUNK, BLOCKS, TENSORS = 2048 * 32, 320, (110, 64, 48, 36, 30)
 """Limits of one launch over lists of tensors. CHUNK: elements per block. BLOCKS: number of blocks. TENSORS: number of
 tensors per list, for 1 to 5 lists."""
 
-_ROWS = torch.contiguous_format
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -33,11 +35,10 @@ def _kernel(schema: str, *, without_memory: Callable, launches: Callable | None 
     launches: returns the number of launches. flops: returns the FLOPs, given shapes instead of tensors.
     """
 
-    def define(compute: Callable | None) -> Any:
+    def define(compute: Callable) -> Any:
         name = schema.partition("(")[0]
         _library.define(schema)
-        if compute is not None:
-            _library.impl(name, compute, "CPU")
+        _library.impl(name, compute, "CPU")
         _library.impl(name, without_memory, "Meta")
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         if launches is not None:
@@ -55,8 +56,8 @@ def _nothing(*_: Any) -> None: ...
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _product_flops(a, b, turns_a, turns_b, *_, **__) -> int:
-    return 2 * a[0] * a[1] * b[0 if turns_b else 1]
+def _multiplied(a: Tensor, b: Tensor, turns_a: bool, turns_b: bool) -> Tensor:
+    return (a.t() if turns_a else a) @ (b.t() if turns_b else b)
 
 
 @_kernel(
@@ -64,69 +65,62 @@ def _product_flops(a, b, turns_a, turns_b, *_, **__) -> int:
     without_memory=lambda a, b, turns_a, turns_b, dtype=None, bias=None: a.new_empty(
         a.shape[1 if turns_a else 0], b.shape[0 if turns_b else 1], dtype=dtype
     ),
-    flops=_product_flops,
+    flops=lambda a, b, turns_a, turns_b, *_, **__: 2 * a[0] * a[1] * b[0 if turns_b else 1],
 )
 def product(a, b, turns_a, turns_b, dtype=None, bias=None):
-    a, b = (x.to(dtype or x.dtype) for x in (a, b))
-    out = (a.t() if turns_a else a) @ (b.t() if turns_b else b)
+    """Multiply `[M, K]` by `[K, N]`. turns_a, turns_b: the matrix is stored transposed."""
+    out = _multiplied(*(x.to(dtype or x.dtype) for x in (a, b)), turns_a, turns_b)
     return out if bias is None else out + bias.to(out.dtype)
 
 
 @_kernel(
-    "add_product_(Tensor(a!) target, Tensor gradient, Tensor x) -> ()",
+    "product_into_(Tensor(a!) out, Tensor a, Tensor b, bool turns_a, bool turns_b, bool adds) -> ()",
     without_memory=_nothing,
-    flops=lambda target, gradient, x, **_: 2 * gradient[0] * gradient[1] * x[1],
+    flops=lambda out, a, b, turns_a, turns_b, *_, **__: 2 * a[0] * a[1] * b[0 if turns_b else 1],
 )
-def add_product_(target, gradient, x):
-    """Accumulate a matrix's gradient into `target`."""
-    target.add_((gradient.t() @ x).to(target.dtype))
+def product_into_(out, a, b, turns_a, turns_b, adds):
+    """Write a product into `out`, or add it to `out`."""
+    _write(out, _multiplied(a, b, turns_a, turns_b), adds)
 
 
-def _grouped_flops(x, matrices, *_, **__) -> int:
-    return 2 * x[0] * matrices[0][0] * matrices[0][1]
-
-
-def _filled(x, matrices, splits, *_) -> int:
-    return sum(rows > 0 for rows in splits)
+def _write(out: Tensor, value: Tensor, adds: bool) -> None:
+    if adds:
+        out.add_(value.to(out.dtype))
+    else:
+        out.copy_(value)
 
 
 @_kernel(
-    "grouped_product(Tensor x, Tensor[] matrices, int[] splits, bool turns) -> Tensor",
-    without_memory=lambda x, matrices, splits, turns: x.new_empty(x.shape[0], matrices[0].shape[0 if turns else 1]),
-    launches=_filled,  # one cuBLAS call per matrix, on several streams
+    "column_sums(Tensor x) -> Tensor",
+    without_memory=lambda x: x.new_empty(x.shape[1]),
+    launches=lambda x: 0,  # the product that reads x computes them, too
+)
+def column_sums(x):
+    """Return the gradient of a bias."""
+    return x.sum(0)
+
+
+def _grouped_flops(outs, a, b, turns_a, turns_b, adds, **_) -> int:
+    return sum(2 * x[0] * x[1] * y[0 if turns_b else 1] for x, y in zip(a, b, strict=True))
+
+
+def _grouped_launches(outs, a, b, turns_a, turns_b, adds) -> int:
+    # One cuBLAS call for each pair that has rows, on several streams. Without rows, the result is set to zeros.
+    filled = [x.numel() > 0 and y.numel() > 0 for x, y in zip(a, b, strict=True)]
+    zeroed = [out.numel() > 0 and not adds for out, has_rows in zip(outs, filled, strict=True) if not has_rows]
+    return sum(filled) + sum(zeroed)
+
+
+@_kernel(
+    "grouped_product_into_(Tensor(a!)[] outs, Tensor[] a, Tensor[] b, bool turns_a, bool turns_b, bool adds) -> ()",
+    without_memory=_nothing,
+    launches=_grouped_launches,
     flops=_grouped_flops,
 )
-def grouped_product(x, matrices, splits, turns):
-    """Multiply each split of the rows by its matrix."""
-    parts = zip(x.split(splits), matrices, strict=True)
-    return torch.cat([rows @ (matrix.t() if turns else matrix) for rows, matrix in parts])
-
-
-def _gradients(gradient: Tensor, x: Tensor, splits: list[int]) -> list[Tensor]:
-    return [part.t() @ rows for part, rows in zip(gradient.split(splits), x.split(splits), strict=True)]
-
-
-@_kernel(
-    "grouped_gradients(Tensor gradient, Tensor x, int[] splits) -> Tensor[]",
-    without_memory=lambda gradient, x, splits: [x.new_empty(gradient.shape[1], x.shape[1]) for _ in splits],
-    launches=lambda gradient, x, splits: len(splits),  # an expert without rows gets zeros
-    flops=lambda gradient, x, splits, **_: 2 * x[0] * x[1] * gradient[1],
-)
-def grouped_gradients(gradient, x, splits):
-    """Return the gradient of each matrix of a grouped product."""
-    return _gradients(gradient, x, splits)
-
-
-@_kernel(
-    "add_grouped_gradients_(Tensor(a!)[] targets, Tensor gradient, Tensor x, int[] splits) -> ()",
-    without_memory=_nothing,
-    launches=lambda targets, gradient, x, splits: _filled(x, targets, splits),
-    flops=lambda targets, gradient, x, splits, **_: 2 * x[0] * x[1] * gradient[1],
-)
-def add_grouped_gradients_(targets, gradient, x, splits):
-    """Accumulate the gradient of each matrix of a grouped product into `targets`."""
-    for target, found in zip(targets, _gradients(gradient, x, splits), strict=True):
-        target.add_(found.to(target.dtype))
+def grouped_product_into_(outs, a, b, turns_a, turns_b, adds):
+    """Write the product of each pair of matrices into its result, or add it there."""
+    for out, x, y in zip(outs, a, b, strict=True):
+        _write(out, _multiplied(x, y, turns_a, turns_b), adds)
 
 
 # -- norm and rotation -------------------------------------------------------------------------------------------------
@@ -134,7 +128,7 @@ def add_grouped_gradients_(targets, gradient, x, splits):
 
 @_kernel(
     "rms_norm(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
-    without_memory=lambda x, weight, *_: (torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)),
+    without_memory=lambda x, weight, *_: (x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)),
 )
 def rms_norm(x, weight, eps, zero_centered):
     """Return the normed rows, computed in float32 and rounded once, and the float32 factor of each row."""
@@ -145,7 +139,7 @@ def rms_norm(x, weight, eps, zero_centered):
 @_kernel(
     "rms_norm_backward(Tensor gradient, Tensor x, Tensor factor, Tensor weight, bool zero_centered)"
     " -> (Tensor, Tensor)",
-    without_memory=lambda gradient, x, factor, weight, _: (torch.empty_like(x), torch.empty_like(weight)),
+    without_memory=lambda gradient, x, factor, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
     launches=lambda *_: 2,  # a second kernel sums the weight's gradient
 )
 def rms_norm_backward(gradient, x, factor, weight, zero_centered):
@@ -161,7 +155,8 @@ def rms_norm_backward(gradient, x, factor, weight, zero_centered):
     without_memory=lambda x, angles, back: x.new_empty(x.shape),
 )
 def rotate(x, angles, back):
-    """Rotate `[s, b, heads, D]` in float32 by the angles `[s, 1, 1, <= D]` of its rows. back: rotate backwards."""
+    """Rotate `[s, b, heads, D]` in float32 by the angles `[>= s, 1, 1, <= D]` of its rows. back: rotate backwards."""
+    angles = angles[: x.shape[0]]
     rotated, rest = x[..., : angles.shape[-1]].float(), x[..., angles.shape[-1] :]
     low, high = rotated.chunk(2, dim=-1)
     sines = -angles.sin() if back else angles.sin()
@@ -169,7 +164,7 @@ def rotate(x, angles, back):
     return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
-# -- attention by cuDNN; on the host DotProductAttention does not call these -------------------------------------------
+# -- attention by cuDNN over packed rows -------------------------------------------------------------------------------
 
 
 def _rows_of_statistics(tokens: int) -> int:
@@ -180,107 +175,55 @@ def _rows_of_statistics(tokens: int) -> int:
     return max(1024, 1 << (tokens - 1).bit_length()) if tokens <= 1 << 15 else -(-tokens >> 15) << 15
 
 
-# Launches: zeros, because rows may be padding; then lengths and offsets of the segments; in forward a random state.
-attention = _kernel(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k) -> (Tensor, Tensor, Tensor)",
+def _statistics(query: Tensor) -> tuple[Tensor, Tensor]:
+    shape = _rows_of_statistics(query.shape[0]), query.shape[1], 1
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(2, dtype=torch.int64)
+
+
+def _segments(query: Tensor, key: Tensor, value: Tensor, query_cu: Tensor, key_cu: Tensor) -> Iterator[tuple]:
+    parts = [x.split(cu.diff().tolist()) for x, cu in ((query, query_cu), (key, key_cu), (value, key_cu))]
+    return zip(*parts, strict=True)
+
+
+def _attended(query, key, value, query_cu, key_cu, scale: float, before: int) -> Tensor:
+    """Compute causal attention segment by segment. A segment's queries are at the positions of its last keys."""
+    found = []
+    for q, k, v in _segments(query, key, value, query_cu, key_cu):
+        n, m, each = len(q), len(k), q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
+        scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+        behind = torch.arange(m - n, m)[:, None] - torch.arange(m)  # distance from the key to the query's own position
+        is_seen = (behind >= 0) & ((behind <= before) | (before < 0))
+        found.append(torch.einsum("hnm,mhd->nhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v))
+    return torch.cat(found)
+
+
+@_kernel(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, float scale, int before)"
+    " -> (Tensor, Tensor, Tensor)",
     without_memory=lambda query, key, value, *_: (
         query.new_empty(*query.shape[:2], value.shape[2]),
-        query.new_empty(_rows_of_statistics(query.shape[0]), query.shape[1], 1, dtype=torch.float32),
-        query.new_empty(2, dtype=torch.int64),
+        *_statistics(query),
     ),
+    # Zeros, because rows may be padding; lengths and offsets of the segments; the kernel; a random state.
     launches=lambda *_: 1 + 2 + 1 + 1,
-)(None)
-attention_backward = _kernel(
-    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor statistics, Tensor "
-    "random, Tensor cu_seq_q, Tensor cu_seq_k) -> (Tensor, Tensor, Tensor)",
-    without_memory=lambda gradient, *qkv: tuple(torch.empty_like(x, memory_format=_ROWS) for x in qkv[:3]),
+)
+def attention(query, key, value, cu_seq_q, cu_seq_k, scale, before):
+    """Return the result, the softmax statistics and a random state. before: keys before a query's own; -1: all."""
+    return _attended(query, key, value, cu_seq_q, cu_seq_k, scale, before), *_statistics(query)
+
+
+@_kernel(
+    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k,"
+    " float scale, int before) -> (Tensor, Tensor, Tensor)",
+    without_memory=lambda gradient, *qkv: tuple(x.new_empty(x.shape) for x in qkv[:3]),
     launches=lambda *_: 3 + 2 + 2,
-)(None)
-
-
-# -- tokens and experts ------------------------------------------------------------------------------------------------
-
-
-@_kernel(
-    "permute(Tensor x, Tensor? probs, Tensor routes, int rows) -> (Tensor, Tensor, Tensor)",
-    without_memory=lambda x, probs, routes, rows: (
-        x.new_empty(rows, x.shape[1]),
-        (x if probs is None else probs).new_empty(0 if probs is None else rows),
-        x.new_empty(routes.shape[0], 2 * routes.shape[1] + 1, dtype=torch.int32),
-    ),
-    launches=lambda *_: 4,  # three of them make the map
 )
-def permute(x, probs, routes, rows):
-    """Group tokens by expert.
-
-    Returns the tokens, their probabilities, and the map that the other kernels use. The map has one row per token. On
-    the host, a row contains for each expert the token's position in the result, or -1.
-    """
-    chosen = routes.bool().t()  # [experts, tokens]
-    places = chosen.nonzero()[:, 1]
-    assert len(places) == rows
-    places_of = torch.full((routes.shape[0], 2 * routes.shape[1] + 1), -1, dtype=torch.int32)
-    places_of[:, : routes.shape[1]].t()[chosen] = torch.arange(rows, dtype=torch.int32)
-    return x.index_select(0, places), x.new_empty(0) if probs is None else probs.t()[chosen], places_of
-
-
-@_kernel(
-    "unpermute(Tensor x, Tensor? probs, Tensor places, int tokens) -> (Tensor, Tensor)",
-    without_memory=lambda x, probs, places, tokens: (
-        x.new_empty(tokens, x.shape[1]),
-        x.new_empty(0) if probs is None else probs.new_empty(tokens, places.shape[1] // 2),
-    ),
-)
-def unpermute(x, probs, places, tokens):
-    """Sum the rows of each token, and return the probabilities to their original order."""
-    places = places[:, : places.shape[1] // 2]
-    token, expert = (places >= 0).nonzero().unbind(1)
-    rows = places[token, expert]
-    out = torch.zeros(tokens, x.shape[1]).index_add(0, token, x.index_select(0, rows).float()).to(x.dtype)
-    if probs is None:
-        return out, x.new_empty(0)
-    return out, probs.new_zeros(places.shape).index_put((token, expert), probs.index_select(0, rows))
-
-
-@_kernel(
-    "permute_again(Tensor x, Tensor places, int rows) -> Tensor",
-    without_memory=lambda x, places, rows: x.new_empty(rows, x.shape[1]),
-)
-def permute_again(x, places, rows):
-    """Put tokens into the order of `permute`. This is the backward of `unpermute`."""
-    places = places[:, : places.shape[1] // 2]
-    token, expert = (places >= 0).nonzero().unbind(1)
-    return x.new_zeros(rows, x.shape[1]).index_copy(0, places[token, expert].long(), x.index_select(0, token))
-
-
-@_kernel(
-    "sort_chunks(Tensor x, Tensor? probs, Tensor sizes, Tensor order) -> (Tensor, Tensor, Tensor)",
-    without_memory=lambda x, probs, sizes, order: (
-        x.new_empty(x.shape),
-        x.new_empty(0) if probs is None else probs.new_empty(probs.shape),
-        x.new_empty(x.shape[0], dtype=torch.int32),
-    ),
-    launches=lambda *_: 2,  # one of them makes the map
-)
-def sort_chunks(x, probs, sizes, order):
-    """Reorder chunks of the rows; also return the rows' former positions."""
-    chunks = torch.arange(x.shape[0], dtype=torch.int32).split(sizes.tolist())
-    places = torch.cat([chunks[number] for number in order.tolist()])
-    return x.index_select(0, places), x.new_empty(0) if probs is None else probs.index_select(0, places), places
-
-
-@_kernel(
-    "sort_chunks_back(Tensor x, Tensor? probs, Tensor places) -> (Tensor, Tensor)",
-    without_memory=lambda x, probs, places: (
-        x.new_empty(x.shape),
-        x.new_empty(0) if probs is None else probs.new_empty(probs.shape),
-    ),
-)
-def sort_chunks_back(x, probs, places):
-    """Undo `sort_chunks`."""
-    places = places.long()
-    back = torch.empty_like(places).index_copy(0, places, torch.arange(len(places)))
-    return x.index_select(0, back), x.new_empty(0) if probs is None else probs.index_select(0, back)
+def attention_backward(gradient, query, key, value, cu_seq_q, cu_seq_k, scale, before):
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        out = _attended(*inputs, cu_seq_q, cu_seq_k, scale, before)
+        return torch.autograd.grad(out, inputs, gradient)
 
 
 # -- lists of tensors --------------------------------------------------------------------------------------------------
@@ -336,13 +279,16 @@ def scale(sources, targets, factor):
     launches=lambda parameters, gradients, averages, squares, mains, *_: launches_over(4 + bool(mains), parameters),
 )
 def adam_(parameters, gradients, averages, squares, mains, lr, beta1, beta2, eps, step, weight_decay):
-    """Update parameters by AdamW. If there are main weights, update those and copy them to the parameters."""
+    """Update parameters by AdamW. If there are main weights, update those and copy them to the parameters.
+
+    Moments in bfloat16 are updated in float32 and rounded.
+    """
     updated = mains or parameters
+    moments = [[x.float() if x.dtype is torch.bfloat16 else x for x in kind] for kind in (averages, squares)]
     adamw(
         updated,
         [gradient.to(weight.dtype) for gradient, weight in zip(gradients, updated, strict=True)],
-        averages,
-        squares,
+        *moments,
         [],
         [torch.tensor(step - 1.0) for _ in updated],
         fused=True,
@@ -354,5 +300,6 @@ def adam_(parameters, gradients, averages, squares, mains, lr, beta1, beta2, eps
         eps=eps,
         maximize=False,
     )
-    for parameter, main in zip(parameters, mains, strict=False):
-        parameter.copy_(main)
+    for targets, values in zip((parameters, averages, squares), (updated, *moments), strict=True):
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
