@@ -157,6 +157,8 @@ class Ledger:
         """Record the launch of a kernel that is no operator of torch. given: all tensors that it reads or writes."""
         self.phases[self.phase].kernels += 1
         self.memory.kernels += 1
+        given = list(filter(on_device, given))
+        self.order.launch("a kernel of Triton", given, given)
         for tensor in given:
             if tensor.is_floating_point():  # a kernel writes no counts or masks that were known before it
                 forget(tensor)
