@@ -3,9 +3,22 @@
     python benchmarks/bench_plan.py --write
 
 data/published_runs.csv has the runs: their layout, batch, mean lengths and seconds, with sources. The constants at the
-end of plan/devices.py are fitted to the rows that say `fitted`; the others are held out. Both halves have different
-configurations, not different releases of one. Rows of one run share its letter and number: its step, or parts of it.
-`--fit` fits the constants anew and prints them.
+end of plan/devices.py are fitted to the rows that say `fitted`; the rows that say `held out` are not, but they were
+planned while the model's form was chosen. Both halves have different configurations, not different releases of one.
+Rows of one run share its letter and number: its step, or parts of it. `--fit` fits the constants anew and prints them.
+
+Rows that say `unseen` were collected later, and put down before any of them was planned. They are from tables that no
+other row is from, train 16-bit weights on GPUs and families that a plan knows, and state their layout, batch, lengths
+and recomputation. Derived: U3 and U4 from TFLOPS, with the FLOPs of arXiv 2204.02311; one layer a chunk from their
+text; 8 replies a prompt in U21 from tokens per second. Assumed: LoRA's rank in U6 and U8; prompts in U20; no reference
+model, full recomputation and microbatches of the longest reply in U21; tensor parallelism of 1 in U22. FSDP (U9 to
+U12) is planned as a distributed optimizer. U9 to U12 are H100s of 500 W. U20 has the optimizer on the host.
+
+Left out of these, before any was planned: FP8; H20, GB200 and GB300; slower networks (several nodes in InternEvo's and
+fms-fsdp's tables); overlapped experts and DeepEP or HybridEP over several nodes; GPT-OSS in Megatron-Bridge 25.11,
+which contradicts its recipe; MoE Parallel Folding (arXiv 2504.14960), ms-swift and SkyRL, without microbatches or
+virtual stages; AReaL and DAPO in SkyRL, without mean lengths; verl's broadcasts, without the trainer's layout; Llama 3
+at 131,072 tokens, whose FLOPs are unclear; FSDP trainers other than TorchTitan; families without support.
 
 Left out, because they contradict themselves, their recipe or a neighbour: NeMo-RL's rows of Qwen3-30B-A3B in v0.4, at
 40k tokens and of agents, of Qwen3-235B 1-off in v0.6, and of Qwen3-235B on 128 GB200 in v0.6. Left out, because a plan
@@ -28,8 +41,10 @@ import numpy as np
 from megatron_rl.config import (
     AlgorithmConfig,
     BatchConfig,
+    CorrectionConfig,
     DataConfig,
     GenerationConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -38,7 +53,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.devices import DEVICES
-from megatron_rl.tools.plan.fit import RECOMPUTE
+from megatron_rl.tools.plan.fit import ON_CPU, RECOMPUTE
 from megatron_rl.tools.plan.memory import models_of, server_memory, trainer_memory
 from megatron_rl.tools.plan.plan import Cluster, Plan
 from megatron_rl.tools.plan.step_sizes import PromptTokens, ReplyTokens, plan_batch
@@ -92,6 +107,7 @@ def plan_of(row: dict[str, str]) -> Plan:
         model=ModelConfig(path=str(model), dtype="bfloat16"),
         parallel=parallel,
         data=DataConfig(train="x:y"),
+        lora=LoraConfig(rank=number["lora"]),
         generation=GenerationConfig(
             n_samples=number["samples"], max_new_tokens=number["max_tokens"] - number["prompt_tokens"]
         ),
@@ -102,7 +118,10 @@ def plan_of(row: dict[str, str]) -> Plan:
             server_args=["--tp", row["server_gpus"], *memory],
         ),
         # A KL in the reward takes a pass of the policy before the updates; a reference takes another.
-        algo=AlgorithmConfig(kl_coefficient=0.01 * is_rl, kl_in="reward" if number["proximal"] else "loss"),
+        algo=AlgorithmConfig(
+            kl_coefficient=0.01 * number["reference"], kl_in="reward" if number["proximal"] else "loss"
+        ),
+        correction=CorrectionConfig(proximal="recompute" if number["proximal"] else "behavior"),
         batch=BatchConfig(
             prompts_per_step=number["prompts"],
             updates_per_step=number["updates"],
@@ -110,11 +129,13 @@ def plan_of(row: dict[str, str]) -> Plan:
             share_prompts=False,
         ),
         optimizer=OptimizerConfig(
-            distributed=True, overlap=True, megatron={"grad_reduce_in_fp32": False} if is_rl else {}
+            distributed=True,
+            overlap=True,
+            megatron=({"grad_reduce_in_fp32": False} if is_rl else {}) | (ON_CPU if number["offload"] else {}),
         ),
         megatron=cut | (RECOMPUTE if number["recompute"] else {}),
     )
-    cluster = Cluster(nodes=max(1, number["gpus"] // 8), gpus_per_node=8, device=DEVICES["h100"])
+    cluster = Cluster(nodes=max(1, number["gpus"] // 8), gpus_per_node=8, device=DEVICES[row["device"]])
     longest = config.generation.max_new_tokens
     is_spread = is_rl and number["reply_tokens"] < longest
     replies = ReplyTokens.with_mean(number["reply_tokens"], longest) if is_spread else ReplyTokens((longest,))
@@ -153,7 +174,8 @@ def planned(plan: Plan, part: str) -> float:
 def plans() -> list[tuple[dict[str, str], Plan]]:
     """Return each row with its run's plan, which rows of one run share."""
     with ROWS.open(newline="") as file:
-        runs = itertools.groupby(csv.DictReader(file), key=lambda row: row["row"])
+        known = [row for row in csv.DictReader(file) if row["half"] != "unseen"]
+        runs = itertools.groupby(known, key=lambda row: row["row"])
         return [(row, plan) for _, group in runs for row, plan in _with_plan(list(group))]
 
 
