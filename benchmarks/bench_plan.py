@@ -119,7 +119,9 @@ def plan_of(row: dict[str, str]) -> Plan:
         ),
         # A KL in the reward takes a pass of the policy before the updates; a reference takes another.
         algo=AlgorithmConfig(
-            kl_coefficient=0.01 * number["reference"], kl_in="reward" if number["proximal"] else "loss"
+            advantage="group_norm" if number["samples"] > 1 else "reinforce",
+            kl_coefficient=0.01 * number["reference"],
+            kl_in="reward" if number["proximal"] else "loss",
         ),
         correction=CorrectionConfig(proximal="recompute" if number["proximal"] else "behavior"),
         batch=BatchConfig(
@@ -174,8 +176,7 @@ def planned(plan: Plan, part: str) -> float:
 def plans() -> list[tuple[dict[str, str], Plan]]:
     """Return each row with its run's plan, which rows of one run share."""
     with ROWS.open(newline="") as file:
-        known = [row for row in csv.DictReader(file) if row["half"] != "unseen"]
-        runs = itertools.groupby(known, key=lambda row: row["row"])
+        runs = itertools.groupby(csv.DictReader(file), key=lambda row: row["row"])
         return [(row, plan) for _, group in runs for row, plan in _with_plan(list(group))]
 
 
@@ -231,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
         fit(args.fit)
         print(", ".join(f"{name} {getattr(devices, name):.3g}" for name in FITTED) + "\n")
     found = rows()
-    for half in ("fitted", "held out"):
+    for half in ("fitted", "held out", "unseen"):
         own = [row for row in found if row.half == half]
         print(f"{half + ': ' + str(len(own)) + ' figures':<40}{'published s':>12}{'planned s':>11}{'error':>8}")
         for row in own:

@@ -11,15 +11,20 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def held_out():
+def rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         import bench_plan
 
         found = bench_plan.rows()
     configurations = {(row.name, row.half) for row in found}
-    assert len({name for name, _ in configurations}) == len(configurations), "a run is in one half"
-    return [row for row in found if row.half == "held out"]
+    assert len({name for name, _ in configurations}) == len(configurations), "a run is in one group"
+    return found
+
+
+@pytest.fixture(scope="module")
+def held_out(rows):
+    return [row for row in rows if row.half == "held out"]
 
 
 def test_held_out_runs_are_within_a_fifth_in_the_median_and_two_fifths_at_worst(held_out):
@@ -40,3 +45,8 @@ def test_the_range_of_a_step_covers_all_steps_that_are_held_out(held_out):
     shortest, longest = devices.STEP_RANGE
     assert len(ratios) >= 8
     assert shortest <= min(ratios) < shortest + 0.1 and longest - 0.1 < max(ratios) <= longest
+
+
+def test_no_figure_that_was_collected_unseen_is_dropped(rows):
+    unseen = [row for row in rows if row.half == "unseen"]
+    assert len(unseen) == 27 and {row.name for row in unseen} == {f"U{number}" for number in range(1, 24)}

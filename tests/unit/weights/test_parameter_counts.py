@@ -17,6 +17,8 @@ CONFIGS = Path(__file__).parents[2] / "model_configs"
 COUNTS = {
     "deepseek-v3": 671_026_404_352,  # without the layer for multi-token prediction
     "glm-4.5-air": 106_852_245_504,  # the same
+    "gpt-oss-120b": 116_829_156_672,
+    "llama-3.1-405b": 405_853_388_800,
     "llama-3.1-8b-instruct": 8_030_261_248,
     "llama-3.3-70b-instruct": 70_553_706_496,
     "mixtral-8x7b-v0.1": 46_702_792_704,
