@@ -81,7 +81,7 @@ def run(argv: list[str] | None = None) -> None:
             "--lengths",
             type=Path,
             help="file with a line for each trajectory: the numbers of tokens of its prompt and, if known, its reply; "
-            "default: the greatest lengths that the config allows",
+            "default: lengths that follow from the config's limits",
         )
         command.add_argument("--folder", type=Path, default=Path("runs/rehearsal"), help="output folder of a rehearsal")
     rehearsal.add_argument(

@@ -46,16 +46,22 @@ class Traffic:
     axis: str
     ranks: int
     nbytes: float
-    link: str
-    """A key of devices.LINKS."""
+    far_bytes: float = 0.0
+    """Those of the bytes that leave the node."""
+
+    @property
+    def link(self) -> str:
+        """A key of devices.LINKS: that of the axis's slowest way."""
+        return "between nodes" if self.far_bytes else "in a node"
 
     @property
     def seconds(self) -> float:
-        """Transfer time if nothing else uses the link."""
-        return self.nbytes / (devices.LINKS[self.link] * devices.LINK_SHARE)
+        """Transfer time if nothing else uses the links, which work at the same time."""
+        near_s, far_s = (self.nbytes - self.far_bytes) / devices.NODE_LINK, self.far_bytes / devices.CLUSTER_LINK
+        return max(near_s, far_s) / devices.LINK_SHARE
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"seconds": self.seconds}
+        return asdict(self) | {"link": self.link, "seconds": self.seconds}
 
 
 def ranks_along(axis: str, parallel: ParallelConfig, rank: int, world_size: int) -> list[int]:
@@ -101,11 +107,11 @@ class RankTraffic:
 
     def of_update(self, rows: float, labels: float) -> list[Traffic]:
         """Return the traffic from the first forward pass to the updated weights. labels: rows that the loss uses."""
-        return self._by_link(self._passes(rows, labels, is_training=True) + self._states())
+        return self._by_link(self._passes(rows, labels, is_training=True) + self._states(), routes=True)
 
     def of_forward_pass(self, rows: float, labels: float) -> list[Traffic]:
         """Return the traffic of a forward pass without gradients."""
-        return self._by_link(self._passes(rows, labels, is_training=False))
+        return self._by_link(self._passes(rows, labels, is_training=False), routes=True)
 
     def of_publication(self) -> list[Traffic]:
         """Return the traffic between trainer ranks that a publication needs before it sends weights to the servers.
@@ -130,15 +136,24 @@ class RankTraffic:
                 sent["pipeline"] = b * sum(self._published(n, alone).total for n in range(1, parallel.pipeline))
                 has_copy = arch.tied and parallel.pipeline > 1 and not self._publishes_adapters
                 sent["pipeline"] -= b * arch.vocab * arch.hidden if has_copy else 0
-        return self._by_link(sent)
+        return self._by_link(sent, routes=False)
 
-    def _by_link(self, sent: Counter[str]) -> list[Traffic]:
+    def _by_link(self, sent: Counter[str], *, routes: bool) -> list[Traffic]:
+        """Return the bytes by axis, with those that leave the node. routes: `expert` has rows, no gathered weights."""
         found = []
         for axis, nbytes in sent.items():
             ranks = ranks_along(axis, self.model.engine.parallel, self.rank, self.world_size)
-            is_inside = len({rank // self.gpus_per_node for rank in ranks}) == 1
+            near = sum(rank // self.gpus_per_node == self.rank // self.gpus_per_node for rank in ranks)
+            if near == len(ranks):
+                far = 0.0
+            elif axis == "expert" and routes:  # a rank sends equally much to each other rank
+                far = (len(ranks) - near) / (len(ranks) - 1)
+            elif axis in ("pipeline", "embedding"):  # a rank sends to one other
+                far = 1.0
+            else:  # NCCL has a ring for each rank of the node, and in each of them another rank sends to the next node
+                far = 1 / near
             if nbytes > 0:
-                found.append(Traffic(axis, len(ranks), nbytes, "in a node" if is_inside else "between nodes"))
+                found.append(Traffic(axis, len(ranks), nbytes, far * nbytes))
         return found
 
     def _share(self, axis: str) -> float:

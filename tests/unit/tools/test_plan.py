@@ -69,7 +69,7 @@ from megatron_rl.tools.plan.throughput import (
     product_efficiency,
     with_bubble,
 )
-from megatron_rl.tools.plan.traffic import Traffic, publication_seconds
+from megatron_rl.tools.plan.traffic import RankTraffic, Traffic, publication_seconds
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import check_layout, parameters
@@ -401,6 +401,25 @@ def test_experts_wait_for_the_busiest_of_their_ranks_and_like_to_have_more_rows(
     assert seconds(1.0, expert=8) < even  # eight ranks' rows come together
 
 
+def test_links_of_a_node_and_between_nodes_carry_their_own_parts_of_an_axis(tmp_path):
+    layout = ParallelConfig(tensor=2, expert=32)
+    model = models_of(large(tmp_path, QWEN_30B_A3B, parallel=layout))[0]
+    update = RankTraffic(model, rank=0, world_size=64, gpus_per_node=8).of_update(rows=65536, labels=60000)
+    sent = {part.axis: part for part in update}
+    assert {axis: part.link for axis, part in sent.items()} == {
+        "tensor": "in a node",
+        "expert": "between nodes",
+        "data": "between nodes",
+        "expert data": "between nodes",
+    }
+    # Of 31 other expert ranks 7 are on the node. 4 of the node's ranks send what leaves it for its rings of `data`.
+    expert, data, inside = sent["expert"], sent["data"], sent["tensor"]
+    assert expert.far_bytes == pytest.approx(expert.nbytes * 24 / 31) and data.far_bytes == data.nbytes / 4
+    assert expert.seconds == pytest.approx(expert.nbytes * 24 / 31 / 50e9 / devices.LINK_SHARE)
+    assert inside.far_bytes == 0 and inside.seconds == pytest.approx(inside.nbytes / 450e9 / devices.LINK_SHARE)
+    assert sent["expert data"].far_bytes == sent["expert data"].nbytes  # one rank a node
+
+
 def test_a_row_attends_to_half_of_its_sequence_and_long_sequences_have_more_rows():
     config = config_with(generation=GenerationConfig(n_samples=2, max_new_tokens=290))
     assert causal_keys(config, PromptTokens.of([10], ReplyTokens((90,)))) == 50
@@ -436,7 +455,7 @@ def test_a_publication_takes_the_models_way_over_a_link_and_a_fixed_time(nodes, 
     wire = 2 * 8_030_261_248 / (link * devices.LINK_SHARE)
     model = models_of(large(tmp_path))[0]
     assert publication_seconds(model, nodes, []) == pytest.approx(devices.GROUP_S + wire)
-    assert publication_seconds(model, nodes, [Traffic("tensor", 2, 1e15, "in a node")]) > 1000
+    assert publication_seconds(model, nodes, [Traffic("tensor", 2, 1e15)]) > 1000
     turns = RolloutConfig(backend="sglang", colocated=True, publication="ipc")
     shared = models_of(large(tmp_path, rollout=turns))[0]
     tensors = 7 * 32 * devices.IPC_TENSOR_S
