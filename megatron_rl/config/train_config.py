@@ -203,6 +203,7 @@ class TrainConfig:
                 "rollout.publication = 'adapters': lora.rank = 0 trains the whole model; set lora.rank, or publish by "
                 "group."
             )
+        self._refuse_offload_of_what_moves()
         layouts = (self.parallel, self.critic.parallel, self.reward_model.parallel)
         cut = next((key for key in PIPELINE_CUTS if self.megatron.get(key)), None)
         if cut and all(layout.pipeline == 1 for layout in layouts):
@@ -210,6 +211,18 @@ class TrainConfig:
                 f"megatron.{cut} = {self.megatron[cut]!r}: cuts a pipeline, and no model has one; set "
                 f"parallel.pipeline, or leave it out."
             )
+
+    def _refuse_offload_of_what_moves(self) -> None:
+        """Raise ValueError for an optimizer on the host if its engine also leaves the GPU as a whole."""
+        shares = "run.offload" if self.run.offload else "rollout.colocated" if self.rollout.colocated else ""
+        if not shares or self.learns_from_data:
+            return
+        for name, options in {"optimizer": self.optimizer, "critic.optimizer": self.critic.optimizer}.items():
+            if options.megatron.get("optimizer_cpu_offload"):
+                raise ValueError(
+                    f"{name}.megatron.optimizer_cpu_offload = True: with {shares} = true the whole engine moves to the "
+                    f"host while others use its GPU; leave it out, or set {shares}=false."
+                )
 
     def _refuse_a_reuse_that_cannot_be(self) -> None:
         key = f"reuse.groups_per_step = {self.reuse.groups_per_step}"

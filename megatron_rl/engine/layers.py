@@ -291,10 +291,6 @@ def layer_spec(
     use_transformer_engine: bool = False,
 ) -> ModuleSpec:
     """Return the spec of one kind of layer, built from Megatron's local modules or Transformer Engine's."""
-    if tf_config.moe_grouped_gemm and not use_transformer_engine:
-        raise ValueError(
-            "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
-        )
     options: dict[str, Any] = dict(
         num_experts=tf_config.num_moe_experts if is_mixture else None,
         moe_grouped_gemm=tf_config.moe_grouped_gemm,

@@ -84,14 +84,15 @@ REASONS = {
 """Reasons why a field must not be set. Fields that the model or layout determines are rejected without an entry."""
 
 
-def check_flex_dispatcher(parallel: ParallelConfig) -> None:
+def check_flex_dispatcher(parallel: ParallelConfig, *, is_elsewhere: bool = False) -> None:
     """Raise ValueError unless `megatron.moe_token_dispatcher_type=flex` can work.
 
     That dispatcher needs experts on several ranks and the package deep_ep.
+    is_elsewhere: other machines train, which have the package.
     """
     if parallel.expert * parallel.expert_tensor == 1:
         fault = "every rank has all experts, and upstream wants more ranks; raise parallel.expert"
-    elif importlib.util.find_spec("deep_ep") is None:
+    elif not is_elsewhere and importlib.util.find_spec("deep_ep") is None:
         fault = "sends by DeepEP, and the package deep_ep is not installed; install it"
     else:
         return
@@ -112,7 +113,8 @@ def check_passed_through(
     for key, value in given.items():
         if key not in fields:
             raise ValueError(
-                f"megatron.{key}: not a field of megatron.core's {upstream.__name__}; see its documentation."
+                f"megatron.{key} = {value!r}: not a field of megatron.core's {upstream.__name__}; leave it out, or "
+                f"take a name from its documentation."
             )
         if key == "moe_token_dispatcher_type" and value not in ("alltoall", "flex"):
             raise ValueError(f"megatron.{key} = {value!r}: must be alltoall or flex, as microbatches differ in length.")

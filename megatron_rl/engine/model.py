@@ -103,11 +103,15 @@ def compiles_activation(arch: Architecture, dtype: torch.dtype) -> bool:
     return platform.has_cuda() and dtype is torch.bfloat16 and arch.activation == "silu"
 
 
-def transformer_config(arch: Architecture, config: EngineConfig, passed_through: dict[str, Any]) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, config: EngineConfig, passed_through: dict[str, Any], *, is_elsewhere: bool = False
+) -> TransformerConfig:
     """Translate the architecture and the layout into Megatron's config. Needs no process group.
 
     Raises ValueError if the settings contradict each other.
     passed_through: additional fields that neither the architecture nor the layout determines.
+    is_elsewhere: the run is planned for other machines, which have the packages that the settings need. The result then
+    describes megatron.core's local layers.
     """
     dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
     check_layout(arch, parallel, passed_through)
@@ -120,17 +124,15 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
         )
     if parallel.pipeline == 1:  # for example a critic; the fields split the policy's pipeline
         passed_through = {key: value for key, value in passed_through.items() if key not in PIPELINE_CUTS}
-    optimizer.check_passed_through(config)
+    optimizer.check_passed_through(config, is_elsewhere=is_elsewhere)
+    if config.model.transformer_impl == "transformer_engine" and not arch.fits_transformer_engine:
+        raise ValueError(
+            f"model.transformer_impl = 'transformer_engine': {arch.family} has {arch.beyond_transformer_engine} that "
+            f"Transformer Engine's layers lack; set it to auto or local."
+        )
     # Transformer Engine's layers fuse norms and experts into their matrices, which leaves no place for an adapter.
-    transformer_impl = "local" if config.lora.rank > 0 else config.model.transformer_impl
-    uses_transformer_engine = platform.uses_transformer_engine(transformer_impl)
-    if uses_transformer_engine and not arch.fits_transformer_engine:
-        if config.model.transformer_impl != "auto":
-            raise ValueError(
-                f"model.transformer_impl = 'transformer_engine': {arch.family} has {arch.beyond_transformer_engine} "
-                f"that Transformer Engine's layers lack; set it to auto or local."
-            )
-        uses_transformer_engine = False
+    transformer_impl = "local" if config.lora.rank > 0 or is_elsewhere else config.model.transformer_impl
+    uses_transformer_engine = arch.fits_transformer_engine and platform.uses_transformer_engine(transformer_impl)
     options: dict[str, Any] = dict(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -184,8 +186,20 @@ def transformer_config(arch: Architecture, config: EngineConfig, passed_through:
             f"{config.routing_replay!r} replays the servers'; leave one of them out."
         )
     if passed_through.get("moe_token_dispatcher_type") == "flex":
-        check_flex_dispatcher(parallel)
-    return cls(**options | passed_through)
+        check_flex_dispatcher(parallel, is_elsewhere=is_elsewhere)
+    is_grouped_there = is_elsewhere and arch.fits_transformer_engine and config.lora.rank == 0
+    if passed_through.get("moe_grouped_gemm") and not (uses_transformer_engine or is_grouped_there):
+        raise ValueError(
+            "megatron.moe_grouped_gemm = True: needs model.transformer_impl=transformer_engine; leave it out."
+        )
+    try:
+        return cls(**options | passed_through)
+    except (AssertionError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"megatron = {passed_through}: megatron.core refuses these fields with this model and layout ({reason}); "
+            f"correct them, or leave them out."
+        ) from error
 
 
 def build_chunks(

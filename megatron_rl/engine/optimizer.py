@@ -31,8 +31,11 @@ FLAGS = dict.fromkeys(("use_precision_aware_optimizer", "optimizer_cpu_offload")
 OFFERED: dict[str, tuple[Any, ...] | None] = BUFFERS | FLAGS | OFFLOAD | DTYPES
 
 
-def check_passed_through(config: EngineConfig) -> None:
-    """Raise ValueError for the first field of `optimizer.megatron` that is unsupported or contradicts an option."""
+def check_passed_through(config: EngineConfig, *, is_elsewhere: bool = False) -> None:
+    """Raise ValueError for the first field of `optimizer.megatron` that is unsupported or contradicts an option.
+
+    is_elsewhere: other machines train, which have Transformer Engine.
+    """
     given = config.optimizer.megatron
 
     def refuse(key: str, rule: str) -> None:
@@ -58,7 +61,9 @@ def check_passed_through(config: EngineConfig) -> None:
         refuse("optimizer_cpu_offload", "is a form of another option; set use_precision_aware_optimizer=true too")
     if aware and not (config.optimizer.distributed and config.model.dtype == "bfloat16"):
         refuse("use_precision_aware_optimizer", "needs optimizer.distributed=true and model.dtype=bfloat16; set them")
-    if aware and not platform.uses_transformer_engine("auto"):  # Megatron needs it even for the Adam on the host
+    if aware and not (
+        is_elsewhere or platform.uses_transformer_engine("auto")
+    ):  # Megatron needs it even for the Adam on the host
         refuse("use_precision_aware_optimizer", "needs Transformer Engine 2.1 or later; install it, or leave this out")
 
 

@@ -146,14 +146,17 @@ def check_shared_keys(kernel: str) -> None:
         )
 
 
-def check_delta_kernel(kernel: str, dtype: str) -> None:
-    """Raise ValueError if this machine or `model.dtype` does not support the kernels of `model.delta_kernel`."""
+def check_delta_kernel(kernel: str, dtype: str, *, is_elsewhere: bool = False) -> None:
+    """Raise ValueError if this machine or `model.dtype` does not support the kernels of `model.delta_kernel`.
+
+    is_elsewhere: other machines train, which support them.
+    """
     if kernel == "torch":
         return
     fault, remedy = "", "install fla-core (megatron-rl[fla]) on a machine with CUDA"
-    if not has_cuda():
+    if not (is_elsewhere or has_cuda()):
         fault = "there is no CUDA device, and its Triton kernels run on no other"
-    elif importlib.util.find_spec("fla") is None:
+    elif not is_elsewhere and importlib.util.find_spec("fla") is None:
         fault = "No module named 'fla'"
     elif dtype == "float32":
         fault, remedy = "model.dtype = float32, whose products its kernels round to TF32", "set model.dtype=bfloat16"

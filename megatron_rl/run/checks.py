@@ -13,6 +13,7 @@ from megatron_rl import platform
 from megatron_rl.algo.catalogue import find_estimator, find_loss
 from megatron_rl.config import EngineConfig, TrainConfig
 from megatron_rl.config.import_path import OURS
+from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.train_config import REMAX
 from megatron_rl.data.prompts import load_held_out
 from megatron_rl.data.tokens import load_tokenizer, prompt_lengths, training_prompts
@@ -25,6 +26,7 @@ from megatron_rl.run.warm_start import warm_start_rows
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.adapter_rules import adapted_experts
 from megatron_rl.weights.architecture import quantization_fault, read_architecture
+from megatron_rl.weights.companions import check_companions
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.mapping import weight_source
 
@@ -69,14 +71,12 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
     transformer_config(arch, config.actor, config.megatron)  # raises if the layout does not fit the model
     check_publication(config, arch)
     if config.has_critic:
-        check_value_model("critic.model", config.critic_engine, arch, config.megatron)
+        with as_part_of("critic.parallel"), as_part_of("critic.optimizer"):
+            check_value_model(config.critic_engine, config.megatron)
     if config.reward_model.path:
-        check_value_model("reward_model.path", config.reward_engine, arch, config.megatron)
-        if read_architecture(config.reward_model.path).head != "value":
-            raise ValueError(
-                f"reward_model.path = {config.reward_model.path!r}: has no scalar head, so every score would be "
-                f"0; give a sequence classification model with one label."
-            )
+        with as_part_of("reward_model.parallel"):
+            check_value_model(config.reward_engine, config.megatron)
+    check_companions(config)
     config.rollout.check_servers()
     if platform.has_cuda():
         config.rollout.check_for_gpus()
@@ -152,21 +152,12 @@ def check_fields(key: str, prompts: Prompts) -> None:
                 )
 
 
-def check_value_model(key: str, engine: EngineConfig, policy: Architecture, megatron: dict[str, Any]) -> None:
-    """Check a value model.
-
-    Raises ValueError if it is incomplete, does not fit its layout, or has another vocabulary size than the policy.
-    """
-    folder = engine.model.path
-    arch = read_architecture(folder).with_head("value")
+def check_value_model(engine: EngineConfig, megatron: dict[str, Any]) -> None:
+    """Raise ValueError if a value model is incomplete or does not fit its layout."""
+    arch = read_architecture(engine.model.path).with_head("value")
     if engine.model.init == "hf":
-        weight_source(folder, arch)
+        weight_source(engine.model.path, arch)
     transformer_config(arch, engine, megatron)
-    if arch.vocab != policy.vocab:
-        raise ValueError(
-            f"{key} = {folder!r}: has a vocabulary of {arch.vocab} tokens and the policy {policy.vocab}; it must read "
-            f"the policy's tokens, so give a model with the same tokenizer."
-        )
 
 
 def check_publication(config: TrainConfig, arch: Architecture) -> None:

@@ -52,13 +52,6 @@ def check_teachers(
                 f"{policy.vocab} and {len(own_tokens)}, and {differing} entries differ; a teacher scores the policy's "
                 f"own tokens, so give one with the same tokenizer."
             )
-        if options.kl_in == "loss" and not options.top_k and arch.vocab != policy.vocab:
-            raise ValueError(
-                f"teacher.kl_in = 'loss': the model in {path!r} has a vocabulary of {arch.vocab} and the policy "
-                f"{policy.vocab}, which are not cut alike; set teacher.top_k, or teacher.kl_in=advantage."
-            )
-        if options.top_k >= (least := min(arch.vocab, policy.vocab)):
-            raise ValueError(f"teacher.top_k = {options.top_k}: must be below the vocabulary of {least}; lower it.")
         weight_source(path, arch)
         transformer_config(arch, engine, config.megatron)  # raises if the layout does not fit the model
         contexts[path] = arch.max_positions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,49 +31,66 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
                 raise ValueError(
                     f"parallel.{key} = {getattr(parallel, key)}: {arch.family} has no experts to share; leave it out."
                 )
-    elif arch.mixture.experts % parallel.expert:
+    elif (experts := arch.mixture.experts) % parallel.expert:
         raise ValueError(
-            f"parallel.expert = {parallel.expert}: does not divide the model's {arch.mixture.experts} experts; lower "
-            f"it."
+            f"parallel.expert = {parallel.expert}: does not divide the model's {experts} experts; set it to "
+            f"{_largest(parallel.expert, lambda size: experts % size == 0)}."
         )
-    tensor = parallel.tensor
-    widths = {f"{arch.heads} attention heads": (arch.heads, tensor, "tensor")}
-    if arch.wide_qk_norm and arch.kv_heads < tensor:
+    if arch.wide_qk_norm and arch.kv_heads < parallel.tensor:
         raise ValueError(
-            f"parallel.tensor = {tensor}: {arch.family} normalizes its {arch.kv_heads} key-value heads together, so "
-            f"each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
+            f"parallel.tensor = {parallel.tensor}: {arch.family} normalizes its {arch.kv_heads} key-value heads "
+            f"together, so each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
         )
-    if arch.gated_attention and arch.kv_heads < tensor:
+    if arch.gated_attention and arch.kv_heads < parallel.tensor:
         raise ValueError(
-            f"parallel.tensor = {tensor}: {arch.family} has gated attention with {arch.kv_heads} key-value heads, and "
-            f"each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
+            f"parallel.tensor = {parallel.tensor}: {arch.family} has gated attention with {arch.kv_heads} key-value "
+            f"heads, and each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
         )
     if arch.has_biases and parallel.expert_tensor > 1:
         raise ValueError(
             f"parallel.expert_tensor = {parallel.expert_tensor}: {arch.family}'s experts have biases, which "
             f"megatron.core does not divide; set it to 1."
         )
+    if arch.delta_net is not None and parallel.context > 1:
+        raise ValueError(
+            f"parallel.context = {parallel.context}: the state of {arch.family}'s delta nets goes from row to row, and "
+            f"is not handed on between context ranks; set it to 1."
+        )
+    for key, undivided in {"tensor": _undivided_by_tensor, "expert_tensor": _undivided_by_expert_tensor}.items():
+        size = getattr(parallel, key)
+        if name := undivided(arch, size):
+            smaller = _largest(size, lambda size, undivided=undivided: not undivided(arch, size))
+            raise ValueError(
+                f"parallel.{key} = {size}: does not divide evenly with the model's {name}; set it to {smaller}."
+            )
+
+
+def _largest(below: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest size below a given one that fits. 1 always does."""
+    return next((size for size in range(below - 1, 1, -1) if fits(size)), 1)
+
+
+def _undivided_by_tensor(arch: Architecture, ranks: int) -> str:
+    """Return the first part of the model that so many tensor ranks cannot share, or ''."""
+    widths = {f"{arch.heads} attention heads": arch.heads}
     if arch.delta_net is not None:
-        if parallel.context > 1:
-            raise ValueError(
-                f"parallel.context = {parallel.context}: the state of {arch.family}'s delta nets goes from row to row, "
-                f"and is not handed on between context ranks; set it to 1."
-            )
-        widths[f"{arch.delta_net.key_heads} key heads of delta nets"] = (arch.delta_net.key_heads, tensor, "tensor")
-    if arch.latent is None and arch.kv_heads < tensor:  # several ranks share a head
-        widths[f"ranks over {arch.kv_heads} key-value heads"] = (tensor, arch.kv_heads, "tensor")
-    elif arch.latent is None:
-        widths[f"{arch.kv_heads} key-value heads"] = (arch.kv_heads, tensor, "tensor")
+        widths[f"{arch.delta_net.key_heads} key heads of delta nets"] = arch.delta_net.key_heads
+    if arch.latent is None and arch.kv_heads >= ranks:
+        widths[f"{arch.kv_heads} key-value heads"] = arch.kv_heads
     if arch.mixture is None or not all(arch.mixture.layers):
-        widths[f"feed-forward width of {arch.ffn}"] = (arch.ffn, tensor, "tensor")
-    if arch.mixture is not None:
-        widths[f"expert width of {arch.mixture.ffn}"] = (arch.mixture.ffn, parallel.expert_tensor, "expert_tensor")
-    for name, (width, ranks, key) in widths.items():
-        if width % ranks:
-            raise ValueError(
-                f"parallel.{key} = {getattr(parallel, key)}: does not divide evenly with the model's {name}; choose "
-                f"another."
-            )
+        widths[f"feed-forward width of {arch.ffn}"] = arch.ffn
+    if arch.mixture is not None and (shared := arch.mixture.shared_ffn):
+        widths[f"shared expert width of {shared}"] = shared
+    if found := next((name for name, width in widths.items() if width % ranks), ""):
+        return found
+    is_shared = arch.latent is None and arch.kv_heads < ranks  # several ranks share a key-value head
+    return f"{arch.kv_heads} key-value heads" if is_shared and ranks % arch.kv_heads else ""
+
+
+def _undivided_by_expert_tensor(arch: Architecture, ranks: int) -> str:
+    if arch.mixture is None or arch.mixture.ffn % ranks == 0:
+        return ""
+    return f"expert width of {arch.mixture.ffn}"
 
 
 def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> Cut:
@@ -100,7 +118,12 @@ def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dic
         except ValueError as error:
             reason = f" ({error})"
     given = ", ".join(f"megatron.{key} = {value!r}" for key, value in fields.items())
-    way_out = "lower one of the two"
+    smaller = _largest(stages, lambda size: layers % (size * chunks) == 0)
+    way_out = f"parallel.pipeline={smaller}"
+    if chunks > 1 and (smaller == 1 or layers % (smaller * chunks)):  # chunks need stages
+        way_out = f"parallel.pipeline={_largest(stages, lambda size: layers % size == 0)} parallel.virtual_pipeline=1"
+    names = ", ".join(f"megatron.{key}" for key in fields)
+    way_out = f"leave out {names}" if layers % count == 0 else f"set {way_out}" + f" without {names}" * bool(fields)
     if layers >= count - 2:
         way_out = f"set megatron.pipeline_model_parallel_layout='{nearly_even(layers, count)}' alone, or {way_out}"
     raise ValueError(

@@ -246,7 +246,7 @@ def test_an_even_cut_is_upstreams(layers, pipeline, virtual, large):
             ParallelConfig(pipeline=4),
             {},
             r"^parallel: pipeline\(4\) x virtual_pipeline\(1\) does not divide the model's 94 layers; set "
-            r"megatron.pipeline_model_parallel_layout='Et\*23\|\(t\*24\|\)\*2t\*23L' alone, or lower one of the two.$",
+            r"megatron.pipeline_model_parallel_layout='Et\*23\|\(t\*24\|\)\*2t\*23L' alone, or set parallel.pi.*=2.$",
         ),
         (
             ParallelConfig(pipeline=4),
@@ -261,7 +261,11 @@ def test_an_even_cut_is_upstreams(layers, pipeline, virtual, large):
         (TWO, {LAYOUT: "Et*24|t*24|t*23|t*23L"}, "it has 2 model chunks a stage"),
         (THREE, {LAYOUT: "Et*47||t*47L"}, "a chunk between the first and the last would have no layer"),
         (chunked(48), {}, "does not divide the model's 94 layers; set megatron.*'Et\\*0.*L' alone"),
-        (chunked(64), {}, "does not divide the model's 94 layers; lower one of the two.$"),
+        (
+            chunked(64),
+            {},
+            "does not divide the model's 94 layers; set parallel.pipeline=47( parallel.virtual_pipeline=1)?.$",
+        ),
     ],
 )
 def test_a_cut_that_cannot_be_is_refused_with_one_that_can(layout, megatron, message, large):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import PIPELINE_CUTS, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_rl.config.rules import as_part_of
 from megatron_rl.tools.plan.devices import GIB, RESERVED_BYTES
 from megatron_rl.tools.plan.memory import Model, models_of, server_memory, trainer_memory
 from megatron_rl.tools.plan.plan import Cluster, Plan
@@ -33,8 +34,10 @@ def check_models(models: list[Model], config: TrainConfig) -> None:
     """Raise ValueError if a model cannot be divided by its layout, or the config cannot run on GPUs."""
     config.rollout.check_for_gpus()
     config.rollout.check_servers()
+    sections = {"critic": "critic.parallel", "reward model": "reward_model.parallel"}
     for model in models:
-        check_layout(model.arch, model.engine.parallel, config.megatron)
+        with as_part_of(sections.get(model.name, "parallel")):
+            check_layout(model.arch, model.engine.parallel, config.megatron)
 
 
 def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Plan:
@@ -138,8 +141,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count > 1)}"
 
 
-def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
-    """Return the message that says why the plan cannot run, and what would fit."""
+def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None, against: tuple[list[str], Plan] | None = None) -> str:
+    """Return the message that says why the plan cannot run, and what would fit.
+
+    against: what would fit if keys of the command line were changed, too. Used if `nearest` is None.
+    """
     device = plan.cluster.device
     if not plan.has_gpus_for_both:
         ranks = math.lcm(*(_ranks(model) for model in plan.models))
@@ -159,6 +165,11 @@ def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None) -> str:
             f"a server has {server.kv_room / GIB:.1f} GiB for keys and values beside {server.weights / GIB:.1f} GiB of "
             f"weights a GPU, and one reply of full length needs "
             f"{server.kv_per_token * server.longest_sequence / GIB:.1f} GiB"
+        )
+    if nearest is None and against is not None:
+        return (
+            f"does not fit: {why}. Nothing near it fits with what the command line sets; add what overrides it: "
+            f"{shlex.join(against[0])}"
         )
     if nearest is None:
         most = 2 ** (NODE_COUNTS_TRIED - 1)
@@ -197,6 +208,8 @@ def _nearest(
             return []
 
     options = _options(config, plan, given)
+    if not plan.is_served and not options.keys() & {"rollout.server_args", "rollout.colocated"}:
+        return None
     layouts = {key: [None, *values] for key, values in options.items() if key in LAYOUT}
     reliefs = {key: values[-1] for key, values in options.items() if key not in LAYOUT}
     roomy = set()  # layouts that fit with all memory savings; the others need not be tried with fewer
@@ -276,7 +289,7 @@ def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[st
         "optimizer.distributed": [] if all(options.distributed for options in optimizers) else [True],
         "megatron": recompute,
     }
-    if not (plan.server.fits and plan.has_gpus_for_both):
+    if not (plan.is_served and plan.has_gpus_for_both):
         options["rollout.server_args"] = powers(cluster.gpus_per_node, config.rollout.gpus_per_server)
     if not plan.has_gpus_for_both and not config.rollout.router:
         options["rollout.colocated"] = [True]

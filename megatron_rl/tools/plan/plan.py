@@ -339,7 +339,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.trainer.fits and self.server.fits and self.has_gpus_for_both
+        return self.trainer.fits and self.is_served and self.has_gpus_for_both
+
+    @property
+    def is_served(self) -> bool:
+        """True if servers have memory for a reply. Servers that run already have it, whatever server_args says."""
+        return self.server.fits or bool(self.config.rollout.servers)
 
     @property
     def has_gpus_for_both(self) -> bool:

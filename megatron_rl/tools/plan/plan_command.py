@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.teacher_section import POLICY
 from megatron_rl.tools.plan.devices import DEVICES
-from megatron_rl.tools.plan.fit import best_plan, nearest_plan, refusal
+from megatron_rl.tools.plan.fit import best_plan, check_models, nearest_plan, refusal
 from megatron_rl.tools.plan.length_files import UNKNOWN, read_lengths
+from megatron_rl.tools.plan.memory import models_of
 from megatron_rl.tools.plan.plan import Cluster, Plan
 from megatron_rl.tools.plan.plan_text import as_dict, as_text
 from megatron_rl.tools.plan.step_sizes import PromptTokens, ReplyTokens
 from megatron_rl.tools.plan.week_text import week_text
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.companions import check_companions
 from megatron_rl.weights.published_models import hub_name
 
 
@@ -47,18 +50,47 @@ def make_plan(
     models, lengths: the options of `megatron-rl plan`. Raises ValueError for bad input and for a plan that does not
     fit. In the latter case, the message names the nearest plan that fits and keeps to the overrides.
     """
-    config = load_config(path, overrides)
-    if config.learns_from_data:
-        raise ValueError(f"{config.chosen_data}: only RL runs are planned; leave it out.")
-    config = with_models(config, models)
+    config = with_models(load_config(path, overrides), models)
+    check_as_started(config)
     given = keys_of(overrides)
     servers = config.rollout.server_count if "rollout.server_count" in given else 0
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, device=DEVICES[device], servers=servers)
     tokens = prompt_tokens(config, lengths)
     plan = best_plan(config, tokens, cluster)
     if not plan.fits:
-        raise ValueError(refusal(plan, nearest_plan(config, tokens, cluster, given)))
+        nearest = nearest_plan(config, tokens, cluster, given)
+        against = nearest_plan(config, tokens, replace(cluster, servers=0)) if nearest is None and given else None
+        raise ValueError(refusal(plan, nearest, against))
     return plan
+
+
+def check_as_started(config: TrainConfig) -> None:
+    """Raise ValueError for what a run refuses when it starts, as far as config.json files show it.
+
+    Also raises it for a run that learns from data, with the RL run to plan or rehearse in its place.
+    """
+    if config.learns_from_data:
+        key, longest = config.chosen_data.partition(" ")[0], config.data.max_tokens
+        longest = longest or read_architecture(config.model.path).max_positions
+        alike = {key: "", "data.max_tokens": 0, "data.max_prompt_tokens": 1, "algo.advantage": "reinforce"}
+        alike |= {"generation.n_samples": 1 + bool(config.preference.loss), "generation.max_new_tokens": longest - 1}
+        words = " ".join(f"{name}={value}" for name, value in alike.items())
+        raise ValueError(
+            f"{config.chosen_data}: plans and rehearsals are of RL runs; add {words} rollout.servers=[http://none] for "
+            f"the memory of an RL run's updates on sequences of the same length, without servers."
+        )
+    models = models_of(config)
+    check_models(models, config)
+    check_companions(config)
+    # Late, because megatron.core takes seconds to import.
+    from megatron_rl import platform
+    from megatron_rl.engine.model import transformer_config
+
+    for model in models:
+        with as_part_of("critic.optimizer" if model.name == "critic" else "optimizer"):
+            transformer_config(model.arch, model.engine, config.megatron, is_elsewhere=True)
+        if model.arch.delta_net is not None:
+            platform.check_delta_kernel(model.engine.model.delta_kernel, model.engine.model.dtype, is_elsewhere=True)
 
 
 def keys_of(overrides: list[str]) -> set[str]:
@@ -119,9 +151,15 @@ def prompt_tokens(config: TrainConfig, lengths: Path | None = None) -> PromptTok
     """Return the lengths in tokens: from the file `lengths`, or otherwise from the config's limits.
 
     Lines without a reply's length do not count among the replies. Raises ValueError if a prompt and its longest reply
-    exceed the model's context.
+    exceed the model's context, or a microbatch that must hold them.
     """
-    context = read_architecture(config.model.path).max_positions
+    context, longest = read_architecture(config.model.path).max_positions, config.generation.max_new_tokens
+    longest += config.data.max_prompt_tokens or 1
+    if longest > config.batch.tokens_per_microbatch and not config.batch.allow_longer_sequences:
+        raise ValueError(
+            f"batch.tokens_per_microbatch = {config.batch.tokens_per_microbatch}: a prompt with its reply may have "
+            f"{longest} tokens, and batch.allow_longer_sequences = false ends the run there; set it to {longest}."
+        )
     if lengths is None:
         return PromptTokens.within_limits(config, context)
     found = read_lengths(lengths, config, context)

@@ -183,6 +183,8 @@ def _traffic(plan: Plan) -> dict[str, str]:
 
 def _server(plan: Plan) -> dict[str, str]:
     server, wanted = plan.server, plan.batch.replies_running
+    if not server.fits:
+        return {"unknown": "the servers run already, with more GPUs each: rollout.server_args=[--tp,N] tells how many"}
     room = server.replies * plan.servers
     fits = (
         f"{server.replies:,} replies of full length a server, {room:,} in all; up to {wanted:,} are asked for at once"

@@ -94,7 +94,7 @@ class PromptTokens:
         if room < 1:
             raise ValueError(
                 f"generation.max_new_tokens = {config.generation.max_new_tokens}: with a prompt more than the model's "
-                f"context of {context}; lower it."
+                f"context of {context}; set it to {max(1, context - (config.data.max_prompt_tokens or 1))}."
             )
         longest = min(config.data.max_prompt_tokens or room, room)
         return cls(shortest=1, longest=longest, mean=devices.MEAN_PROMPT * longest)

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES, Device
 from megatron_rl.tools.plan.length_files import read_lengths
-from megatron_rl.tools.plan.plan_command import with_models
+from megatron_rl.tools.plan.plan_command import check_as_started, prompt_tokens, with_models
 from megatron_rl.tools.rehearsal import te_package
 from megatron_rl.tools.rehearsal.matching import differences
 from megatron_rl.weights.architecture import read_architecture
@@ -133,10 +133,9 @@ def rehearse(
     if not SHIM.exists():
         raise ValueError(f"{SHIM} does not exist: run `python csrc/build.py`, as `make` does.")
     te_package.sources()
-    config = load_config(path, overrides)
-    if config.learns_from_data:
-        raise ValueError(f"{config.chosen_data}: only RL runs are rehearsed; leave it out.")
-    config = with_models(config, models)
+    config = with_models(load_config(path, overrides), models)
+    check_as_started(config)
+    prompt_tokens(config, lengths)  # for its errors
     found = {"model.path": config.model.path, "critic.model": config.critic.model}
     found |= {"reward_model.path": config.reward_model.path, "teacher.path": config.teacher.path}
     found |= {f"teacher.by_source.{name}.path": part.get("path", "") for name, part in config.teacher.by_source.items()}

@@ -686,6 +686,15 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             ["correction.reject=k3", "correction.reject_bound=1", "correction.proximal=behavior"],
             "correction.reject = 'k3': correction.proximal = behavior makes every estimate 0; set it to off",
         ),
+        *(
+            (
+                [*shares, f"{section}.megatron.optimizer_cpu_offload=true", "algo.advantage=gae"],
+                rf"^{section}.megatron.optimizer_cpu_offload = True: with {shares[0].partition('=')[0]} = true the "
+                "whole engine moves to the host .*; leave it out, or set",
+            )
+            for shares in (["run.offload=true"], ["rollout.colocated=true", "rollout.publication=ipc"])
+            for section in ("optimizer", "critic.optimizer")
+        ),
         (
             ["correction.weight=mask", "correction.proximal=behavior"],
             "correction.weight = 'mask': correction.proximal = behavior makes every weight 1; set it to off",

@@ -546,6 +546,57 @@ def test_nearest_plan_fits_and_has_no_change_too_many(gpus, wants_nodes, tmp_pat
             main(["plan", *words, *(change for change in changes if change != left_out)])
 
 
+MODELS = ROOT / "tests" / "model_configs"
+
+
+@pytest.mark.parametrize("given", ["rollout.server_args=[--tp,1]", "parallel.pipeline=1"])
+def test_what_would_fit_but_for_the_command_line_is_named_and_fits(given, capsys):
+    words = ["plan", str(ROOT / "configs" / "math_llama3_70b_8nodes.yaml"), f"--models={MODELS}", "--nodes=8", given]
+    words += ["parallel.tensor=1", "optimizer.distributed=false", "optimizer.overlap=false", "optimizer.megatron={}"]
+    with pytest.raises(SystemExit, match="Nothing near it fits with what the command line sets; add what") as refused:
+        main(words)
+    main([*words, *shlex.split(str(refused.value).partition("overrides it: ")[2])])
+    assert "at the fullest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["megatron.fp8=hybrid"], "megatron.fp8 = 'hybrid': not to be set"),
+        (["megatron.bogus=1"], "megatron.bogus = 1: not a field of megatron.core's TransformerConfig; leave it out"),
+        (["megatron.recompute_method=null"], "megatron = {.*: megatron.core refuses these .*recompute_method must be"),
+        (["megatron.moe_grouped_gemm=true", "lora.rank=8"], "megatron.moe_grouped_gemm = True: needs"),
+        (["optimizer.megatron.bogus=1"], "optimizer.megatron.bogus = 1: another option decides this"),
+        (["optimizer.megatron.exp_avg_dtype=bfloat16"], "exp_avg_dtype = 'bfloat16': needs use_precision_aware"),
+        (["lora.rank=8", "lora.targets=[w_proj]"], "'w_proj' is no projection of llama"),
+        (["lora.rank=8", "model.transformer_impl=transformer_engine"], "adapts megatron.core's local layers"),
+        (["algo.routing_replay=experts"], "algo.routing_replay = 'experts': llama has no experts; leave it out"),
+        (["algo.advantage=gae", f"critic.model={MODELS}/qwen3-4b"], "critic.model = .*a vocabulary of 151936 tokens"),
+        (["algo.advantage=gae", "critic.parallel.tensor=3"], "critic.parallel.tensor = 3: does not divide"),
+        ([f"reward_model.path={MODELS}/llama-3.1-8b-instruct"], "reward_model.path = .*: has no scalar head"),
+        ([f"teacher.path={MODELS}/qwen3-4b", "teacher.kl_in=loss"], "teacher.kl_in = 'loss': .*151936 and the policy"),
+        (["generation.max_new_tokens=131072"], "generation.max_new_tokens = 131072: .* set it to 130048"),
+        (
+            ["batch.allow_longer_sequences=false", "batch.tokens_per_microbatch=4096"],
+            "batch.tokens_per_microbatch = 4096: .* may have 16384 tokens, .*; set it to 16384",
+        ),
+    ],
+)
+def test_what_a_run_would_refuse_when_it_starts_the_plan_refuses(words, message):
+    config = str(ROOT / "configs" / "math_llama3_70b_8nodes.yaml")
+    with pytest.raises(SystemExit, match=message):
+        main(["plan", config, f"--models={MODELS}", "--nodes=8", "rollout.max_uniform_resamples=0", *words])
+
+
+def test_servers_that_run_already_are_not_judged_by_their_memory(capsys):
+    config = str(ROOT / "configs" / "math_llama3_70b_8nodes.yaml")
+    words = ["plan", config, f"--models={MODELS}", "--nodes=8", "rollout.server_args=[]"]
+    main([*words, "rollout.servers=[http://a:1]"])
+    assert "the servers run already, with more GPUs each" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="does not fit: a server has 0.0 GiB for keys and values"):
+        main(words)
+
+
 def nearest_words(config, given=(), gpus=8):
     words, plan = nearest_plan(config, TOKENS, cluster(gpus), given)
     assert plan.fits
@@ -807,9 +858,12 @@ def test_bad_input_is_one_line(words, message, count_words):
 @pytest.mark.parametrize(
     ("config", "setting"), [("count_dpo", "preference.loss = 'dpo'"), ("count_sft", "supervised.answer = 'answer'")]
 )
-def test_training_on_data_is_not_planned(config, setting):
-    with pytest.raises(SystemExit, match=f"plan: {setting}: only RL runs are planned"):
-        main(["plan", str(ROOT / "configs" / f"{config}.yaml")])
+def test_training_on_data_is_refused_with_an_rl_run_that_can_be_planned(config, setting, capsys):
+    words = ["plan", str(ROOT / "configs" / f"{config}.yaml"), f"model.path={MODEL}"]
+    with pytest.raises(SystemExit, match=f"plan: {setting}: plans and rehearsals are of RL runs") as refused:
+        main(words)
+    main([*words, *str(refused.value).partition("; add ")[2].partition(" for ")[0].split()])
+    assert "of up to 63 tokens" in (text := capsys.readouterr().out) and "at the fullest" in text
 
 
 def test_a_server_count_on_the_command_line_is_never_changed(count_words, capsys):

@@ -18,14 +18,19 @@ COUNTS = {
     "deepseek-v3": 671_026_404_352,  # without the layer for multi-token prediction
     "glm-4.5-air": 106_852_245_504,  # the same
     "gpt-oss-120b": 116_829_156_672,
-    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.1-405b-instruct": 405_853_388_800,
     "llama-3.1-8b-instruct": 8_030_261_248,
     "llama-3.3-70b-instruct": 70_553_706_496,
+    "mistral-large-instruct-2411": 122_610_069_504,
+    "mixtral-8x22b-instruct-v0.1": 140_630_071_296,
     "mixtral-8x7b-v0.1": 46_702_792_704,
+    "olmo-2-0325-32b-instruct": 32_234_279_936,
+    "qwen1.5-110b-chat": 111_209_914_368,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-32b": 32_762_123_264,
     "qwen3-4b": 4_022_468_096,
+    "qwen3-coder-480b-a35b-instruct": 480_154_875_392,
 }
 
 
