@@ -277,9 +277,8 @@ def memory_of_stage(
     updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)
     moments["optimizer step"] = 4 * float32_copies(model) * updated
     beside_weights: dict[str, float] = {}
-    if model.engine.optimizer.distributed:  # its buffer of weights is filled from the parameters before they are freed
-        copied = model.itemsize * model.trained_of_stage(stage).total
-        beside_weights["start"] = copied + states["gradients"]
+    if model.engine.optimizer.distributed:
+        beside_weights["start"] = buffer_bytes(model, shares, states["gradients"] / max(shares.total, 1))
     if model.name == "policy":
         if config.rollout.colocated:  # on each node, one rank hands the buckets to the servers; it may be of any stage
             servers = model.itemsize * model.parameters / config.rollout.gpus_per_server
@@ -289,6 +288,19 @@ def memory_of_stage(
     on_cpu = _optimizer_bytes(model, shares, world_size) + 4 * _of_optimizer(shares, model.engine, world_size)
     written = checkpoint_bytes(model, shares, world_size)
     return ModelMemory(states, update, moments, beside_weights, model.share_on_cpu * on_cpu, written)
+
+
+def buffer_bytes(model: Model, shares: Shares, gradient: float) -> float:
+    """Return the bytes beside the weights when the distributed optimizer's last buffers are made.
+
+    Each chunk's dense parameters, and then its experts, are copied into a buffer of weights, and are freed after all of
+    them are copied. A buffer of gradients comes with it. shares: the rank's trained parameters. gradient: bytes of one.
+    """
+    chunks = model.engine.parallel.virtual_pipeline
+    earlier = gradient * shares.total * (chunks - 1) / chunks
+    dense, expert = shares.dense / chunks, shares.expert / chunks
+    copied = max(model.itemsize * dense, (model.itemsize + gradient) * expert)
+    return earlier + gradient * dense + copied
 
 
 def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:

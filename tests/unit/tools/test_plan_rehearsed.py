@@ -139,6 +139,56 @@ def test_the_memory_of_an_update_is_the_planned_one(layout, rehearsed):
         assert 0.95 * peak < total < (1 + above) * peak, (rank, planned, part["peak_by_line"])
 
 
+@pytest.mark.parametrize("layout", CASES)
+def test_the_memory_of_the_start_is_the_planned_one(layout, rehearsed):
+    settings, by_rank = rehearsed(layout)
+    config = load_config(CONFIG, settings)
+    for rank, part in by_rank.items():
+        assert part["phases"]["start"]["peak_bytes"] == pytest.approx(planned_start(config, rank, RANKS), rel=0.05)
+
+
+OFFLOAD = "optimizer.megatron.use_precision_aware_optimizer=true optimizer.megatron.optimizer_cpu_offload=true"
+STARTS = {
+    "dense": ("qwen3-4b", "parallel.tensor=2"),
+    "mixture": ("qwen3-30b-a3b", "parallel.tensor=2 parallel.expert=4"),
+    "two chunks": ("qwen3-4b", "parallel.tensor=1 parallel.pipeline=2 parallel.virtual_pipeline=2"),
+    "optimizer on the CPU": ("qwen3-30b-a3b", f"parallel.tensor=2 parallel.expert=4 {OFFLOAD}"),
+    "gradients in bfloat16": ("qwen3-4b", "parallel.tensor=2 optimizer.megatron.grad_reduce_in_fp32=false"),
+}
+"""Layouts of so many replicas that the buffers take more when they are made than the optimizer's states do later."""
+MANY_RANKS = 64
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "mixture" else pytest.mark.thorough) for case in STARTS]
+)
+def test_the_start_is_planned_where_it_takes_more_than_the_states(case, rehearsals, tmp_path):
+    name, words = STARTS[case]
+    small = dict(num_hidden_layers=4, hidden_size=1024, vocab_size=32768)
+    model = write_shape(tmp_path / "model", name, **MODELS[name] | small)
+    settings = [model, *SETTINGS, "batch.tokens_per_microbatch=512", *words.split()]
+    ranks = (MANY_RANKS - 1, 0) if "pipeline" in words else (0,)  # the first stage hears the last one's loss
+    found = rehearsals.of(tmp_path / "found", [order_of(CONFIG, MANY_RANKS, settings, rank=rank) for rank in ranks])[0]
+    assert isinstance(found, dict), found
+    config = load_config(CONFIG, settings)
+    memory = planned_memory(config, 0, MANY_RANKS)
+    assert memory.states["weights"] + memory.beside_weights["start"] > memory.kept
+    peak = found["phases"]["start"]["peak_bytes"]
+    assert peak == pytest.approx(planned_start(config, 0, MANY_RANKS), rel=0.03)
+
+
+def planned_memory(config, rank, ranks):
+    (model,), tokens = models_of(config), PromptTokens.of([PROMPT])
+    batch = plan_batch(config, tokens, 1)
+    return memory_of_stage(model, rank * config.parallel.pipeline // ranks, config, batch, tokens, ranks)
+
+
+def planned_start(config, rank, ranks):
+    """A rehearsal's start ends with the optimizer's states, which a run makes in its first update."""
+    memory = planned_memory(config, rank, ranks)
+    return max(memory.kept, memory.states["weights"] + memory.beside_weights.get("start", 0.0))
+
+
 AXES = {
     "CONTEXT_PARALLEL_GROUP": "context",
     "DATA_PARALLEL_GROUP_WITH_CP": "data",
