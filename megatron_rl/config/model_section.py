@@ -35,7 +35,7 @@ class ModelConfig(Section, name="model"):
     delta_kernel: str = one_of("torch", "fla", default="torch")
     """Implementation of gated delta net layers. torch: plain PyTorch. fla: the flash-linear-attention kernels, for
     bfloat16 on CUDA. These kernels need this package's extra `fla`, and Triton compiles and tunes them in the first
-    step. The commands `plan` and `rehearse` always assume torch."""
+    step. The command `plan` always assumes torch, and `rehearse` does so where the extra is not installed."""
 
 
 PIPELINE_CUTS = (

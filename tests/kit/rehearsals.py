@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "tests" / "model_configs"
 PROGRAM = Path(__file__).with_name("rehearsal_process.py")
 MOST_RESIDENT_KB = 2_500_000
+FLA = Path(sys.prefix) / "share" / "fla"  # where `make` puts it
+HAS_FLA = (FLA / "fla").is_dir() and importlib.util.find_spec("triton") is not None
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 Found = dict[int, dict[str, Any] | str]
@@ -42,6 +45,19 @@ def write_shape(folder: Path, name: str, **changes: Any) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(published | changes))
     return f"model.path={folder}"
+
+
+def write_tiny(folder: Path, family: str) -> None:
+    """Write the config.json of one of tests.kit.models' tiny models, with a long context."""
+    # Late, because transformers' models and megatron.core take seconds to import.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from tests.kit.models import config_of
+
+    config = config_of(family, None)
+    config.update({"max_position_embeddings": 4096})
+    named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | named))
 
 
 def few_layers(path: Path, folder: Path) -> list[str]:
@@ -99,7 +115,7 @@ class Rehearsals:
             with self.output.open("w") as output:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(PROGRAM)],
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *([str(FLA)] if HAS_FLA else [])])},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
@@ -102,7 +103,10 @@ class Ledger:
         self.order = StreamOrder(self.line)
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
-        self._lines: dict[tuple[Any, int], str] = {}
+        self._lines: dict[tuple[int, int], str] = {}
+        """{address of a code object, and instruction in it: its text}."""
+        self._codes: dict[int, CodeType] = {}
+        """Keeps the code objects of `_lines`, so that no other gets an address again."""
 
     # -- where --------------------------------------------------------------------------------------------------------
 
@@ -116,10 +120,12 @@ class Ledger:
         """Return the innermost current code line of this package or of megatron.core."""
         frame = sys._getframe(1)
         while frame is not None:
-            key = frame.f_code, frame.f_lineno
+            code = frame.f_code
+            key = id(code), frame.f_lasti  # not the code itself, whose hash is that of all its instructions
             text = self._lines.get(key)
             if text is None:
-                text = self._lines[key] = shown(frame.f_code.co_filename, frame.f_lineno)
+                self._codes[id(code)] = code
+                text = self._lines[key] = shown(code.co_filename, frame.f_lineno)
             if text:
                 return text
             frame = frame.f_back
@@ -142,9 +148,7 @@ class Ledger:
         if not (op.launches and (is_new or any(map(on_device, op.writes(args, kwargs))))):
             return
         phase = self.phases[self.phase]
-        launches = LAUNCHES[func](*args, **kwargs) if func in LAUNCHES else 1
-        phase.kernels += launches
-        self.memory.kernels += launches
+        self._count_launches(LAUNCHES[func](*args, **kwargs) if func in LAUNCHES else 1)
         if "cu_seq_q" in op.arguments:
             phase.flops["attention"] += _attention_flops(func, args)
         elif count := flop_registry.get(func._overloadpacket):
@@ -155,8 +159,7 @@ class Ledger:
 
     def note_launch(self, given: Iterable[Tensor]) -> None:
         """Record the launch of a kernel that is no operator of torch. given: all tensors that it reads or writes."""
-        self.phases[self.phase].kernels += 1
-        self.memory.kernels += 1
+        self._count_launches(1)
         given = list(filter(on_device, given))
         self.order.launch("a kernel of Triton", given, given)
         for tensor in given:
@@ -179,11 +182,14 @@ class Ledger:
             self.order.launch(function.__name__, given, results)
             for tensor in results:
                 self.memory.note(tensor, self.line)
-            self.phases[self.phase].kernels += 1
-            self.memory.kernels += 1
+            self._count_launches(1)
             return made
 
         return run
+
+    def _count_launches(self, count: int) -> None:
+        self.phases[self.phase].kernels += count
+        self.memory.kernels += count
 
     def note_sync(self, what: str, until: Clock | None = None) -> None:
         """Count an event at which the host waits for the device.

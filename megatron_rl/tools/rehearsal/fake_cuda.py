@@ -216,7 +216,9 @@ class FakeCuda(TorchDispatchMode):
         if on_device(target) and not on_device(source):
             self.ledger.note_copy("to device", source, is_blocking=not non_blocking)
         # Weights are not tracked, although they come from the host: a model's would fill the host's memory.
-        value = None if isinstance(target, torch.nn.Parameter) else known(source)
+        # Nor are the bytes of storages that come back from the host.
+        is_tracked = not isinstance(target, torch.nn.Parameter) and target.dtype is not torch.uint8
+        value = known(source) if is_tracked else None
         if value is not None and known(target) is None and _is_whole(target) and not is_large(value):
             target.known = value.to(target.dtype).expand(target.shape).clone()
         return made
@@ -230,7 +232,8 @@ class FakeCuda(TorchDispatchMode):
             return
         if value is None:
             self.ledger.note_assumed(f"numbers copied to the host are 0, at {self.ledger.line()}")
-            if not is_large(target):  # untouched pages take no memory
+            # Untouched pages take no memory. Bytes are those of storages that leave the device, in pages that are 0.
+            if not is_large(target) and target.dtype is not torch.uint8:
                 target.zero_()
         else:
             target.copy_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
@@ -20,10 +21,10 @@ from megatron_rl.tools.rehearsal.fake_cuda import FakeCuda
 from megatron_rl.tools.rehearsal.stand_ins import (
     Objects,
     stand_in_for_device,
-    stand_in_for_triton,
     stand_in_for_world,
 )
 from megatron_rl.tools.rehearsal.te_package import install
+from megatron_rl.tools.rehearsal.triton_launches import stand_in_for_triton
 
 
 def main(folder: str) -> None:
@@ -118,12 +119,18 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
 
 
 def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
-    """Return an order's config. Kernels that cannot be rehearsed are replaced, and the ledger notes this."""
-    config = load_config(order["config"], order["overrides"])
-    if config.model.delta_kernel == "torch":
-        return config
-    ledger.note_assumed(f"model.delta_kernel = {config.model.delta_kernel!r} computes as torch does, which keeps more")
-    return load_config(order["config"], [*order["overrides"], "model.delta_kernel=torch"])
+    """Return an order's config. Options that need a package which is not installed are replaced, and the ledger notes
+    this."""
+    config, changed = load_config(order["config"], order["overrides"]), []
+    if config.model.delta_kernel == "fla" and importlib.util.find_spec("fla") is None:
+        ledger.note_assumed("model.delta_kernel = 'fla' computes as torch does, which keeps more: fla is not installed")
+        changed.append("model.delta_kernel=torch")
+    elif config.model.delta_kernel == "fla":
+        ledger.note_assumed("kernels of fla count as launches without FLOPs")
+    if config.megatron.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        ledger.note_assumed("megatron.moe_token_dispatcher_type = 'flex' sends by alltoall: deep_ep is not installed")
+        changed.append("megatron.moe_token_dispatcher_type=alltoall")
+    return load_config(order["config"], [*order["overrides"], *changed]) if changed else config
 
 
 def innermost(error: Exception) -> str:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.device_memory import NotedBackwards
-from megatron_rl.tools.rehearsal.operations import tensors_in
 from megatron_rl.tools.rehearsal.stream_order import StreamOrder
 from megatron_rl.tools.rehearsal.stream_stand_ins import streams_of
 
@@ -79,6 +78,8 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         "synchronize": synchronize,
         "default_generators": collections.defaultdict(lambda: torch.default_generator),
         "_lazy_call": lambda function, **_: function(),
+        "_exchange_device": lambda index: index,  # of torch.cuda.device, which packages enter around their kernels
+        "_maybe_exchange_device": lambda index: index,
     }
     answers |= streams_of(ledger.order, ledger.note_sync)
     ignored = ["set_device", "_lazy_init", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state"]
@@ -124,16 +125,6 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         return self._cdata if self.device.type == "meta" else address(self)
 
     torch.UntypedStorage.data_ptr = data_ptr  # type: ignore[method-assign]
-
-
-def stand_in_for_triton(ledger: Ledger) -> None:
-    """Let launches of Triton's kernels only be recorded. Transformer Engine has some, and allocates their results."""
-    from triton.runtime.jit import KernelInterface
-
-    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: ledger.note_launch(tensors_in(args, kwargs))
-
-    KernelInterface.__getitem__ = launch
 
 
 def _apply(self: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:

@@ -25,7 +25,7 @@ from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
 from megatron_rl.tools.rehearsal.stand_ins import NoWeights
-from megatron_rl.types import TrajectoryBatch, prefix_sums
+from megatron_rl.types import PART, TrajectoryBatch, prefix_sums
 from megatron_rl.weights import mapping
 from megatron_rl.weights.publish import WeightPublisher, fill_buckets, plan_buckets
 from megatron_rl.weights.update_group import TensorSpec
@@ -233,7 +233,12 @@ def count_for_all_replicas() -> None:
     least = exchange.least_alone
 
     def least_of_all(batch: TrajectoryBatch, *args: Any, **options: Any) -> int:
-        own, *every = SHARES_OF_ALL[id(batch.sequences)]
+        own, *every = SHARES_OF_ALL.get(id(batch.sequences)) or next(
+            # A teacher reads a share's trajectories in a batch of its own.
+            shares
+            for shares in SHARES_OF_ALL.values()
+            if torch.equal(shares[0].cu_seqlens, batch.cu_seqlens)
+        )
         if len(own["input_ids"]) < len(batch["input_ids"]):
             every = [share.with_one_more_token()[0] for share in every]
         return max(least(share, *args, **options) for share in every)
@@ -308,7 +313,22 @@ def made_batch(
         "group": group,
         "sample": sample,
     }
-    return TrajectoryBatch(tokens, sequences, cu)
+    return TrajectoryBatch(tokens, sequences | reported_columns(config, sequences["rewards"], sample), cu)
+
+
+def reported_columns(config: TrainConfig, rewards: Tensor, sample: Tensor) -> dict[str, Tensor]:
+    """Return the columns that the config's workflow reports because its advantage estimator needs them.
+
+    sample: each trajectory's number in its group.
+    """
+    if config.algo.advantage == "remax":
+        if config.reward_model.path:  # scores the greedy reply like the others
+            return {"is_greedy": (sample == 0).float()}
+        return {"greedy_reward": rewards.flip(0), "greedy_tokens": torch.ones_like(rewards)}
+    if config.algo.advantage == "gdpo":  # parts of the reward that add up to it
+        weights = {name: weight for name, weight in config.rollout.weights.items() if weight} or {"reward": 1.0}
+        return {PART + name: rewards / weight / len(weights) for name, weight in weights.items()}
+    return {"agent": torch.zeros_like(sample)} if config.algo.advantage == "agent_norm" else {}
 
 
 def drawn_group(

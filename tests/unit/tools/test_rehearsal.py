@@ -5,6 +5,7 @@ Of faults of one kind `make test` keeps those that the rehearsal finds in ways o
 
 import copy
 import functools
+import importlib.util
 import json
 from dataclasses import fields, replace
 from html import escape, unescape
@@ -16,6 +17,7 @@ import torch
 from megatron_rl import cli
 from megatron_rl.batch import exchange
 from megatron_rl.config import load_config
+from megatron_rl.config.algorithm_section import ESTIMATORS
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.tools.plan.devices import DEVICES, RESERVED_BYTES
 from megatron_rl.tools.rehearsal.device_ledger import Ledger
@@ -26,7 +28,7 @@ from megatron_rl.tools.rehearsal.rehearsal_page import page_of
 from megatron_rl.tools.rehearsal.rehearsal_text import as_dict, as_text
 from megatron_rl.tools.rehearsal.rehearsed_rank import config_of
 from tests.kit.examples import IS_THOROUGH
-from tests.kit.rehearsals import order_of
+from tests.kit.rehearsals import HAS_FLA, order_of, write_tiny
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = dict(
@@ -201,10 +203,26 @@ def test_attention_by_cudnn_keeps_what_flash_attention_keeps_and_launches_more(r
     assert 0 < more < 2 * 4 * 2 * 300 and more % 512 == 0
 
 
-def test_kernels_of_delta_nets_are_rehearsed_as_plain_torch_and_a_line_says_so(model):
-    order, ledger = order_of(CONFIG, 8, [f"model.path={model}", "model.delta_kernel=fla"]), Ledger()
-    assert config_of(order, ledger).model.delta_kernel == "torch"
-    assert [line.partition(" computes")[0] for line in ledger.assumed] == ["model.delta_kernel = 'fla'"]
+def test_what_needs_a_package_that_is_not_here_is_replaced_and_a_line_says_so(model, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = [f"model.path={model}", "model.delta_kernel=fla", "megatron.moe_token_dispatcher_type=flex"]
+    order, ledger = order_of(CONFIG, 8, words), Ledger()
+    config = config_of(order, ledger)
+    assert config.model.delta_kernel == "torch" and config.megatron["moe_token_dispatcher_type"] == "alltoall"
+    assert len(ledger.assumed) == 2 and all(line.endswith(" is not installed") for line in ledger.assumed)
+
+
+@pytest.mark.skipif(not HAS_FLA, reason="the package fla is not installed")
+def test_kernels_of_delta_nets_are_launched_by_their_packages_own_code(rehearsals, tmp_path):
+    """It makes their results, so that memory is as on a GPU; plain torch launches a dozen of kernels for each chunk."""
+    write_tiny(tmp_path, "qwen3_next")
+    words = [f"model.path={tmp_path}", *SMALL, "parallel.tensor=2"]
+    orders = [order_of(CONFIG, 2, [*words, f"model.delta_kernel={kernel}"], rank=1) for kernel in ("fla", "torch")]
+    fla, torch = (rehearsals.of(tmp_path / str(n), [order])[1] for n, order in enumerate(orders))
+    assert isinstance(fla, dict) and isinstance(torch, dict), (fla, torch)
+    assert fla["phases"]["update"]["kernels"] < torch["phases"]["update"]["kernels"]
+    assert any("engine/delta_kernels.py" in line for line in fla["peak_by_line"])
+    assert fla["phases"]["update"]["syncs"].keys() == torch["phases"]["update"]["syncs"].keys()
 
 
 def test_what_autograd_keeps_is_found_in_the_graph():
@@ -265,6 +283,13 @@ def test_a_critic_that_warms_up_is_rehearsed_in_a_layout_of_its_own(layout, rehe
     assert all(sum(found["phases"][name]["flops"].values()) > 0 for name in ("values", "update", "critic")), found
 
 
+def test_a_teacher_that_reads_the_policys_tokens_is_rehearsed(model, rehearsals, tmp_path):
+    taught = [f"teacher.path={model}", "teacher.kl_in=advantage", "rollout.max_uniform_resamples=0"]
+    order = order_of(CONFIG, 2, [f"model.path={model}", *SMALL, *taught], rank=1)
+    (found,) = rehearsals.of(tmp_path, [order]).values()
+    assert isinstance(found, dict) and sum(found["phases"]["teacher"]["flops"].values()) > 0, found
+
+
 def test_the_command_says_what_each_rank_takes_and_writes_it_down(model, rehearsals, tmp_path, capsys, monkeypatch):
     if not IS_THOROUGH:  # the command's own process imports all anew
         rehearsals.take_over(monkeypatch)
@@ -314,6 +339,24 @@ def test_ranks_agree_on_the_number_of_microbatches_without_hearing_each_other(mo
     monkeypatch.setattr(exchange, "least_alone", exchange.least_alone)  # which is put back afterwards
     count_for_all_replicas()
     assert counts() == [max(apart)] * 8
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gae", "none")])
+def test_a_made_batch_has_what_every_estimator_needs(name):
+    """But for values of a critic, which the rehearsal computes."""
+    from megatron_rl.algo.catalogue import find_estimator
+    from megatron_rl.tools.rehearsal.step import made_batch, rehearsed_batch
+
+    words = ["rollout.max_uniform_resamples=0", "batch.tokens_per_microbatch=512", *SMALL[1:], f"algo.advantage={name}"]
+    config = load_config(ROOT / CONFIG, words)
+    alone = dict.fromkeys(field.name for field in fields(ParallelGroups)) | {"data": Axis(None, 1, 0)}
+    batch = rehearsed_batch(made_batch(config, 1, 512), ParallelGroups(**alone), share_prompts=True)
+    scores = {"scores": batch["rewards"].double()}
+    batch.sequences |= scores | ({"greedy_score": batch["greedy_reward"].double()} if name == "remax" else {})
+    zeros = torch.zeros(len(batch.tokens["loss_mask"]))
+    batch.tokens |= {"token_rewards": zeros.double(), "proximal_logprobs": zeros, "cold_logprobs": zeros}
+    found = find_estimator(name, config.advantage_args).function(batch, **config.advantage_args)
+    assert len(found) in (len(batch.sequences["rewards"]), len(batch.tokens["loss_mask"])) and found.isfinite().all()
 
 
 def test_the_distinct_ranks_are_the_first_and_last_of_every_stage():
