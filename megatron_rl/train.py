@@ -93,6 +93,9 @@ def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
     if not kind:
         kind = "supervised" if config.supervised.answer else "preference" if config.preference.loss else "rl"
     # Imported here because imports take seconds and each kind needs only its own.
+    from megatron_rl import platform
+
+    platform.prepare(may_use_transformer_engine=config.may_use_transformer_engine)
     if kind == "supervised":
         from megatron_rl.run.supervised_run import SupervisedRun, check_supervised
 

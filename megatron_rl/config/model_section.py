@@ -22,7 +22,7 @@ class ModelConfig(Section, name="model"):
     """Compute dtype: float32 or bfloat16. With bfloat16, the optimizer keeps its main parameters in float32."""
     transformer_impl: str = one_of("auto", "transformer_engine", "local", default="auto")
     """Layers to use: Transformer Engine's (transformer_engine) or megatron.core's own (local). auto uses Transformer
-    Engine if it is installed."""
+    Engine if it is installed. A run with local does not import it at all, unless another option asks for it."""
     flash_attention: str = one_of("torch", "FA3", "TE", default="torch")
     """Attention kernel for bfloat16 on CUDA. torch: PyTorch's FlashAttention 2. FA3: FlashAttention 3 from an installed
     flash_attn_interface, which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel

@@ -368,6 +368,16 @@ class TrainConfig:
         return dataclasses.replace(self.unrouted, model=model, lora=LoraConfig())
 
     @property
+    def may_use_transformer_engine(self) -> bool:
+        """False if local layers are chosen and no other option asks for Transformer Engine."""
+        optimizers = [
+            it.megatron.get("use_precision_aware_optimizer") for it in (self.optimizer, self.critic.optimizer)
+        ]
+        kernels = [self.megatron.get(name) for name in ("moe_permute_fusion", "moe_router_fusion")]
+        asks = self.model.flash_attention == "TE" or any(optimizers) or any(kernels)
+        return self.model.transformer_impl != "local" or asks
+
+    @property
     def unrouted(self) -> EngineConfig:
         """The policy's options for models that do not replay the server's routing but route by themselves."""
         return dataclasses.replace(self.actor, routing_replay="off")

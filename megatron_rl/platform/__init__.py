@@ -22,14 +22,18 @@ from megatron_rl.platform import cpu, imports, upstream
 _kept: list[torch.library.Library] = []
 """Libraries of operators that stay registered. Freeing a Library would end its registrations."""
 
-_transformer_engine_fault = ""
-"""Why the installed Transformer Engine does not load. Empty if it does, and if none is installed."""
+_why_set_aside = ""
+"""Why the installed Transformer Engine counts as absent. Empty if it is used, and if none is installed."""
 
 logger = logging.getLogger(__name__)
 
 
-def prepare() -> None:
-    """Make megatron.core importable and correct on this machine. Idempotent."""
+def prepare(*, may_use_transformer_engine: bool = True) -> None:
+    """Make megatron.core importable and correct on this machine. Idempotent.
+
+    may_use_transformer_engine: False lets an installed Transformer Engine count as absent, without importing it. This
+    has no effect after an earlier call has imported it.
+    """
     # Megatron warns at import if Transformer Engine and apex are absent and it falls back to torch. That is expected
     # here.
     warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
@@ -46,7 +50,10 @@ def prepare() -> None:
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_no_deprecation)
     if not has_cuda():  # a CUDA toolkit without a GPU is no reason to warn
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    set_aside_broken_transformer_engine()
+    if may_use_transformer_engine:
+        set_aside_broken_transformer_engine()
+    else:
+        leave_out_transformer_engine()
     fixes = upstream.fixes_of(metadata.version("megatron-core"))
     if has_cuda():
         imports.install(after_import=fixes)
@@ -63,22 +70,33 @@ def set_aside_broken_transformer_engine() -> None:
     Its libraries need versions of CUDA's that torch may not have brought. megatron.core imports it unless it is absent,
     and expects no error but ImportError, so without this not even Megatron's local layers could be used.
     """
-    global _transformer_engine_fault
     if importlib.util.find_spec("transformer_engine") is None:
         return
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # besides OSError, its own checks of versions raise what they like
-        _transformer_engine_fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        fault = f"{type(error).__name__}: {error}".splitlines()[0]
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
             del sys.modules[name]
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # imports of it raise ImportError
+        _set_aside(f"does not load ({fault}; see docs/gpu.md)")
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
                 "Transformer Engine is installed but does not load (%s); Megatron-Core's local layers are used. "
                 "docs/gpu.md names versions that load together.",
-                _transformer_engine_fault,
+                fault,
             )
+
+
+def leave_out_transformer_engine() -> None:
+    """Let Transformer Engine count as not installed, unless it is imported already."""
+    if "transformer_engine" not in sys.modules and importlib.util.find_spec("transformer_engine") is not None:
+        _set_aside("was left out, because this process began with model.transformer_impl=local")
+
+
+def _set_aside(why: str) -> None:
+    global _why_set_aside
+    _why_set_aside = why
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # imports of it raise ImportError
 
 
 def _is_no_deprecation(record: logging.LogRecord) -> bool:
@@ -132,8 +150,8 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
 
 
 def _without_transformer_engine() -> str:
-    if _transformer_engine_fault:
-        return f"the installed transformer_engine does not load ({_transformer_engine_fault}; see docs/gpu.md)"
+    if _why_set_aside:
+        return f"the installed transformer_engine {_why_set_aside}"
     return "the package transformer_engine is not installed"
 
 

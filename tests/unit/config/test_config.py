@@ -325,6 +325,29 @@ def test_megatron_section_is_passed_through(load):
     assert load("megatron.some_new_field=3").megatron == {"some_new_field": 3}
 
 
+@pytest.mark.parametrize(
+    "settings,expected",
+    [
+        ([], True),
+        (["model.transformer_impl=local"], False),
+        (["model.transformer_impl=local", "model.flash_attention=TE"], True),
+        (["model.transformer_impl=local", "megatron.moe_router_fusion=true"], True),
+        (["model.transformer_impl=local", "megatron.moe_router_fusion=false"], False),
+        (["model.transformer_impl=local", "optimizer.megatron.use_precision_aware_optimizer=true"], True),
+        (
+            [
+                "model.transformer_impl=local",
+                "algo.advantage=gae",
+                "critic.optimizer.megatron.use_precision_aware_optimizer=true",
+            ],
+            True,
+        ),
+    ],
+)
+def test_local_layers_need_no_transformer_engine_unless_another_option_asks_for_it(load, settings, expected):
+    assert load(*settings).may_use_transformer_engine is expected
+
+
 def test_engine_config_is_cut_out_of_the_config(load):
     config = load("parallel.tensor=2", "batch.tokens_per_microbatch=512", "run.seed=9")
     assert config.actor.model is config.model and config.actor.parallel.tensor == 2
