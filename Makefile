@@ -1,4 +1,5 @@
-# make demo | demo-tiny | test | test-all | test-fast | test-matrix | soak | soak-chaos | readme-tables | bench-trl | lint | format | clean
+# make demo | demo-tiny | test | test-all | test-fast | test-matrix | gpu-build | soak | soak-chaos | readme-tables | bench-trl
+# make lint | format | clean
 # Everything lives in .venv, .venv-trl, models/ and runs/; removing them (make clean) undoes all of it.
 
 SHELL := bash
@@ -19,7 +20,7 @@ QUIET := PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning,ignore::Deprec
 
 # What serves the demo's rollouts: auto (SGLang where CUDA is, else embedded), embedded, sglang.
 SERVER ?= auto
-# Further key=value settings of a demo, e.g. make demo ARGS="run.steps=20 optimizer.lr=5e-6".
+# Further key=value settings of a demo, e.g. make demo ARGS="run.steps=20 optimizer.lr=5e-6"; arguments of gpu-build.
 ARGS ?=
 # 0 leaves real SGLang out of the tests; the tests that need it are then skipped.
 SGLANG ?= 1
@@ -48,7 +49,7 @@ WITHOUT_SLURM := $(if $(filter 0,$(SLURM)),--ignore tests/slurm)
 HALF_1 := -m "not thorough"
 HALF_2 := -m thorough
 
-.PHONY: help demo demo-tiny test test-all test-fast test-matrix soak soak-chaos readme-tables bench-trl lint format clean
+.PHONY: help demo demo-tiny test test-all test-fast test-matrix gpu-build soak soak-chaos readme-tables bench-trl lint format clean
 
 help:
 	@echo "make demo       GRPO on SmolLM2-135M: a real model learns addition on this machine, with a report at the end"
@@ -57,6 +58,7 @@ help:
 	@echo "make test-all   an hour: every layout, family, kernel, config and version (HALF=1: make test's part, HALF=2: the rest)"
 	@echo "make test-fast  three minutes: the tests to run while working"
 	@echo "make test-matrix  tests of engine and units on older and newer versions (NAMES=0.17), and README's table of them"
+	@echo "make gpu-build  compiles the sources of Transformer Engine's extension one by one, without a GPU; half an hour"
 	@echo "make soak       kills training runs at POINTS=50 random points and counts what was lost; twenty minutes"
 	@echo "make soak-chaos MINUTES=30 of training among servers that lie, hang and die, and trainers that are killed and frozen"
 	@echo "make bench-trl  seconds of a whole step beside TRL's GRPOTrainer, which goes into .venv-trl; half an hour"
@@ -87,6 +89,9 @@ test-fast: .venv/.installed operators
 
 test-matrix: .venv/.installed operators
 	@$(VENV) tests/matrix.py --workers $(WORKERS) $(NAMES) $(if $(TESTS),--tests $(TESTS))
+
+gpu-build: .venv/.torch
+	@$(VENV) scripts/compile_te_extension.py $(ARGS)
 
 soak: .venv/.installed operators
 	@$(QUIET) PYTHONPATH=.:tests/megatron:tests/end_to_end:benchmarks $(VENV) tests/end_to_end/kills.py --points $(POINTS)

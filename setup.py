@@ -59,7 +59,8 @@ EXTRAS_REQUIRE = {
     "data": ["datasets>=3", "pyarrow>=15"],
     "loggers": ["prometheus-client>=0.20", "tensorboard>=2.18", "trackio>=0.4", "wandb>=0.19"],
     "gpu": [
-        # 2.14 has one norm for all; from 2.17 on its libraries load beside torch's cuBLAS 13.1.
+        # 2.14 has one norm for all; from 2.17 on its libraries load beside torch's cuBLAS 13.1. Versions that belong
+        # together are in requirements/gpu.txt.
         "transformer-engine[pytorch]>=2.17",
     ],
     # Triton's kernels come with torch for CUDA.
