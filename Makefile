@@ -31,7 +31,7 @@ OLDEST ?= 1
 # 1 and 2 run a half of `make test-all`: what `make test` runs, and the rest.
 HALF ?=
 # How many tests run at the same time; the tests of a file stay together, the long ones come first. On two cores a third
-# test runs while others wait for a server. Three need 10 GB of memory at the most, and one of them 4 to 5.
+# test runs while others wait for a server. Three need 10 GB of memory at the most, and one needs less than 5.
 WORKERS ?= $(or $(shell awk '/MemAvailable/ {print ($$2 > 14e6) ? 3 : ($$2 > 9e6) ? 2 : 1}' /proc/meminfo 2>/dev/null),2)
 PYTEST := $(VENV) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --progress -o console_output_style=classic
 # How many times `make soak` kills a run.
