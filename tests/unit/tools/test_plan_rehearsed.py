@@ -174,7 +174,9 @@ def test_the_start_is_planned_where_it_takes_more_than_the_states(case, rehearsa
     memory = planned_memory(config, 0, MANY_RANKS)
     assert memory.states["weights"] + memory.beside_weights["start"] > memory.kept
     peak = found["phases"]["start"]["peak_bytes"]
-    assert peak == pytest.approx(planned_start(config, 0, MANY_RANKS), rel=0.03)
+    # The plan takes a stage's chunks to be equal, and only the first has the embedding.
+    within = 0.05 if case == "two chunks" else 0.03
+    assert peak == pytest.approx(planned_start(config, 0, MANY_RANKS), rel=within)
 
 
 def planned_memory(config, rank, ranks):
