@@ -96,7 +96,9 @@ def test_packages_of_the_index_demand_what_is_recorded():
 def test_setup_and_constraints_allow_the_listed_versions():
     versions, constraints = gpu_packages.versions(), gpu_packages.constraints()
     listed = {name for name, it in ENTRIES.items() if not it.requirement.url}
-    assert {name: versions[name] for name in constraints.keys() & listed} == {"torch": constraints["torch"]}
+    pinned = constraints.keys() & listed
+    assert {name: versions[name] for name in pinned} == {name: constraints[name] for name in pinned}
+    assert pinned == {"torch", "transformer-engine"}
     declared = [it for wanted in gpu_packages.setup_requirements().values() for it in wanted if it.name in versions]
     assert {"torch", "megatron-core", "transformer-engine", "sglang"} <= {it.name for it in declared}
     assert [str(it) for it in declared if not it.specifier.contains(versions[it.name])] == []

@@ -222,7 +222,7 @@ def test_kernels_of_delta_nets_are_launched_by_their_packages_own_code(rehearsal
     assert isinstance(fla, dict) and isinstance(torch, dict), (fla, torch)
     assert fla["phases"]["update"]["kernels"] < torch["phases"]["update"]["kernels"]
     assert any("engine/delta_kernels.py" in line for line in fla["peak_by_line"])
-    assert fla["phases"]["update"]["syncs"].keys() == torch["phases"]["update"]["syncs"].keys()
+    assert fla["phases"]["update"]["syncs"].keys() <= torch["phases"]["update"]["syncs"].keys()
 
 
 def test_what_autograd_keeps_is_found_in_the_graph():
