@@ -27,7 +27,7 @@ LIST, RECORDS, PAGE = ROOT / "requirements" / "gpu.txt", ROOT / "tests" / "gpu_p
 TABLE = re.compile(r"(?<=<!-- from requirements/gpu.txt -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 PLATFORM = {"python_version": "3.12", "python_full_version": "3.12.1", "sys_platform": "linux", "os_name": "posix"}
 PLATFORM |= {"platform_machine": "x86_64", "platform_system": "Linux"}
-"""What the list is for, as markers of requirements ask for it."""
+"""Environment that the list is for, as the markers of its requirements see it."""
 LEFT_OUT = "#:"
 """Stands in front of a package that is not installed with the others."""
 

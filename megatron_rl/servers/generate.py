@@ -257,10 +257,7 @@ class SamplingClient(Sampler):
 
         The wait for a free connection does not count towards the deadline.
         """
-        if self.fleet.slots.locked():
-            with not_counted(deadline):
-                await self.fleet.slots.acquire()
-        else:
+        with not_counted(deadline) if self.fleet.slots.locked() else contextlib.nullcontext():
             await self.fleet.slots.acquire()
         try:
             yield

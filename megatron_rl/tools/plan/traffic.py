@@ -47,7 +47,7 @@ class Traffic:
     ranks: int
     nbytes: float
     far_bytes: float = 0.0
-    """Those of the bytes that leave the node."""
+    """The part of `nbytes` that leaves the node."""
 
     @property
     def link(self) -> str:

@@ -15,7 +15,7 @@ from megatron_rl.tools.rehearsal.operations import tensors_in
 
 HOPPER = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
 PROPERTIES = {"multiprocessor_count": 132, "max_shared_mem": 232_448, "warpSize": 32}
-"""Of an H100, as Triton's driver returns them."""
+"""Properties of an H100, as Triton's driver returns them."""
 
 
 class _Driver:

@@ -19,7 +19,7 @@ from tests.kit.rehearsals import HAS_FLA, order_of, write_shape
 ROOT = Path(__file__).resolve().parents[3]
 LONGEST = ("qwen3_5", "qwen3_next")
 MOST_KERNELS = 400_000
-"""Of both ranks in a step. A rehearsal takes about a second for a thousand of them."""
+"""Bound of the kernels that both ranks launch in a step. A rehearsal takes about a second for a thousand of them."""
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_the_table_says_that_each_is_rehearsed_within_five_minutes_and_four_gibi
 
 @pytest.mark.thorough
 def test_a_model_of_many_small_tensors_leaves_the_device_without_host_memory(largest, rehearsals, tmp_path):
-    """Of four of its layers, a rank has 2.4 GB of states, in tensors of 4 MB."""
+    """The model has four layers, of which a rank has 2.4 GB of states in tensors of 4 MB."""
     case = largest.CASES["qwen3_next"]
     model = write_shape(tmp_path / "model", case.model, num_hidden_layers=4)
     turns = ["rollout.colocated=true", "rollout.publication=ipc", "rollout.max_staleness=0", "model.delta_kernel=fla"]

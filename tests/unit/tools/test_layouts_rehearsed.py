@@ -37,7 +37,7 @@ KEPT = {
     ("qwen3_next", "tensor 2, stages of two chunks"),
     ("gemma3", "tensor 4"),
 }
-"""What `make test` has."""
+"""The cases that `make test` runs."""
 CASES = [
     pytest.param(family, layout, marks=() if (family, layout) in KEPT else pytest.mark.thorough)
     for family in FAMILIES

@@ -1,4 +1,4 @@
-"""What a refused layout names as the way out is a layout that the model has."""
+"""A refused layout's message names a layout that the model can have."""
 
 from __future__ import annotations
 
