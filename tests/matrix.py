@@ -4,7 +4,7 @@ python tests/matrix.py                 # every pair; a quarter of an hour each o
 python tests/matrix.py 0.17 0.18       # these
 python tests/matrix.py 0.17 --tests tests/megatron/test_theorems.py
 python tests/matrix.py --install 0.16  # only its environment
-python tests/matrix.py --report build/test.xml   # of `make test-all`, which ran in this environment
+python tests/matrix.py --report build/test-all1.xml build/test-all2.xml  # of `make test-all` in this environment
 
 A pair has an environment and a copy of the tree under build/matrix: the library that stands in for a CUDA device is
 compiled for one torch. What differs from .venv lies above it, so that megatron.core of another version costs seconds.
@@ -199,12 +199,12 @@ def run(name: str, tests: Sequence[str] = TESTS, *, workers: int = 2) -> Outcome
     done = subprocess.run(command, cwd=tree, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode not in (0, 1) or not report.exists():
         raise RuntimeError(f"pytest ended with {done.returncode}, {name}:\n{done.stdout[-3000:]}")
-    return outcome(report)
+    return outcome([report])
 
 
-def outcome(report: Path) -> Outcome:
-    """Read pytest's report in XML."""
-    cases = list(ElementTree.parse(report).iter("testcase"))
+def outcome(reports: Iterable[Path]) -> Outcome:
+    """Read pytest's reports in XML."""
+    cases = [case for report in reports for case in ElementTree.parse(report).iter("testcase")]
     wrong = {case: [*case.iter("failure"), *case.iter("error")] for case in cases}
     failed = {case: parts[0] for case, parts in wrong.items() if parts}
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -250,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PAIRS)}; left out, all")
     parser.add_argument("--install", action="store_true", help="only make the environments")
-    parser.add_argument("--report", type=Path, help="record that of `make test-all`, which ran in this environment")
+    parser.add_argument("--report", type=Path, nargs="+", help="record what `make test-all` wrote, or both its halves")
     parser.add_argument("--tests", nargs="+", default=TESTS, help=f"others than {' and '.join(TESTS)}")
     parser.add_argument("--workers", type=int, default=2, help="tests at the same time")
     arguments = parser.parse_args()

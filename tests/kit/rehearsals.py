@@ -47,8 +47,8 @@ def write_shape(folder: Path, name: str, **changes: Any) -> str:
     return f"model.path={folder}"
 
 
-def write_tiny(folder: Path, family: str) -> None:
-    """Write the config.json of one of tests.kit.models' tiny models, with a long context."""
+def write_tiny(folder: Path, family: str, **changes: Any) -> None:
+    """Write the config.json of one of tests.kit.models' tiny models, with a long context and with these changes."""
     # Late, because transformers' models and megatron.core take seconds to import.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -57,7 +57,7 @@ def write_tiny(folder: Path, family: str) -> None:
     config = config_of(family, None)
     config.update({"max_position_embeddings": 4096})
     named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
-    (folder / "config.json").write_text(json.dumps(config.to_dict() | named))
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | named | changes))
 
 
 def few_layers(path: Path, folder: Path) -> list[str]:
@@ -75,6 +75,10 @@ def few_layers(path: Path, folder: Path) -> list[str]:
     model = write_shape(folder, Path(config.model.path).name, num_hidden_layers=layers)
     cuts = [f"megatron.{key}={size}" for key, size in sizes.items() if key in given]
     return [model, *cuts, *(["megatron.recompute_num_layers=1"] if is_half else [])]
+
+
+ONE_DELTA_NET = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+"""For `write_tiny`: torch launches 6,000 kernels for each delta net and microbatch, so one of them is enough."""
 
 
 class Rehearsals:

@@ -295,8 +295,8 @@ class Ledger:
                 if value is not None and self.reduces_by == dist.ReduceOp.SUM:
                     value.mul_(len(ranks))
         elif "allgather" in kind and all(value is not None for value in values):
-            for out in outs:
-                _fill(out, values[0], len(ranks) if out.numel() > values[0].numel() else 1)
+            for out, value in zip(outs, values if "coalesced" in kind else values[:1] * len(outs), strict=True):
+                _fill(out, value, len(ranks) if out.numel() > value.numel() else 1)
         elif kind not in ("allreduce", "broadcast", "send", "barrier", "monitored_barrier", "allreduce_coalesced"):
             for out in outs:
                 forget(out)

@@ -60,8 +60,11 @@ class ModulesAlone(nn.Module):
 
         super().__init__()
         config = self.config = engine.tf_config
-        self.rope, head_dim, kv_heads = Rope.of(engine.arch), config.kv_channels, config.num_query_groups
+        self.rope, head_dim = Rope.of(engine.arch), config.kv_channels
         self.rope.is_fused = True
+        self.groups = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+        """Key-value heads of this rank. Ranks share one if there are fewer heads than ranks."""
+        kv_heads = self.groups * config.tensor_model_parallel_size
         options = {"bias": False, "params_dtype": engine.dtype, "fuse_wgrad_accumulation": True}
         cut = options | {"tp_group": engine.groups.tensor.group, "sequence_parallel": config.sequence_parallel}
         column = cut | {"parallel_mode": "column", "normalization": "RMSNorm"}
@@ -91,8 +94,8 @@ class ModulesAlone(nn.Module):
         return hidden + self.down(bias_swiglu_impl(self.up(hidden), None))
 
     def _attend(self, mixed: Tensor, packed: PackedRows) -> Tensor:
-        config, groups = self.config, self.config.num_query_groups // self.qkv.tp_size
-        mixed = mixed.view(*mixed.shape[:2], groups, -1)
+        config = self.config
+        mixed = mixed.view(*mixed.shape[:2], self.groups, -1)
         sizes = [mixed.shape[-1] - 2 * config.kv_channels, config.kv_channels, config.kv_channels]
         query, key, value = (
             part.unflatten(-1, (-1, config.kv_channels)).flatten(2, 3) for part in mixed.split(sizes, -1)

@@ -28,7 +28,7 @@ from megatron_rl.tools.rehearsal.rehearsal_page import page_of
 from megatron_rl.tools.rehearsal.rehearsal_text import as_dict, as_text
 from megatron_rl.tools.rehearsal.rehearsed_rank import config_of
 from tests.kit.examples import IS_THOROUGH
-from tests.kit.rehearsals import HAS_FLA, order_of, write_tiny
+from tests.kit.rehearsals import HAS_FLA, ONE_DELTA_NET, order_of, write_tiny
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = dict(
@@ -215,7 +215,7 @@ def test_what_needs_a_package_that_is_not_here_is_replaced_and_a_line_says_so(mo
 @pytest.mark.skipif(not HAS_FLA, reason="the package fla is not installed")
 def test_kernels_of_delta_nets_are_launched_by_their_packages_own_code(rehearsals, tmp_path):
     """It makes their results, so that memory is as on a GPU; plain torch launches a dozen of kernels for each chunk."""
-    write_tiny(tmp_path, "qwen3_next")
+    write_tiny(tmp_path, "qwen3_next", **ONE_DELTA_NET)
     words = [f"model.path={tmp_path}", *SMALL, "parallel.tensor=2"]
     orders = [order_of(CONFIG, 2, [*words, f"model.delta_kernel={kernel}"], rank=1) for kernel in ("fla", "torch")]
     fla, torch = (rehearsals.of(tmp_path / str(n), [order])[1] for n, order in enumerate(orders))
