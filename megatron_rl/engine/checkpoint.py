@@ -1,8 +1,9 @@
 """Checkpoints in Megatron's dist_checkpointing format, written in the background and loadable in any parallel layout.
 
-A checkpoint is a folder with three parts. The sharded state holds the model and, for a training run, its optimizer,
-schedule and random states. `hf/` holds config.json and the tokenizer. manifest.json lists the size and CRC-32 of every
-file. The folder appears under its name only when it is complete. Loading rejects a checkpoint that was modified.
+A checkpoint is a folder with four parts. The sharded state holds the model and, for a training run, its optimizer,
+schedule and random states. `hf/` holds config.json and the tokenizer. `carried/` holds those tensors of the model's
+folder for which the model has no parameters. manifest.json lists the size and CRC-32 of every file. The folder appears
+under its name only when it is complete. Loading rejects a checkpoint that was modified.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
@@ -42,10 +44,13 @@ from megatron_rl.life.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
 from megatron_rl.weights.adapter_rules import is_adapter
-from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder
+from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder, write_tensors
+from megatron_rl.weights.mapping import tensors_without_rule, whole_tensors
 
 HF_FILES = "hf"
 """Folder in a checkpoint that holds config.json and the tokenizer."""
+CARRIED = "carried"
+"""Folder in a checkpoint that holds the model folder's tensors that are not trained, unchanged."""
 COMMON = "common.pt"
 """File with the state that all ranks share, in checkpoints of megatron.core up to 0.18."""
 RECIPE = "_extra_state"
@@ -95,12 +100,15 @@ class CheckpointWriter:
         *,
         model_folder: str | Path,
         head: str,
+        is_carrying: bool,
         training: list[Tensor],
         in_background: bool,
     ) -> None:
         """Start writing a snapshot of `state`, which may change as soon as this returns.
 
         If an earlier checkpoint is still being written, this call first waits for it.
+        is_carrying: True if `model_folder` has the model's initial weights. The checkpoint then also gets those tensors
+        of the folder that are not trained.
         training: tensors that training changes during the save. The writers get copies of them.
         in_background: True if training continues during the save. The writers then run at low priority.
         """
@@ -115,6 +123,8 @@ class CheckpointWriter:
         def add_model_files() -> None:
             (aside / HF_FILES).mkdir()
             copy_model_files(model_folder, aside / HF_FILES, head=head)
+            if is_carrying and request.async_fn is None:  # this rank has no background writer
+                _carry(model_folder, aside)
 
         self._on_main(make_room)
         strategy = get_default_save_sharded_strategy()
@@ -129,7 +139,8 @@ class CheckpointWriter:
         if request.async_fn is not None:
             niceness = WRITER_NICENESS if in_background else 0
             place = aside, self.groups.rank, niceness, os.getpid()
-            write = functools.partial(_write_and_sum, request.async_fn, *place)
+            source = model_folder if is_carrying and self.groups.is_main else None
+            write = functools.partial(_write_and_sum, request.async_fn, source, *place)
             request = request._replace(async_fn=write)
         if request.preload_fn is not None:  # preload_fn copies tensors from the GPU
             request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
@@ -203,13 +214,34 @@ def _in_words(reason: BaseException) -> str:
     return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
 
 
+def _carry(model_folder: str | Path, target: Path) -> None:
+    """Copy the tensors of a model's folder that are not trained to the checkpoint `target`."""
+    if names := tensors_without_rule(model_folder):
+        (target / CARRIED).mkdir()
+        write_tensors(target / CARRIED, whole_tensors(model_folder, names))
+
+
+def carried_by(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a checkpoint holds unchanged, as the model's folder had them."""
+    if (checkpoint / CARRIED).is_dir():
+        yield from whole_tensors(checkpoint / CARRIED)
+
+
 def _write_and_sum(
-    write: Callable[..., None], aside: Path, rank: int, niceness: int, trainer: int, *args: Any, **kwargs: Any
+    write: Callable[..., None],
+    carried_from: str | Path | None,
+    aside: Path,
+    rank: int,
+    niceness: int,
+    trainer: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Run Megatron's writer, then checksum this rank's files while they are in the page cache.
 
     Megatron's writer forks one process per file and waits for a result from each. It would wait forever if one of them
     was killed, so a SIGCHLD handler ends the writer.
+    carried_from: model folder whose tensors that are not trained are copied too, or None.
     """
     process_exit.die_with(trainer)
     process_exit.let_go_of_sockets()
@@ -218,9 +250,17 @@ def _write_and_sum(
     os.register_at_fork(after_in_child=functools.partial(_join_writer, os.getpid()))
     signal.signal(signal.SIGCHLD, lambda *_: _fail_with_children(args[-1]))  # args[-1] is Megatron's queue of results
     os.nice(niceness)
+    carried: list[Path] = []
+    if carried_from is not None:
+        try:
+            _carry(carried_from, aside)
+        except (OSError, ValueError, SafetensorError) as error:
+            args[-1].put(RuntimeError(f"{carried_from}: {error}"))
+            os._exit(1)
+        carried = sorted((aside / CARRIED).glob("*"))
     write(*args, **kwargs)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    manifest.write_part(aside, sorted(aside.glob(f"__{rank}_*")), name=str(rank))
+    manifest.write_part(aside, sorted(aside.glob(f"__{rank}_*")) + carried, name=str(rank))
 
 
 def _join_writer(writer: int) -> None:

@@ -527,7 +527,14 @@ class MegatronEngine(ModelEngine):
         state, _ = checkpoint.training_state(self)
         training = [tensor for engine in {self, *beside} for part in tensors_of(engine) for tensor in part]
         with left_out_of_forks(training):
-            self.checkpoints.start(path, state, training=training, in_background=in_background, **self.saved_model)
+            self.checkpoints.start(
+                path,
+                state,
+                is_carrying=self.config.model.init == "hf" and self.adapters is None,
+                training=training,
+                in_background=in_background,
+                **self.saved_model,
+            )
 
     def finish_saves(self, *, wait: bool = True) -> bool:
         """Publish a finished checkpoint. Returns True if no save is pending any more. Collective: every rank calls it.

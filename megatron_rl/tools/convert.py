@@ -30,19 +30,25 @@ from torch import Tensor
 
 from megatron_rl import parallel
 from megatron_rl.config import EngineConfig, ModelConfig, ParallelConfig
-from megatron_rl.engine.checkpoint import HF_FILES, CheckpointWriter, is_checkpoint, model_state, open_checkpoint
+from megatron_rl.engine.checkpoint import (
+    CARRIED,
+    HF_FILES,
+    CheckpointWriter,
+    carried_by,
+    is_checkpoint,
+    model_state,
+    open_checkpoint,
+)
 from megatron_rl.engine.model import build_chunks, transformer_config
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import refusing_code
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.hf_files import HFFolder, write_hf_folder
-from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule
+from megatron_rl.weights.hf_files import SHARD_BYTES, HFFolder, write_hf_folder
+from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule, without_rule_text
 from megatron_rl.weights.reshard import HFExport, rules_of
 
 logger = logging.getLogger(__name__)
-
-SHARD_BYTES = 2 * 1024**3
 
 
 def convert_folder(
@@ -82,9 +88,10 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
     arch = read_architecture(source)
     shapes = hf_shapes(arch)
     weights = HFFolder(source, shapes)
-    if lost := tensors_without_rule(source):
-        say(f"{source}: {len(lost)} tensors have no place in a checkpoint and are left out, such as {lost[0]}")
-    _announce(target, arch, sum(math.prod(shape) * weights.dtype(name).itemsize for name, shape in shapes.items()), say)
+    if text := without_rule_text(source):
+        say(text)
+    size = sum(math.prod(shape) * weights.dtype(name).itemsize for name, shape in shapes.items())
+    _announce(target, arch, size, sum(map(weights.nbytes, tensors_without_rule(source))), say)
     chunks, scratch = _empty_model(source, arch, groups), _Scratch(target.parent)
     for chunk in chunks:
         for parameter, rule in rules_of(chunk, arch):
@@ -94,7 +101,8 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
             parameter.data = scratch.empty(whole.shape, dtype).copy_(whole)
     writer = CheckpointWriter(groups)
     state = scratch.state_of(chunks, groups)
-    writer.start(target, state, model_folder=source, head=arch.head, training=[], in_background=False)
+    options: dict[str, Any] = {"is_carrying": True, "training": [], "in_background": False}
+    writer.start(target, state, model_folder=source, head=arch.head, **options)
     writer.finish(wait=True)
 
 
@@ -108,20 +116,25 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
     saved = dist_checkpointing.load_tensors_metadata(str(source))
     chunks, scratch = _empty_model(source / HF_FILES, arch, groups), _Scratch(target.parent)
     parts = [part for part in nested_values(model_state(chunks, groups)) if _has_tensor(part)]
-    _announce(target, arch, sum(part.data.numel() * saved[part.key].dtype.itemsize for part in parts), say)
+    size = sum(part.data.numel() * saved[part.key].dtype.itemsize for part in parts)
+    _announce(target, arch, size, sum(file.stat().st_size for file in (source / CARRIED).glob("*")), say)
     for part in parts:
         part.data.data = scratch.empty(part.data.shape, saved[part.key].dtype)
     dist_checkpointing.load(scratch.state_of(chunks, groups), str(source))  # into the scratch file
     tensors = HFExport(chunks, arch, groups).stream()
-    write_hf_folder(target, tensors, model_folder=source / HF_FILES, dtype=None, shard_bytes=shard_bytes)
+    options: dict[str, Any] = {"model_folder": source / HF_FILES, "dtype": None, "shard_bytes": shard_bytes}
+    write_hf_folder(target, tensors, carried=carried_by(source), **options)
 
 
-def _announce(target: Path, arch: Architecture, size: int, say: Callable[[str], None]) -> None:
-    """Report the model's size. RuntimeError if the disk cannot hold the result plus a scratch file of the same size."""
-    free = shutil.disk_usage(target.parent).free
-    if free < 2 * size:
+def _announce(target: Path, arch: Architecture, size: int, carried: int, say: Callable[[str], None]) -> None:
+    """Report the model's size. RuntimeError if the disk cannot hold the result plus a scratch file of the same size.
+
+    carried: bytes of further tensors, which are copied without the scratch file.
+    """
+    free, needed = shutil.disk_usage(target.parent).free, 2 * size + carried
+    if free < needed:
         raise RuntimeError(
-            f"target = {str(target)!r}: {2 * size / 1e6:,.1f} MB are needed there, for the result and a scratch file "
+            f"target = {str(target)!r}: {needed / 1e6:,.1f} MB are needed there, for the result and a scratch file "
             f"of the same size, and {free / 1e6:,.1f} MB are free; make space or name a folder on another disk."
         )
     parameters = sum(math.prod(shape) for shape in hf_shapes(arch).values())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -30,7 +31,10 @@ NOT_THE_MODELS = ("adapter_config.json", "checksums.json")
 """Files that belong to an adapter in the model's folder. They are not copied when the model is saved."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "use_mtp")
 """Keys of config.json that count or enable multi-token-prediction layers. These layers are never trained."""
+SHARD_BYTES = 2 * 1024**3
+"""Default maximum size of a safetensors file."""
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 MXFP4_BLOCK = 32
@@ -99,6 +103,12 @@ class HFFolder:
                 f"take the model in one of these, or convert quantised weights by the scripts of their model."
             )
         return _DTYPES[found]
+
+    def nbytes(self, name: str) -> int:
+        """Return a tensor's size in its file, whatever its dtype."""
+        part = self._slice(name)
+        bits = re.search(r"\d+", part.get_dtype())  # such as BF16, F8_E4M3 or BOOL
+        return math.prod(part.get_shape()) * int(bits[0] if bits else 8) // 8
 
     def whole(self, name: str) -> Tensor:
         """Return a whole tensor unchanged, whatever its shape and dtype."""
@@ -230,14 +240,14 @@ def write_hf_folder(
     dtype: torch.dtype | None,
     head: str = "policy",
     carried: Iterable[tuple[str, Tensor]] | None = (),
-    shard_bytes: int = 2 * 1024**3,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write streamed tensors as a HF folder, together with all other files of `model_folder`.
 
     dtype: dtype to write, also recorded in config.json. None keeps each tensor's dtype and config.json's.
     head: `value` turns config.json into that of a sequence classification model with one label.
-    carried: further tensors, written unchanged. If there are none, config.json's counts of multi-token-prediction
-    layers are set to zero; None leaves these counts unchanged.
+    carried: further tensors, written unchanged. If none of them belongs to a multi-token-prediction layer, the counts
+    of these layers in config.json are set to zero. With None, the counts stay unchanged.
     shard_bytes: maximum bytes of tensors held in memory, and per file, unless a single tensor is larger.
 
     The folder appears only when complete: it is written to a temporary sibling, fsynced and renamed. An earlier folder
@@ -249,15 +259,15 @@ def write_hf_folder(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        unchanged: Counter[str] = Counter()
-        _write_tensors(aside, _with_dtype(tensors, carried or (), dtype, unchanged), shard_bytes)
+        unchanged: set[str] = set()
+        write_tensors(aside, _with_dtype(tensors, carried or (), dtype, unchanged), shard_bytes)
         copy_model_files(model_folder, aside, head=head)
         changes: dict[str, Any] = {}
         if dtype is not None:
             # transformers 5 reads `dtype`; earlier versions and other readers read `torch_dtype`.
             changes = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
         config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
-        if carried is not None and not unchanged:
+        if carried is not None and not any(is_of_mtp_layer(name, config) for name in unchanged):
             changes |= {key: type(config[key])(0) for key in MTP_COUNTS if config.get(key)}
         if changes:
             (aside / "config.json").write_text(json.dumps(config | changes, indent=2), encoding="utf-8")
@@ -272,19 +282,28 @@ def _with_dtype(
     tensors: Iterable[tuple[str, Tensor]],
     carried: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None,
-    unchanged: Counter[str],
+    unchanged: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors` in `dtype` (None: unchanged), then `carried` unchanged. Counts carried names in `unchanged`."""
+    """Yield `tensors` in `dtype` (None: unchanged), then `carried` unchanged. Adds the carried names to `unchanged`."""
     for name, tensor in tensors:
         # Routers rank experts by score plus this bias; rounding it to bfloat16 would create ties.
         kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype
         yield name, tensor.detach().to("cpu", kept).contiguous()
     for name, tensor in carried:
-        unchanged[name] += 1
+        unchanged.add(name)
         yield name, tensor
 
 
-def _write_tensors(aside: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+def is_of_mtp_layer(name: str, config: dict[str, Any]) -> bool:
+    """Return True if a tensor belongs to a multi-token-prediction layer of the model that config.json describes.
+
+    Some families store these layers behind the last layer, and others under names that start with `mtp.`.
+    """
+    layer = _LAYER.match(name)
+    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= config.get("num_hidden_layers", 0))
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Write tensors to safetensors files of at most `shard_bytes`, and an index if there are several files."""
     weight_map, shard, shard_size, count, total = {}, {}, 0, 0, 0
 
@@ -292,8 +311,8 @@ def _write_tensors(aside: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         nonlocal shard, shard_size, count
         if shard:
             count += 1
-            save_file(shard, aside / f"part-{count}", metadata={"format": "pt"})
-            (aside / f"part-{count}").chmod(0o644)  # safetensors makes private files
+            save_file(shard, folder / f"part-{count}", metadata={"format": "pt"})
+            (folder / f"part-{count}").chmod(0o644)  # safetensors makes private files
             weight_map.update(dict.fromkeys(shard, count))
         shard, shard_size = {}, 0
 
@@ -309,10 +328,10 @@ def _write_tensors(aside: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for n in range(1, count + 1)
     }
     for number, name in names.items():
-        (aside / f"part-{number}").rename(aside / name)
+        (folder / f"part-{number}").rename(folder / name)
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
-        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def copy_model_files(source: str | Path, target: str | Path, *, head: str = "policy") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,12 +155,7 @@ def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
 
 
 def tensors_without_rule(folder: str | Path) -> list[str]:
-    """Return the names of a folder's tensors that no rule uses, such as multi-token-prediction layers.
-
-    The list is empty for a folder without weights.
-    """
-    if not any(Path(folder).glob("*.safetensors")):
-        return []
+    """Return the names of a folder's tensors that no rule uses, such as multi-token-prediction layers."""
     arch = read_architecture(folder)
     known = {*hf_shapes(arch), *(name for rule in (*EDGES, *VALUE_EDGES) for name in rule.hf)}
     packed = {part for name in known for part in packed_shapes(name, ())}
@@ -170,16 +165,20 @@ def tensors_without_rule(folder: str | Path) -> list[str]:
 def carried_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors without a rule, unchanged from the folder's files. Raises OSError if they no longer exist."""
     try:
-        if names := tensors_without_rule(folder):
-            source = HFFolder(folder, {})
-            yield from ((name, source.whole(name)) for name in names)
+        yield from whole_tensors(folder, tensors_without_rule(folder))
     except ValueError as error:
         raise OSError(f"{folder}: {error}") from error
 
 
+def whole_tensors(folder: str | Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors of a folder unchanged. names = None: all of them."""
+    source = HFFolder(folder, {})
+    yield from ((name, source.whole(name)) for name in (source.file_of if names is None else names))
+
+
 def without_rule_text(folder: str | Path) -> str:
     """Return a log line that lists the folder's tensors without a rule, or an empty string if there are none."""
-    names = tensors_without_rule(folder)
+    names = tensors_without_rule(folder) if any(Path(folder).glob("*.safetensors")) else []
     if not names:
         return ""
     kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})

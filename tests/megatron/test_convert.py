@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.cli import main
+from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.tools import convert
 from megatron_rl.weights.architecture import read_architecture
-from megatron_rl.weights.hf_files import RandomWeights, write_hf_folder
+from megatron_rl.weights.hf_files import HFFolder, RandomWeights, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes
 from tests.kit.models import LAYOUTS, make_engine, make_model
 from tests.kit.ranks import run_each, run_ranks
@@ -40,6 +41,22 @@ CONVERTED = {
     "qwen3_moe": torch.bfloat16,
     "deepseek_v3": torch.bfloat16,
 }
+FURTHER = {  # as they follow the last layer in DeepSeek-V3's files; no parameter is made of them
+    "model.layers.2.eh_proj.weight": torch.randn(64, 128).bfloat16(),
+    "model.layers.2.enorm.weight": torch.randn(64),
+    "model.layers.2.mlp.gate.weight": torch.randn(3, 5).to(torch.float8_e4m3fn),
+}
+"""Tensors of a multi-token-prediction layer, in three dtypes."""
+
+
+def add_further(folder):
+    save_file(load_file(folder / "model.safetensors") | FURTHER, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def assert_same_bytes(found, expected):
+    assert found.dtype == expected.dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +65,7 @@ def converted(tmp_path_factory):
     folders = {family: tmp_path_factory.mktemp(family) for family in CONVERTED}
     for family, folder in folders.items():
         make_model(family, folder / "model", layers=2).to(CONVERTED[family]).save_pretrained(folder / "model")
+    add_further(folders["deepseek_v3"] / "model")
     there = {family: (folder / "model", folder / "checkpoint") for family, folder in folders.items()}
     said = run_each(1, convert_both_ways, {family: (*there[family], folders[family] / "back") for family in CONVERTED})
     loaded = run_each(4, load_converted, there)
@@ -70,10 +88,16 @@ def test_a_mixture_of_experts_returns_with_the_same_bits_and_loads_in_any_layout
     folder, _, weights = converted[family]
     back = load_file(folder / "back" / "model.safetensors")
     original = load_file(folder / "model" / "model.safetensors")
-    assert back.keys() == original.keys() == weights.keys()
+    further = FURTHER if family == "deepseek_v3" else {}
+    assert back.keys() == original.keys() == weights.keys() | further.keys()
     for name, tensor in original.items():
+        if name in further:
+            assert_same_bytes(back[name], tensor)
+            continue
         assert back[name].dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
         assert torch.equal(back[name].float(), tensor.float()) and torch.equal(weights[name], tensor.float()), name
+    counted = json.loads((folder / "back" / "config.json").read_text()).get("num_nextn_predict_layers", 0)
+    assert counted == bool(further)
 
 
 def load_converted(folder, checkpoint):
@@ -93,23 +117,29 @@ def save_both(folder, checkpoint, exported):
     engine = make_engine(folder, LAYOUTS["tp2_pp2"][1])
     engine.save(checkpoint, with_optimizer=True)
     engine.save(exported)
+    engine.groups.on_main((folder / "model.safetensors").unlink)
+    for path, with_optimizer in ((checkpoint, True), (exported, False)):
+        with pytest.raises(CheckpointError, match=rf"{folder}.*no \*.safetensors there|a writer failed \(rank 0 says"):
+            engine.save(path, with_optimizer=with_optimizer)
     return [record.getMessage() for record in said.buffer]
 
 
 @pytest.mark.slow
 def test_a_training_checkpoint_becomes_what_the_engine_exports_and_transformers_loads_it(tmp_path):
     model = make_model("qwen3", tmp_path / "model", layers=2)
-    further = {"mtp.fc.weight": torch.randn(3, 5).bfloat16()}  # which no parameter is made of
-    save_file(load_file(tmp_path / "model" / "model.safetensors") | further, tmp_path / "model" / "model.safetensors")
+    add_further(tmp_path / "model")
     for path in COUNT_TINY.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "model")
     said = run_ranks(4, save_both, tmp_path / "model", tmp_path / "checkpoint", tmp_path / "exported")
     in_shards = functools.partial(convert.convert_folder, shard_bytes=100_000)
     run_ranks(1, in_shards, tmp_path / "checkpoint", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
-    found = load_file(tmp_path / "exported" / "model.safetensors")["mtp.fc.weight"]
-    assert found.dtype == torch.bfloat16 and torch.equal(found, further["mtp.fc.weight"])
-    assert "1 tensors are not trained, as no parameter is made of them: mtp.fc.weight" in said[0][0]
+    for folder in ("exported", "hf"):
+        found = HFFolder(tmp_path / folder, {})
+        for name, tensor in FURTHER.items():
+            assert_same_bytes(found.whole(name), tensor)
+        assert json.loads((tmp_path / folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert "3 tensors are not trained, as no parameter is made of them: model.layers.*.eh_proj.weight" in said[0][0]
     assert said[1:] == [[]] * 3, "one rank of four says so"
     for folder in ("hf", "exported"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)

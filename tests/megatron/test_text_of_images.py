@@ -10,7 +10,7 @@ import transformers
 
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.hf_files import HFFolder
-from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.mapping import carried_tensors, hf_shapes
 from tests.kit.models import DELTA, EXPERTS, HALF_ROTATED, NO_TOKENS, SIZES
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -39,7 +39,8 @@ def test_a_model_that_reads_images_is_refused_and_its_language_model_is_read(nam
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**MODELS[name])
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    whole.save_pretrained(tmp_path / "whole")
+    drafts = {"mtp.fc.weight": torch.randn(4, 8), "mtp.layers.0.mlp.gate.weight": torch.randn(3)}
+    whole.save_pretrained(tmp_path / "whole", state_dict=whole.state_dict() | drafts)
     refusal = rf"architectures = \['{name}ForConditionalGeneration'\]: reads images too.*{name}ForCausalLM"
     with pytest.raises(ValueError, match=refusal):
         read_architecture(tmp_path / "whole")
@@ -48,6 +49,9 @@ def test_a_model_that_reads_images_is_refused_and_its_language_model_is_read(nam
     exec(way_of_the_page(), {})
     text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     HFFolder(tmp_path / "text", hf_shapes(read_architecture(tmp_path / "text")))  # all tensors, in their shapes
+    assert {name: tensor.tolist() for name, tensor in carried_tensors(tmp_path / "text")} == {
+        name: tensor.tolist() for name, tensor in drafts.items()
+    }
     tokens = torch.randint(0, 90, (1, 9))
     torch.testing.assert_close(text(tokens).logits, whole(tokens).logits, rtol=0, atol=1e-6)
 

@@ -120,11 +120,26 @@ def test_tensors_that_no_parameter_is_made_of_are_in_the_export_byte_for_byte(he
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_config_json_counts_no_further_layers_if_the_folder_has_none(tmp_path):
-    tensors = tiny_llama(tmp_path / "model", num_nextn_predict_layers=1, use_mtp=True)
+@pytest.mark.parametrize("extra", [{}, {name: EXTRA[name] for name in EXTRA if name.endswith("inv_freq")}])
+def test_config_json_counts_no_further_layers_if_the_folder_has_none(extra, tmp_path):
+    tensors = tiny_llama(tmp_path / "model", extra, num_nextn_predict_layers=1, use_mtp=True)
     exported(tmp_path / "model", tmp_path / "out", tensors)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 0 and config["use_mtp"] is False
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.eh_proj.weight", "mtp.fc.weight"])
+def test_config_json_counts_the_layers_of_either_naming(name, tmp_path):
+    tensors = tiny_llama(tmp_path / "model", {name: EXTRA[name]}, num_nextn_predict_layers=1)
+    exported(tmp_path / "model", tmp_path / "out", tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_sizes_of_tensors_are_those_of_their_bytes_in_every_dtype(tmp_path):
+    further = EXTRA | {"a": torch.zeros(5, dtype=torch.bool), "b": torch.zeros((), dtype=torch.float64)}
+    tiny_llama(tmp_path / "model", further)
+    source = HFFolder(tmp_path / "model", {})
+    assert {name: source.nbytes(name) for name in further} == {name: one.nbytes for name, one in further.items()}
 
 
 def test_a_load_lists_the_tensors_that_it_ignores(tmp_path):
