@@ -1,6 +1,7 @@
 """Models of every family have as many parameters as their authors say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,25 +14,9 @@ from megatron_rl.weights.layout import parameters
 from tests.kit.models import FAMILIES, config_of
 
 CONFIGS = Path(__file__).parents[2] / "model_configs"
-"""config.json files as published. Some have only the keys that decide shapes."""
-COUNTS = {
-    "deepseek-v3": 671_026_404_352,  # without the layer for multi-token prediction
-    "glm-4.5-air": 106_852_245_504,  # the same
-    "gpt-oss-120b": 116_829_156_672,
-    "llama-3.1-405b-instruct": 405_853_388_800,
-    "llama-3.1-8b-instruct": 8_030_261_248,
-    "llama-3.3-70b-instruct": 70_553_706_496,
-    "mistral-large-instruct-2411": 122_610_069_504,
-    "mixtral-8x22b-instruct-v0.1": 140_630_071_296,
-    "mixtral-8x7b-v0.1": 46_702_792_704,
-    "olmo-2-0325-32b-instruct": 32_234_279_936,
-    "qwen1.5-110b-chat": 111_209_914_368,
-    "qwen3-235b-a22b": 235_093_634_560,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "qwen3-32b": 32_762_123_264,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-coder-480b-a35b-instruct": 480_154_875_392,
-}
+ROW = re.compile(r"^\| ([\w.-]+) \| ([\d,]+) \| \S", re.MULTILINE)
+COUNTS = {name: int(count.replace(",", "")) for name, count in ROW.findall((CONFIGS / "README.md").read_text())}
+"""Published config.json -> the number of its parameters, by the table that says with what each file was compared."""
 
 
 def sizes(hidden, intermediate, layers, heads, kv_heads, vocab, *, experts=0, **more):
@@ -62,6 +47,10 @@ PUBLISHED = {
     ),
 }
 """Model -> its type, what its config.json says, and the number of its parameters."""
+
+
+def test_the_table_of_published_configs_says_with_what_each_was_compared():
+    assert list(COUNTS) == sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
 
 
 @pytest.mark.parametrize("name", COUNTS)
