@@ -166,14 +166,16 @@ def _optimizer_bytes(model: Model, shares: Shares, world_size: int) -> float:
 def float32_copies(model: Model) -> int:
     """Return the temporary memory of an optimizer step, as a number of float32 copies of all parameters.
 
-    torch's AdamW allocates one copy. Transformer Engine's Adam allocates one for each state that is not float32.
-    megatron.core adds one for 16-bit gradients, unless the optimizer is precision-aware.
+    torch's AdamW allocates one copy. Transformer Engine's Adam allocates one for each state that is not float32, but
+    none for the moments if both are bfloat16. megatron.core adds one for 16-bit gradients, unless the optimizer is
+    precision-aware.
     """
     if not model.has_fused_layers:
         return 1
     options = model.engine.optimizer.megatron
-    names = ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"]
-    rounded = sum(options.get(name, "float32") != "float32" for name in names)
+    moments = [options.get(name, "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    copied = [] if moments == ["bfloat16", "bfloat16"] else moments
+    rounded = sum(dtype != "float32" for dtype in (*copied, options.get("main_params_dtype", "float32")))
     takes_16_bits = options.get("grad_reduce_in_fp32", True) or options.get("use_precision_aware_optimizer", False)
     return rounded + (not takes_16_bits)
 

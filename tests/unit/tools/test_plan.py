@@ -43,6 +43,7 @@ from megatron_rl.tools.plan.fit import ON_CPU, best_plan, nearest_plan, other_la
 from megatron_rl.tools.plan.memory import (
     ModelMemory,
     TrainerMemory,
+    float32_copies,
     kv_bytes_per_token,
     models_of,
     rows_of_chunk,
@@ -610,6 +611,15 @@ def test_experts_are_shared_and_the_optimizer_moves_to_the_cpu_before_there_are_
     moved = replace(one_node, optimizer=OptimizerConfig(distributed=True, megatron=ON_CPU))
     for memory in (plan.trainer.by_model["policy"] for plan in plans_of(moved, TOKENS, cluster())):
         assert memory.states["optimizer"] == memory.moments["optimizer step"] == 0 < memory.on_cpu
+
+
+@pytest.mark.parametrize(
+    "first,second,copies", [("float32", "float32", 0), ("bfloat16", "float32", 1), ("bfloat16", "bfloat16", 0)]
+)
+def test_moments_that_transformer_engine_updates_in_place_are_not_copied(first, second, copies, tmp_path):
+    moments = {"use_precision_aware_optimizer": True, "exp_avg_dtype": first, "exp_avg_sq_dtype": second}
+    config = large(tmp_path, optimizer=OptimizerConfig(distributed=True, megatron=moments))
+    assert float32_copies(models_of(config)[0]) == copies
 
 
 def test_stages_that_do_not_divide_the_layers_are_tried(tmp_path):
