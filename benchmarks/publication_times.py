@@ -16,7 +16,7 @@ from __future__ import annotations
 import frame
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.tools.plan.devices import CLUSTER_LINK, DEVICES, LINKS
+from megatron_rl.tools.plan.devices import CLUSTER_LINK, DEVICES
 from megatron_rl.tools.plan.memory import models_of
 from megatron_rl.tools.plan.plan_command import with_models
 from megatron_rl.tools.plan.traffic import RankTraffic
@@ -47,7 +47,7 @@ def parts_of(config: TrainConfig, nodes: int) -> dict[str, float]:
         split, experts = layout.tensor, layout.expert * layout.expert_tensor
         sent.append(model.itemsize * (split * shares.dense + experts * shares.expert))
         traffic = RankTraffic(model, stage * ranks_of_stage, world.ranks, 8).of_publication()
-        gathered.append(sum(part.nbytes / LINKS[part.link] for part in traffic))
+        gathered.append(sum(part.nbytes / DEVICES["h100"].links[part.link] for part in traffic))
     rounds = -(-max(sent) // config.rollout.bucket_bytes)
     tensors = model.arch.layers * (10 + 3 * (model.arch.mixture.experts if model.arch.mixture else 1))
     bandwidth = READ * DEVICES["h100"].bandwidth

@@ -21,7 +21,7 @@ from typing import Any
 import frame
 
 from megatron_rl.config import load_config
-from megatron_rl.tools.plan.devices import GIB
+from megatron_rl.tools.plan.devices import GIB, Device
 from megatron_rl.tools.plan.memory import models_of, trainer_memory
 from megatron_rl.tools.plan.plan_command import prompt_tokens, with_models
 from megatron_rl.tools.plan.step_sizes import plan_batch
@@ -61,11 +61,11 @@ def planned_gib(path: Path, overrides: list[str], result: Rehearsal) -> float:
     return max(sum(parts.values()) for moment, parts in memory.moments.items() if moment != "start") / GIB
 
 
-def figures(found: dict[str, Any], world: World) -> dict[str, float]:
+def figures(found: dict[str, Any], world: World, device: Device) -> dict[str, float]:
     """Return a rank's part of a row."""
     update = found["phases"]["update"]
     sent = dict.fromkeys(("in a node", "between nodes"), 0.0)
-    for entry in traffic(found, world):
+    for entry in traffic(found, world, device):
         if entry["phase"] == "update":
             sent[entry["link"]] += entry["bytes"] / 1e9
     return {
@@ -93,7 +93,7 @@ def row(path: Path, overrides: list[str]) -> str:
             result = rehearsed(path, overrides, Path(folder))
         except ValueError as error:
             return "  " + " ".join(str(error).partition(" (all of it")[0].split())[:160]
-    found = most([figures(part, result.world) for part in result.by_rank.values()])
+    found = most([figures(part, result.world, result.device) for part in result.by_rank.values()])
     found |= {"ranks": result.world.ranks, "planned": planned_gib(path, overrides, result)}
     found["seconds"] = time.perf_counter() - began
     return "".join(format(found[name], form) for name, form in COLUMNS.items())

@@ -19,16 +19,23 @@ class Device:
     bfloat16_flops: float
     float32_flops: float
     """Without TF32, which torch disables by default."""
+    node_link: float
+    """Bytes per second that a GPU can send over NVLink within a node: half of the data sheet's sum of both ways."""
+
+    @property
+    def links(self) -> dict[str, float]:
+        """Bytes per second that a GPU can send, by way."""
+        return {"in a node": self.node_link, "between nodes": CLUSTER_LINK}
 
     def flops(self, dtype: str) -> float:
         return self.bfloat16_flops if dtype == "bfloat16" else self.float32_flops
 
 
 DEVICES = {
-    "a100": Device("A100 SXM 80 GB", 80.0 * GIB, 2.04e12, 312e12, 19.5e12),
-    "h100": Device("H100 SXM 80 GB", 79.6 * GIB, 3.35e12, 989e12, 67e12),
-    "h200": Device("H200 SXM 141 GB", 140.4 * GIB, 4.8e12, 989e12, 67e12),
-    "b200": Device("B200 SXM 180 GB", 179.0 * GIB, 7.7e12, 2250e12, 75e12),
+    "a100": Device("A100 SXM 80 GB", 80.0 * GIB, 2.04e12, 312e12, 19.5e12, 300e9),
+    "h100": Device("H100 SXM 80 GB", 79.6 * GIB, 3.35e12, 989e12, 67e12, 450e9),
+    "h200": Device("H200 SXM 141 GB", 140.4 * GIB, 4.8e12, 989e12, 67e12, 450e9),
+    "b200": Device("B200 SXM 180 GB", 179.0 * GIB, 7.7e12, 2250e12, 75e12, 900e9),
 }
 
 # Assumptions. None of them is measured on the user's cluster. `assumptions` returns them for printing with a plan.
@@ -42,10 +49,8 @@ PREFILL_EFFICIENCY, DECODE_EFFICIENCY = 0.4, 0.4
 """Share of peak FLOPS that servers reach at most."""
 DISK_BANDWIDTH = 5e9
 """Bytes per second of a shared file system, for rollout.publication = disk or delta."""
-NODE_LINK, CLUSTER_LINK = 450e9, 50e9
-"""Bytes per second that a GPU can send: over an H100's NVLink within a node, and over one 400 Gb/s port per GPU between
-nodes."""
-LINKS = {"in a node": NODE_LINK, "between nodes": CLUSTER_LINK}
+CLUSTER_LINK = 50e9
+"""Bytes per second that a GPU can send between nodes: over one 400 Gb/s port per GPU."""
 HOST_BANDWIDTH = 25e9
 """Bytes per second between a GPU and host memory."""
 HOST_TRAFFIC = 2.25
@@ -87,7 +92,7 @@ STEP_RANGE = (0.85, 1.4)
 """Least and greatest ratio of a published step time to the planned one, among the runs that are held out of the fit."""
 
 
-def assumptions() -> dict[str, str]:
+def assumptions(device: Device) -> dict[str, str]:
     """Return the assumptions behind a plan's figures, as {name: text}."""
     return {
         "peaks": "data sheets, dense",
@@ -96,7 +101,7 @@ def assumptions() -> dict[str, str]:
         "server memory": f"{SERVER_MEMORY_SHARE:.0%} for weights and KV cache",
         "training": f"{MATRIX_EFFICIENCY:.0%} of peak, {ATTENTION_EFFICIENCY:.0%} in attention",
         "decoding": f"{DECODE_BANDWIDTH:.0%} of bandwidth, {DECODE_LAYER_S * 1e6:.0f} us a layer",
-        "links": f"{LINK_SHARE:.0%} of {NODE_LINK / 1e9:g} GB/s in a node, {CLUSTER_LINK / 1e9:g} outside",
+        "links": f"{LINK_SHARE:.0%} of {device.node_link / 1e9:g} GB/s in a node, {CLUSTER_LINK / 1e9:g} outside",
         "host memory": f"{HOST_BANDWIDTH / 1e9:g} GB/s a GPU",
         "mean lengths": f"{MEAN_PROMPT:g} (prompts), {MEAN_REPLY:g} (replies) of the longest without --lengths",
     }

@@ -6,7 +6,7 @@ The step time is simulated from the times of a token and of an update, for assum
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -194,11 +194,11 @@ class Plan:
         if not count:
             return Work()
         microbatches = self.batch.updates * self.microbatches
-        sent = self.batch.updates * sum(part.seconds for part in self._sent(model, RankTraffic.of_forward_pass))
+        sent = self.batch.updates * self._sent_s(self._sent(model, RankTraffic.of_forward_pass))
         return Work(microbatches * self._microbatch_s(model), sent) * (count * with_bubble(model, microbatches))
 
     def _updates(self, model: Model, passes: float) -> Work:
-        sent = sum(part.seconds for part in self.traffic[model.name] if part.axis not in GRADIENT_AXES)
+        sent = self._sent_s(part for part in self.traffic[model.name] if part.axis not in GRADIENT_AXES)
         work = Work(passes * self.microbatches * self._microbatch_s(model), sent)
         return work * (self.batch.updates * with_bubble(model, self.microbatches))
 
@@ -206,7 +206,7 @@ class Plan:
         """Return the time to read and write all states once, and to reduce gradients and gather weights."""
         states = self.trainer.by_model[model.name].states
         moved = 2 * sum(states[name] for name in ("gradients", "optimizer")) / self.cluster.device.bandwidth
-        sent = sum(part.seconds for part in self.traffic[model.name] if part.axis in GRADIENT_AXES)
+        sent = self._sent_s(part for part in self.traffic[model.name] if part.axis in GRADIENT_AXES)
         return Work(moved, sent) * self.batch.updates
 
     @cached_property
@@ -231,11 +231,14 @@ class Plan:
             of_rank(RankTraffic(model, first, world, self.cluster.gpus_per_node), rows, labels)
             for first in range(0, world, world // layout.pipeline)
         ]
-        return max(by_stage, key=lambda sent: sum(part.seconds for part in sent))
+        return max(by_stage, key=self._sent_s)
+
+    def _sent_s(self, sent: Iterable[Traffic]) -> float:
+        return sum(part.seconds(self.cluster.device) for part in sent)
 
     @property
     def publish_s(self) -> float:
-        return publication_seconds(self.models[0], self.cluster.nodes, self.publication_traffic)
+        return publication_seconds(self.models[0], self.cluster.nodes, self.cluster.device, self.publication_traffic)
 
     @property
     def turns_s(self) -> float:

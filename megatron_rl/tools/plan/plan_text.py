@@ -35,8 +35,10 @@ def as_dict(plan: Plan, given: Collection[str] = ()) -> dict[str, Any]:
             "models": {name: dataclasses.asdict(memory) for name, memory in plan.trainer.by_model.items()},
         },
         "traffic": {
-            "update": {name: [part.as_dict() for part in sent] for name, sent in plan.traffic.items()},
-            "publication": [part.as_dict() for part in plan.publication_traffic],
+            "update": {
+                name: [part.as_dict(plan.cluster.device) for part in sent] for name, sent in plan.traffic.items()
+            },
+            "publication": [part.as_dict(plan.cluster.device) for part in plan.publication_traffic],
         },
         "servers": {
             "count": plan.servers,
@@ -67,7 +69,7 @@ def as_dict(plan: Plan, given: Collection[str] = ()) -> dict[str, Any]:
             {"overrides": words, "tokens_per_s_of_gpu": other.tokens_per_s_of_gpu}
             for words, other in other_layouts(plan, given)
         ],
-        "assumptions": assumptions() | {"note": NOT_MEASURED, "layers": LAYERS},
+        "assumptions": assumptions(plan.cluster.device) | {"note": NOT_MEASURED, "layers": LAYERS},
     }
 
 
@@ -84,7 +86,9 @@ def as_text(plan: Plan, command: list[str], given: Collection[str] = ()) -> str:
     lines = []
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
-    assumed = "Assumed: " + "; ".join(f"{name}: {value}" for name, value in assumptions().items()) + "."
+    assumed = (
+        "Assumed: " + "; ".join(f"{name}: {value}" for name, value in assumptions(plan.cluster.device).items()) + "."
+    )
     notes = textwrap.wrap(f"{assumed} {NOT_MEASURED} {LAYERS}", WIDTH)
     return "\n".join([*lines, "start it", *_shell_lines(command), *notes])
 
@@ -173,10 +177,12 @@ def _traffic(plan: Plan) -> dict[str, str]:
     for name, sent in plan.traffic.items():
         prefix = "" if name == "policy" else f"{name}: "
         for part in sent:
-            rows[f"{prefix}{part.axis} {part.ranks}"] = f"{_size(part.nbytes)} {part.link}, {_seconds(part.seconds)}"
+            seconds = part.seconds(plan.cluster.device)
+            rows[f"{prefix}{part.axis} {part.ranks}"] = f"{_size(part.nbytes)} {part.link}, {_seconds(seconds)}"
     to_publish = plan.publication_traffic
     if to_publish:
-        nbytes, seconds = (sum(getattr(part, name) for part in to_publish) for name in ("nbytes", "seconds"))
+        nbytes = sum(part.nbytes for part in to_publish)
+        seconds = sum(part.seconds(plan.cluster.device) for part in to_publish)
         rows["publication"] = f"{_size(nbytes)} to a rank that sends, {_seconds(seconds)}"
     return rows or {"nothing": "a rank has the whole model, and no other has it"}
 

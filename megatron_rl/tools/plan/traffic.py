@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.tools.plan import devices
+from megatron_rl.tools.plan.devices import Device
 from megatron_rl.tools.plan.memory import Model
 from megatron_rl.weights.adapter_rules import adapted, adapter_rule
 from megatron_rl.weights.layout import Shares, layers_of_stages, parameters_of_stage
@@ -22,7 +23,7 @@ PARTIAL_BYTES = 16
 """Bytes per label that tensor ranks exchange about the logits of their vocabulary columns (`logprob_partials`)."""
 
 
-def publication_seconds(policy: Model, nodes: int, gathered: list[Traffic]) -> float:
+def publication_seconds(policy: Model, nodes: int, device: Device, gathered: list[Traffic]) -> float:
     """Return the seconds to send the policy's weights to all servers.
 
     gathered: traffic between trainer ranks to assemble the weights, which overlaps with sending. With group
@@ -31,12 +32,12 @@ def publication_seconds(policy: Model, nodes: int, gathered: list[Traffic]) -> f
     mixture, kind, nbytes = policy.arch.mixture, policy.engine.publication, policy.published_bytes
     if kind in ("disk", "delta"):
         return 2 * nbytes / devices.DISK_BANDWIDTH  # written, then read
-    wire_s = nbytes / (devices.LINK_SHARE * (devices.NODE_LINK if nodes == 1 else devices.CLUSTER_LINK))
+    wire_s = nbytes / (devices.LINK_SHARE * (device.node_link if nodes == 1 else devices.CLUSTER_LINK))
     if kind == "ipc":
         experts = sum(mixture.layers) * mixture.experts if mixture else 0
         matrices = 7 * policy.arch.layers + 3 * experts  # of attention, of a feed-forward, of each expert
         return devices.IPC_S + devices.IPC_TENSOR_S * matrices + wire_s
-    return devices.GROUP_S + max(wire_s, sum(part.seconds for part in gathered))
+    return devices.GROUP_S + max(wire_s, sum(part.seconds(device) for part in gathered))
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,16 @@ class Traffic:
 
     @property
     def link(self) -> str:
-        """A key of devices.LINKS: that of the axis's slowest way."""
+        """A key of Device.links: that of the axis's slowest way."""
         return "between nodes" if self.far_bytes else "in a node"
 
-    @property
-    def seconds(self) -> float:
-        """Transfer time if nothing else uses the links, which work at the same time."""
-        near_s, far_s = (self.nbytes - self.far_bytes) / devices.NODE_LINK, self.far_bytes / devices.CLUSTER_LINK
+    def seconds(self, device: Device) -> float:
+        """Return the transfer time if nothing else uses the links, which work at the same time."""
+        near_s, far_s = (self.nbytes - self.far_bytes) / device.node_link, self.far_bytes / devices.CLUSTER_LINK
         return max(near_s, far_s) / devices.LINK_SHARE
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"link": self.link, "seconds": self.seconds}
+    def as_dict(self, device: Device) -> dict[str, Any]:
+        return asdict(self) | {"link": self.link, "seconds": self.seconds(device)}
 
 
 def ranks_along(axis: str, parallel: ParallelConfig, rank: int, world_size: int) -> list[int]:

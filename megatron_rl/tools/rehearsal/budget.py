@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from megatron_rl.tools.plan.devices import GIB
+from megatron_rl.tools.plan.devices import GIB, Device
 from megatron_rl.tools.rehearsal.rehearsal import World
 from megatron_rl.tools.rehearsal.sent_bytes import exposed
 
@@ -20,7 +20,7 @@ TARGETS = {
 """{figure: its maximum}."""
 
 
-def budget(found: dict[str, Any], world: World) -> dict[str, Any]:
+def budget(found: dict[str, Any], world: World, device: Device) -> dict[str, Any]:
     """Return each target's figure in the update (None if not observed), and the code lines that cause overhead.
 
     `waits`: {host sync and its code line: count in the update}, for lines of this package and of megatron.core.
@@ -45,16 +45,16 @@ def budget(found: dict[str, Any], world: World) -> dict[str, Any]:
             for what, most in TARGETS.items()
         ],
         "waits": _at(phase["syncs"], OWN) | _at(phase["syncs"], UPSTREAM),
-        "exposed": exposed(found, world),
+        "exposed": exposed(found, world, device),
     }
 
 
-def budget_lines(found: dict[str, Any], world: World, *, shown: int) -> list[str]:
+def budget_lines(found: dict[str, Any], world: World, device: Device, *, shown: int) -> list[str]:
     """Return the budget as lines of text: the targets, the most frequent waits and the longest exposed collectives.
 
     shown: maximum number of waits, and of collectives.
     """
-    result = budget(found, world)
+    result = budget(found, world, device)
     lines = ["  budget of an update     found   at most"]
     for target in result["targets"]:
         figure = "not seen" if target["found"] is None else f"{target['found']:.2f}"

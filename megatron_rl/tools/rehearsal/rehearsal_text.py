@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.tools.plan.devices import CLUSTER_LINK, GIB, LINKS, NODE_LINK
+from megatron_rl.tools.plan.devices import GIB, Device
 from megatron_rl.tools.plan.plan_command import keys_of, make_plan, start_command
 from megatron_rl.tools.plan.plan_text import as_dict as plan_dict
 from megatron_rl.tools.plan.plan_text import as_text as plan_as_text
@@ -62,13 +62,14 @@ def as_dict(result: Rehearsal) -> dict[str, Any]:
     by_rank, world = {}, result.world
     for rank, found in result.by_rank.items():
         rest = {name: value for name, value in found.items() if name not in ("collectives", "groups")}
-        by_rank[rank] = rest | {"traffic": traffic(found, world), "budget": budget(found, world)}
+        by_rank[rank] = rest | {"traffic": traffic(found, world, result.device)}
+        by_rank[rank] |= {"budget": budget(found, world, result.device)}
     return {
         "nodes": world.nodes,
         "gpus_per_node": world.gpus_per_node,
         "trainer_ranks": world.ranks,
         "device": result.device.name,
-        "links": LINKS,
+        "links": result.device.links,
         "ranks": by_rank,
     }
 
@@ -82,12 +83,13 @@ def as_text(result: Rehearsal) -> str:
         f"{LAYERS[result.by_rank[max(result.by_rank)]['layers']]} {te_package.version()}."
     ]
     for rank, found in sorted(result.by_rank.items()):
-        lines += ["", f"rank {rank}", *_of_rank(found, world)]
-    lines += ["", f"Times of links: {NODE_LINK / 1e9:g} GB/s in a node, {CLUSTER_LINK / 1e9:g} GB/s between nodes."]
+        lines += ["", f"rank {rank}", *_of_rank(found, world, result.device)]
+    links = ", ".join(f"{speed / 1e9:g} GB/s {way}" for way, speed in result.device.links.items())
+    lines += ["", f"Times of links: {links}."]
     return "\n".join(lines)
 
 
-def _of_rank(found: dict[str, Any], world: World) -> list[str]:
+def _of_rank(found: dict[str, Any], world: World, device: Device) -> list[str]:
     lines = [
         f"  memory  {found['peak_bytes'] / GIB:.1f} GiB at most, in {found['peak_phase']}, at {found['peak_line']}; "
         f"then by part and by line:",
@@ -116,13 +118,13 @@ def _of_rank(found: dict[str, Any], world: World) -> list[str]:
         lines.append("  uses of memory in no order between streams")
         lines += [f"    {count:>5}  {what}" for what, count in Counter(found["unordered"]).most_common(SHOWN)]
     lines.append("  traffic              calls    GB sent      ms   group, link")
-    rows = sorted(traffic(found, world), key=lambda row: -row["seconds"])
+    rows = sorted(traffic(found, world, device), key=lambda row: -row["seconds"])
     for row in rows[:SHOWN]:
         lines.append(
             f"    {row['kind']:<17}{row['calls']:>7,}{row['bytes'] / 1e9:>11.2f}{row['seconds'] * 1e3:>8.1f}   "
             f"{row['group'].lower()} of {row['ranks']}, {row['link']}, in {row['phase']}"
         )
-    lines += budget_lines(found, world, shown=SHOWN)
+    lines += budget_lines(found, world, device, shown=SHOWN)
     peers = ", ".join(f"{count} over {backend}" for backend, count in found["peers"].items())
     groups = ", ".join(f"{count} of {backend}" for backend, count in found["made_groups"].items())
     lines.append(f"  groups  {groups} are made; peers of this rank: {peers}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.tools.plan.devices import LINKS
+from megatron_rl.tools.plan.devices import Device
 from megatron_rl.tools.rehearsal.rehearsal import World
 
 
-def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
+def traffic(found: dict[str, Any], world: World, device: Device) -> list[dict[str, Any]]:
     """Return the collectives grouped by phase, kind and group: number of calls, bytes on the wire, transfer time."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for call, name, ranks, link, nbytes in _calls(found, world):
@@ -21,11 +21,11 @@ def traffic(found: dict[str, Any], world: World) -> list[dict[str, Any]]:
         )
         row["calls"] += 1
         row["bytes"] += nbytes
-        row["seconds"] += nbytes / LINKS[link]
+        row["seconds"] += nbytes / device.links[link]
     return list(rows.values())
 
 
-def exposed(found: dict[str, Any], world: World) -> dict[str, dict[str, Any]]:
+def exposed(found: dict[str, Any], world: World, device: Device) -> dict[str, dict[str, Any]]:
     """Return the collectives of an update that do not overlap with computation, by kind, group and code line.
 
     These are the synchronous calls, because no computation runs on their stream meanwhile. Each entry has the number of
@@ -39,7 +39,7 @@ def exposed(found: dict[str, Any], world: World) -> dict[str, dict[str, Any]]:
         row = rows.setdefault(what, {"calls": 0, "bytes": 0.0, "seconds": 0.0})
         row["calls"] += 1
         row["bytes"] += nbytes
-        row["seconds"] += nbytes / LINKS[link]
+        row["seconds"] += nbytes / device.links[link]
     return rows
 
 

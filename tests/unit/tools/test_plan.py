@@ -38,7 +38,7 @@ from megatron_rl.launch.placement import Nodes, place
 from megatron_rl.ops import head
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.tools.plan import devices
-from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, NODE_LINK, RESERVED_BYTES
+from megatron_rl.tools.plan.devices import DEVICES, FRAGMENTATION, GIB, RESERVED_BYTES
 from megatron_rl.tools.plan.fit import ON_CPU, best_plan, nearest_plan, other_layouts, plans_of, refusal
 from megatron_rl.tools.plan.memory import (
     ModelMemory,
@@ -416,8 +416,11 @@ def test_links_of_a_node_and_between_nodes_carry_their_own_parts_of_an_axis(tmp_
     # Of 31 other expert ranks 7 are on the node. 4 of the node's ranks send what leaves it for its rings of `data`.
     expert, data, inside = sent["expert"], sent["data"], sent["tensor"]
     assert expert.far_bytes == pytest.approx(expert.nbytes * 24 / 31) and data.far_bytes == data.nbytes / 4
-    assert expert.seconds == pytest.approx(expert.nbytes * 24 / 31 / 50e9 / devices.LINK_SHARE)
-    assert inside.far_bytes == 0 and inside.seconds == pytest.approx(inside.nbytes / 450e9 / devices.LINK_SHARE)
+    assert expert.seconds(DEVICES["h100"]) == pytest.approx(expert.nbytes * 24 / 31 / 50e9 / devices.LINK_SHARE)
+    assert inside.far_bytes == 0
+    for name, speed in {"a100": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9}.items():
+        alone_s = inside.nbytes / speed / devices.LINK_SHARE
+        assert inside.seconds(DEVICES[name]) == pytest.approx(alone_s), "NVLink, one way, by the data sheet"
     assert sent["expert data"].far_bytes == sent["expert data"].nbytes  # one rank a node
 
 
@@ -455,12 +458,12 @@ def test_a_pipeline_idles_for_the_other_stages_microbatches(tmp_path):
 def test_a_publication_takes_the_models_way_over_a_link_and_a_fixed_time(nodes, link, tmp_path):
     wire = 2 * 8_030_261_248 / (link * devices.LINK_SHARE)
     model = models_of(large(tmp_path))[0]
-    assert publication_seconds(model, nodes, []) == pytest.approx(devices.GROUP_S + wire)
-    assert publication_seconds(model, nodes, [Traffic("tensor", 2, 1e15)]) > 1000
+    assert publication_seconds(model, nodes, DEVICES["h100"], []) == pytest.approx(devices.GROUP_S + wire)
+    assert publication_seconds(model, nodes, DEVICES["h100"], [Traffic("tensor", 2, 1e15)]) > 1000
     turns = RolloutConfig(backend="sglang", colocated=True, publication="ipc")
     shared = models_of(large(tmp_path, rollout=turns))[0]
     tensors = 7 * 32 * devices.IPC_TENSOR_S
-    assert publication_seconds(shared, nodes, []) == pytest.approx(devices.IPC_S + tensors + wire)
+    assert publication_seconds(shared, nodes, DEVICES["h100"], []) == pytest.approx(devices.IPC_S + tensors + wire)
 
 
 def test_rates_of_a_plan_by_hand(tmp_path):
@@ -837,7 +840,7 @@ def test_json_has_the_same_plan(count_words, capsys):
     assert [part["axis"] for part in traffic["update"]["policy"]][0] == "tensor"
     assert [part["axis"] for part in traffic["publication"]] == ["tensor"]
     assert traffic["update"]["policy"][0]["seconds"] == pytest.approx(
-        traffic["update"]["policy"][0]["nbytes"] / (NODE_LINK * devices.LINK_SHARE)
+        traffic["update"]["policy"][0]["nbytes"] / (DEVICES["h200"].node_link * devices.LINK_SHARE)
     )
     assert plan["time"]["tokens_per_s_of_gpu"] > 0 < plan["time"]["mfu"] < 1 and plan["time"]["bound"]
     assert sum(plan["trainer"]["bytes"].values()) == pytest.approx(plan["trainer"]["peak_bytes"])
