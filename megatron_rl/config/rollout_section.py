@@ -83,10 +83,14 @@ def shape_refusal(publication: str, *, replicas: int, stages: int, nodes: int) -
     Returns "" if it can. replicas: copies of the weights, i.e. the data-parallel size without DP attention.
     """
     over_nodes = ("group", "disk", "adapters")
+    why_one_host = {
+        "ipc": "one host shares the memory of ipc",
+        "delta": "delta has been tried with servers on one host only",
+    }.get(publication)
     for option, size, ways, why in (
         ("--dp-size", replicas, ("disk",), f"{BY_RANKS}; {ATTENTION_INSTEAD}, or set rollout.publication=disk."),
         ("--pp-size", stages, ("disk",), f"{BY_RANKS}; take --tp-size alone, or set rollout.publication=disk."),
-        ("--nnodes", nodes, over_nodes, "one host shares the memory of ipc; set rollout.publication=group."),
+        ("--nnodes", nodes, over_nodes, f"{why_one_host}; set rollout.publication=group."),
     ):
         if size > 1 and publication not in ways:
             return f"{option} {size}: {why}"

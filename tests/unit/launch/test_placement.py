@@ -228,6 +228,11 @@ def test_gpus_of_a_server(server_args, gpus):
         (["--tp", "8", "--attn-dp-size", "4", "--dp", "2"], "disk", "--attn-dp-size 4 with --dp-size 2: .*; leave"),
         (["--attn-dp-size", "0"], "group", "--attn-dp-size 0: must be a number of at least 1"),
         (["--tp", "16", "--nnodes", "2"], "ipc", "--nnodes 2: one host shares the memory of ipc; set .*=group"),
+        (
+            ["--tp", "16", "--nnodes", "2"],
+            "delta",
+            "--nnodes 2: delta has been tried .* one host only; set .*=group",
+        ),
         (["--quantization", "fp8"], "disk", "--quantization fp8: quantizes .*; leave it out"),
         (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], "group", ""),
         (["--tp", "8", "--attn-dp-size", "4"], "group", ""),
