@@ -8,7 +8,6 @@ do instead.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,16 +83,36 @@ REASONS = {
 """Reasons why a field must not be set. Fields that the model or layout determines are rejected without an entry."""
 
 
-def check_flex_dispatcher(parallel: ParallelConfig, *, is_elsewhere: bool = False) -> None:
+FLEX_BACKENDS = {
+    "deepep": ("HAVE_DEEP_EP", "DeepEP's package deep_ep"),
+    "hybridep": ("HAVE_HYBRIDEP", "the package deep_ep of DeepEP's branch hybrid-ep"),
+    "ncclep": ("HAVE_TE_EP", "transformer_engine.pytorch.ep"),
+}
+"""megatron.moe_flex_dispatcher_backend -> Megatron-Core's flag that says if it loaded the package, and the package."""
+
+
+def missing_for_flex(megatron: dict[str, Any]) -> str:
+    """Return the package that the flex dispatcher needs and Megatron-Core cannot load. '' if it can.
+
+    A package with the right name is not enough: SGLang's deep_ep lacks classes that Megatron-Core imports.
+    megatron: the config's section.
+    """
+    from megatron.core.transformer.moe import fused_a2a  # imports the packages, which may need CUDA
+
+    flag, package = FLEX_BACKENDS.get(megatron.get("moe_flex_dispatcher_backend", "deepep"), ("", ""))
+    return "" if not flag or getattr(fused_a2a, flag, False) else package
+
+
+def check_flex_dispatcher(megatron: dict[str, Any], parallel: ParallelConfig, *, is_elsewhere: bool = False) -> None:
     """Raise ValueError unless `megatron.moe_token_dispatcher_type=flex` can work.
 
-    That dispatcher needs experts on several ranks and the package deep_ep.
+    That dispatcher needs experts on several ranks and the package by which it sends.
     is_elsewhere: other machines train, which have the package.
     """
     if parallel.expert * parallel.expert_tensor == 1:
         fault = "every rank has all experts, and upstream wants more ranks; raise parallel.expert"
-    elif not is_elsewhere and importlib.util.find_spec("deep_ep") is None:
-        fault = "sends by DeepEP, and the package deep_ep is not installed; install it"
+    elif not is_elsewhere and (package := missing_for_flex(megatron)):
+        fault = f"needs {package}, and Megatron-Core found none that it can load; install it"
     else:
         return
     raise ValueError(f"megatron.moe_token_dispatcher_type = 'flex': {fault}, or leave it out.")

@@ -186,7 +186,7 @@ def transformer_config(
             f"{config.routing_replay!r} replays the servers'; leave one of them out."
         )
     if passed_through.get("moe_token_dispatcher_type") == "flex":
-        check_flex_dispatcher(parallel, is_elsewhere=is_elsewhere)
+        check_flex_dispatcher(passed_through, parallel, is_elsewhere=is_elsewhere)
     is_grouped_there = is_elsewhere and arch.fits_transformer_engine and config.lora.rank == 0
     if passed_through.get("moe_grouped_gemm") and not (uses_transformer_engine or is_grouped_there):
         raise ValueError(

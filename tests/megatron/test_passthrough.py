@@ -3,9 +3,11 @@
 import dataclasses
 import importlib.metadata
 import sys
+import types
 
 import pytest
 import torch.distributed as dist
+from megatron.core.transformer.moe import fused_a2a
 
 import tests.kit.ranks  # noqa: F401  megatron.core is imported as the engine wants it
 from megatron_rl import platform
@@ -100,9 +102,12 @@ def test_the_flex_dispatcher_is_let_through_where_deepep_is(tmp_path, monkeypatc
     make_model("qwen3_moe", tmp_path)
     config = EngineConfig(model=ModelConfig(path=str(tmp_path)), parallel=LAYOUTS["ep2"][1])
     arch, flex = read_architecture(tmp_path), {"moe_token_dispatcher_type": "flex"}
-    with pytest.raises(ValueError, match="sends by DeepEP, and the package deep_ep is not installed; install it, or"):
+    monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", False)
+    # As SGLang's: the name is there, but Megatron-Core cannot import what it needs.
+    monkeypatch.setitem(sys.modules, "deep_ep", types.ModuleType("deep_ep"))
+    with pytest.raises(ValueError, match="needs DeepEP's package deep_ep, and .* found none that it can load"):
         transformer_config(arch, config, flex)
-    monkeypatch.setattr(megatron_overrides.importlib.util, "find_spec", lambda name: name == "deep_ep")
+    monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
     assert transformer_config(arch, config, flex).moe_token_dispatcher_type == "flex"
     assert transformer_config(arch, config, {}).moe_token_dispatcher_type == "alltoall"
 

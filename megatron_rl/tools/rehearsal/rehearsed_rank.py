@@ -121,14 +121,16 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
 def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
     """Return an order's config. Options that need a package which is not installed are replaced, and the ledger notes
     this."""
+    from megatron_rl.engine.megatron_overrides import missing_for_flex
+
     config, changed = load_config(order["config"], order["overrides"]), []
     if config.model.delta_kernel == "fla" and importlib.util.find_spec("fla") is None:
         ledger.note_assumed("model.delta_kernel = 'fla' computes as torch does, which keeps more: fla is not installed")
         changed.append("model.delta_kernel=torch")
     elif config.model.delta_kernel == "fla":
         ledger.note_assumed("kernels of fla count as launches without FLOPs")
-    if config.megatron.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        ledger.note_assumed("megatron.moe_token_dispatcher_type = 'flex' sends by alltoall: deep_ep is not installed")
+    if config.megatron.get("moe_token_dispatcher_type") == "flex" and (package := missing_for_flex(config.megatron)):
+        ledger.note_assumed(f"moe_token_dispatcher_type = 'flex' sends by alltoall: {package} is not installed")
         changed.append("megatron.moe_token_dispatcher_type=alltoall")
     return load_config(order["config"], [*order["overrides"], *changed]) if changed else config
 
