@@ -75,8 +75,10 @@ MOST_FILE_BYTES = 1 << 16
 DRAIN_S, LATE_S = 0.2, 10.0
 """DRAIN_S: how long output is read after a command's end. A process that it left running may hold the pipe open.
 
-LATE_S: how long the keeper waits for the phase's answer in addition to a command's time limit.
+LATE_S: how long the keeper waits for the phase's answer in addition to a command's longest time.
 """
+SLOWEST, LOOK_S = 10, 0.05
+"""SLOWEST: a command that waits for a processor may take so many times its limit. LOOK_S: time between looks at it."""
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl")
 DEVICES = {name: name for name in ("null", "full", "random", "urandom")} | {"zero": "full"}
@@ -234,7 +236,7 @@ class Keeper:
         """Send the phase a request and return its answer. A phase that does not answer is ended."""
         try:
             send(self.phase, asked)
-            return receive(self.phase, asked["time_s"] + LATE_S)
+            return receive(self.phase, SLOWEST * asked["time_s"] + LATE_S)
         except OSError as error:
             self.end()
             return {"code": None, "output": "", "error": f"the container's first process is gone: {error}"}
@@ -467,8 +469,9 @@ def run(
 ) -> dict[str, Any]:
     """Run a bash command and return its `output` and `code`: the exit status, or minus the number of a signal.
 
-    `code` is None if the time limit was exceeded. If the result has `is_full`, the command was not run, because no
-    further process can be started.
+    `code` is None if the time limit was exceeded. A command may take longer while it waits for a processor and has not
+    used `time_s` of one. So a busy host cuts off no command that would end in time on an idle one. If the result has
+    `is_full`, the command was not run, because no further process can be started.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -487,8 +490,11 @@ def run(
     poll.register(reader, select.POLLIN)
     poll.register(ended, select.POLLIN)
     shared.register(poll)
-    while (left_s := until - time.monotonic()) > 0:
-        ready = dict(poll.poll(left_s * 1000))
+    latest = until + (SLOWEST - 1) * time_s
+    while (left_s := until - time.monotonic()) > 0 or (
+        code is None and time.monotonic() < latest and is_starved(pid, time_s)
+    ):
+        ready = dict(poll.poll(max(left_s, LOOK_S) * 1000))
         if shared.listener in ready:
             shared.grant()
         if reader in ready:
@@ -506,7 +512,7 @@ def run(
         elif ended in ready and code is None:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             poll.unregister(ended)
-            until = min(until, time.monotonic() + DRAIN_S)
+            until = time.monotonic() + DRAIN_S
         elif code is not None and not ready:
             break
     if code is None:
@@ -518,6 +524,29 @@ def run(
     reap()
     output = begin + (b"\n...\n" if is_cut else b"") + end
     return {"code": code, "output": output.decode("utf-8", "replace")}
+
+
+def is_starved(session: int, time_s: float) -> bool:
+    """Return True if a process of a session runs or could run, and all of them have used less than `time_s`.
+
+    A session whose first process has just ended is starved, too: its end is not read yet.
+    """
+    ticks, could_run = 0, False
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it may end meanwhile
+            fields = stat_fields(f"/proc/{pid}/stat")
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))  # its own, and those of its children that have ended
+                threads = (stat_fields(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task"))
+                could_run |= any(of_thread[0] in (b"R", b"D") for of_thread in threads)
+                could_run |= int(pid) == session and fields[0] == b"Z"
+    return could_run and ticks / os.sysconf("SC_CLK_TCK") < time_s
+
+
+def stat_fields(path: str) -> list[bytes]:
+    """Return the fields of a `stat` file in /proc from the state on."""
+    with open(path, "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def become_bash(command: str, cwd: str, env: dict[str, str], writer: int) -> None:

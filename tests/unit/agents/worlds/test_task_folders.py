@@ -9,6 +9,8 @@ import random
 import shutil
 import signal
 import sys
+import time
+import types
 from pathlib import Path
 
 import psutil
@@ -54,7 +56,7 @@ def task(tmp_path):
     return folder
 
 
-ENDLESS = "sleep 3600"
+ENDLESS, SPINS = "sleep 3600", "while :; do :; done"
 
 
 class HurriedVerifier(TaskFolder):
@@ -263,6 +265,23 @@ def test_a_verifier_on_a_host_without_memory_gives_no_reward(task, monkeypatch, 
     with pytest.raises(ContainerFailed, match="killed 1 of this host's processes for want of memory") as raised:
         asyncio.run(work(task, "echo 42 > sum.txt"))
     assert raised.value.kind == "container"
+
+
+@pytest.mark.parametrize(
+    "command,code,output",
+    [
+        ("for ((n = 0; n < 20000; n++)); do :; done; echo counted", 0, "counted\n"),
+        (ENDLESS, None, ""),
+        (SPINS, None, ""),
+    ],
+)
+def test_a_busy_host_cuts_off_no_command_that_has_used_less_than_its_limit(command, code, output, monkeypatch):
+    """The clock runs 100 times too fast, so that commands get a hundredth of a processor."""
+    monkeypatch.setattr(container_module, "time", types.SimpleNamespace(monotonic=lambda: 100 * time.monotonic()))
+    monkeypatch.setattr(container_module, "SLOWEST", 1 << 20)
+    monkeypatch.setattr(container_module, "reap", lambda: None)  # here it would take pytest's children
+    ends = {"time_s": 0.5, "most_bytes": 100, "shared": container_module.SharedMemory(-1, 0)}
+    assert container_module.run(command=command, cwd="/", env={}, **ends) == {"code": code, "output": output}
 
 
 def test_a_container_full_of_processes_is_told_to_the_policy_and_fails_a_verifier(monkeypatch):
