@@ -16,7 +16,7 @@ from megatron_rl.weights.json_files import read_object
 
 _ALIKE = {
     **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
-    **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": None},
 }
 _QWEN = _ALIKE | {"intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768}
 _MIXTURE = {
@@ -27,8 +27,8 @@ _MIXTURE = {
 _LLAMA = {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048, "num_key_value_heads": None}
 _MISTRAL = {"intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072, "sliding_window": 4096}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _ALIKE | _LLAMA,
-    "mistral": _ALIKE | _MISTRAL | {"num_key_value_heads": 8},
+    "llama": _ALIKE | _LLAMA | {"eos_token_id": 2},
+    "mistral": _ALIKE | _MISTRAL | {"num_key_value_heads": 8, "eos_token_id": 2},
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128},
     "qwen3_moe": _QWEN | _MIXTURE,
@@ -119,10 +119,10 @@ class DecoderConfig:
         heads = raw["num_attention_heads"]
         # Some features are in a family's code, not in its config: qwen2's biases (qkv_bias), qwen3's norms (qk_norm).
         attention_bias = bool(raw.get("attention_bias", False))
-        eos = raw.get("eos_token_id")
-        # Chat models list the end-of-turn tokens here, in addition to the end-of-text token.
+        eos = _ids(raw["eos_token_id"])
+        # Chat models list the end-of-turn tokens here. As in SGLang, the tokens of both files end a reply.
         if (folder / "generation_config.json").is_file():
-            eos = read_object(folder / "generation_config.json").get("eos_token_id", eos)
+            eos |= _ids(read_object(folder / "generation_config.json").get("eos_token_id"))
         return cls(
             model_type=kind,
             architectures=raw.get("architectures") or [],
@@ -141,9 +141,13 @@ class DecoderConfig:
             o_bias=kind != "qwen2" and attention_bias,
             mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
-            eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+            eos_token_ids=eos,
             experts=Experts.read(raw) if kind == "qwen3_moe" else None,
         )
+
+
+def _ids(said: int | list[int] | None) -> frozenset[int]:
+    return frozenset([said] if isinstance(said, int) else said or ())
 
 
 def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:

@@ -184,6 +184,18 @@ def test_a_key_that_the_servers_config_json_lacks_has_the_value_of_transformers_
     assert DecoderConfig.read(tmp_path).max_positions == fields["max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    "said,of_generation,ends",
+    [({}, None, {2}), ({"eos_token_id": None}, None, set()), ({"eos_token_id": 7}, [7, 9], {7, 9}), ({}, 9, {2, 9})],
+)
+def test_the_ends_of_both_files_end_a_reply_as_in_sglang(said, of_generation, ends, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | said))
+    if of_generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
+    assert DecoderConfig.read(tmp_path).eos_token_ids == ends
+    assert transformers.AutoConfig.from_pretrained(tmp_path).eos_token_id == said.get("eos_token_id", 2)
+
+
 def test_unknown_model_type_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match="model_type = 'mamba'"):
