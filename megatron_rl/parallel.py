@@ -153,6 +153,9 @@ def start(
         else:
             alone = dist.HashStore()  # an in-process store opens no port
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
+        if platform.has_cuda():
+            gpu = str(torch.cuda.get_device_properties(platform.device()).uuid)
+            check_own_gpu(dist.distributed_c10d._get_default_store(), dist.get_rank(), gpu)
     if parallel_state.model_parallel_is_initialized():
         # clears the other layout's globals; its ParallelGroups still holds the groups
         parallel_state.destroy_model_parallel()
@@ -280,6 +283,19 @@ def own_listener(host: str, port: int = 0) -> int | None:
     ranks on other hosts may then connect through any address.
     """
     return socket.create_server((host, port)).detach() if host in LOOPBACK else None
+
+
+def check_own_gpu(store: dist.Store, rank: int, gpu: str) -> None:
+    """Raise ValueError if a rank that called before has the same GPU. NCCL would only say `Duplicate GPU detected`.
+
+    gpu: its UUID.
+    """
+    first = store.compare_set(f"rank_on_gpu_{gpu}", "", str(rank)).decode()
+    if first != str(rank):
+        raise ValueError(
+            f"rank {rank}: its GPU {gpu} is rank {first}'s too, and NCCL takes a GPU once; start at most as many ranks "
+            f"per host as it has GPUs, or correct the ranks' LOCAL_RANK and CUDA_VISIBLE_DEVICES."
+        )
 
 
 def _place_in_world(timeout: timedelta) -> dict[str, Any]:

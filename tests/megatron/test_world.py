@@ -42,6 +42,14 @@ def test_a_port_that_another_process_has_is_named(host):
     run_ranks(1, meeting_where_another_listens, host)
 
 
+def test_a_gpu_that_two_ranks_have_is_refused_with_both_named():
+    store = dist.HashStore()
+    for rank, gpu in enumerate(("GPU-1a", "GPU-2b")):
+        parallel.check_own_gpu(store, rank, gpu)
+    with pytest.raises(ValueError, match="rank 2: its GPU GPU-1a is rank 0's too, and NCCL takes a GPU once; start"):
+        parallel.check_own_gpu(store, 2, "GPU-1a")
+
+
 def groups_of_two_layouts(world_size, timeout_s):
     """Of rank 0 of a world of torch's fake backend: each group's (backend, ranks, timeout, is it lazy?)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
