@@ -94,6 +94,15 @@ def test_each_rank_keeps_its_heads_in_one_tensor(layer):
     assert checksums({"model.layers.0.mlp.experts.w13_weight": q}, ranks=2) == {}
 
 
+def test_biases_are_compared_and_sinks_are_not_as_their_dtype_is_that_of_a_kernel():
+    """SGLang keeps GPT-OSS's sinks in float32 for one attention kernel, and in bfloat16 for the others."""
+    attention = "model.layers.0.self_attn"
+    named = {f"{attention}.{name}_proj.bias": torch.randn(size) for name, size in {"q": 8, "k": 4, "v": 4}.items()}
+    assert checksums(named | {f"{attention}.sinks": torch.randn(4)}) == {
+        f"{attention}.qkv_proj.bias": sha(*named.values())
+    }
+
+
 def test_rows_of_an_embedding_are_padded():
     rows = torch.randn(100, 3)
     padded = torch.cat([rows, torch.zeros(28, 3)])
