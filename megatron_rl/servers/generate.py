@@ -19,7 +19,7 @@ import re
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -210,7 +210,8 @@ class SamplingClient(Sampler):
         failed: ServerClient | None = None
         refused: dict[ServerClient, RequestRefused] = {}
         attempt, busy = 1, 0
-        async with self._slot(deadline):  # before choosing, as a chosen server could be gone when a slot is free
+        await self._take_slot(deadline)  # before choosing, as a chosen server could be gone when a slot is free
+        try:
             while True:
                 server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
                 check_request(server, tokens, room)
@@ -246,23 +247,17 @@ class SamplingClient(Sampler):
                         self.fleet.record_failure(one, BadReply(f"{said} (which another server did not)"))
                     self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
                     return part
+        finally:
+            self.fleet.slots.release()
 
     def _deadline_s(self, req: LLMRequest) -> float:
         """Return rollout.request_timeout_s, scaled up for replies that may exceed TOKENS_IN_TIME tokens."""
         return self.config.request_timeout_s * max(1.0, req.gconfig.max_new_tokens / TOKENS_IN_TIME)
 
-    @contextlib.asynccontextmanager
-    async def _slot(self, deadline: asyncio.Timeout) -> AsyncIterator[None]:
-        """Hold one of the connections that this process may open.
-
-        The wait for a free connection does not count towards the deadline.
-        """
+    async def _take_slot(self, deadline: asyncio.Timeout) -> None:
+        """Wait for one of the connections that this process may open. The wait does not count towards the deadline."""
         with not_counted(deadline) if self.fleet.slots.locked() else contextlib.nullcontext():
             await self.fleet.slots.acquire()
-        try:
-            yield
-        finally:
-            self.fleet.slots.release()
 
     async def _try(
         self,

@@ -33,9 +33,9 @@ from megatron_rl.servers.server_http import (
     BadReply,
     Busy,
     CommandRefused,
+    NotingConnector,
     ServerError,
     UnknownLogprob,
-    noting_connections,
 )
 from megatron_rl.servers.server_memory import ServerMemory
 from megatron_rl.telemetry.spans import Spans
@@ -109,11 +109,8 @@ class Fleet:
     ) -> None:
         """version(): returns the current policy version. on_failure(message): called if a permanent task has ended."""
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
-        # No limit here, because control calls would then wait behind replies. `slots` limits the replies.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, trace_configs=[noting_connections()]
-        )
+        connector = NotingConnector(keepalive_timeout=KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         self.slots = asyncio.Semaphore(most_requests())
         """Limits concurrent requests. Each has its own connection."""
         self.config, self.options, self._spans, self._version = config, options, spans, version

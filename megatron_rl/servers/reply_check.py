@@ -221,22 +221,22 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
 
 def check_counts(answer: dict[str, Any], meta: dict[str, Any], ids: Tensor, asked: Asked) -> None:
     """Check the sizes that the reply reports for itself and the prompt. Replies of queued requests may omit them."""
-    output = member(answer, "output_ids", list, optional=True)
+    output, count = member(answer, "output_ids", list, optional=True), len(ids)
     if output is not None and (output != ids.tolist() or not all(type(token) is int for token in output)):
         refuse("output_ids", output, f"must be the ids of output_token_logprobs, {shown(ids.tolist())}")
     for name in ("completion_tokens", "output_token_logprobs_length"):
         said = member(meta, name, int, optional=True)
-        if said is not None and said != len(ids):
-            refuse(name, said, f"{len(ids)} tokens came")
+        if said is not None and said != count:
+            refuse(name, said, f"{count} tokens came")
     prompt = member(meta, "prompt_tokens", int, optional=True)
     if prompt is not None and prompt != asked.prompt_tokens:
         refuse("prompt_tokens", prompt, f"{asked.prompt_tokens} were sent; it answers another prompt")
     cached = member(meta, "cached_tokens", int, optional=True)
     # A retracted request finds its own tokens in the cache as well.
-    if cached is not None and not 0 <= cached <= asked.prompt_tokens + len(ids):
+    if cached is not None and not 0 <= cached <= asked.prompt_tokens + count:
         refuse("cached_tokens", cached, f"must be of the {asked.prompt_tokens} tokens that were sent")
     rid = member(meta, "id", str, optional=True)
-    if len(ids) and rid is not None and rid != asked.rid:  # without tokens nothing can be mixed up
+    if count and rid is not None and rid != asked.rid:  # without tokens nothing can be mixed up
         refuse("id", rid, f"the request's is {asked.rid!r}; it answers another one")
 
 
@@ -258,10 +258,11 @@ def check_finish(kind: str, finish: dict[str, Any], ids: Tensor, asked: Asked) -
             rule = f"what matched must be the last token, {last}, or one of stop = {shown(list(asked.stop))}"
             refuse("finish_reason", finish, rule)
     elif kind == "length":
-        if type(finish.get("length")) is not int or finish["length"] != len(ids):
-            refuse("finish_reason", finish, f"length must be that of the reply, {len(ids)}")
-        is_full = asked.room is not None and asked.prompt_tokens + len(ids) >= asked.room - KEPT_BACK
-        if len(ids) < asked.max_new_tokens and not is_full:
+        count = len(ids)
+        if type(finish.get("length")) is not int or finish["length"] != count:
+            refuse("finish_reason", finish, f"length must be that of the reply, {count}")
+        is_full = asked.room is not None and asked.prompt_tokens + count >= asked.room - KEPT_BACK
+        if count < asked.max_new_tokens and not is_full:
             rule = f"{asked.max_new_tokens} tokens were asked for, and the server has room for them"
             refuse("finish_reason", finish, rule)
     elif type(finish.get("message")) is not str:

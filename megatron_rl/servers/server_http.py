@@ -14,11 +14,13 @@ import random
 import re
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import orjson
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.tracing import Trace
+from yarl import URL
 
 from megatron_rl.api import InfrastructureFailure, RequestRefused
 from megatron_rl.servers.reply_check import shown
@@ -35,6 +37,7 @@ BUSY = (408, 425, 429)
 """Statuses of a server or router that is temporarily overloaded."""
 FIRST_BUSY_S, LONGEST_BUSY_S = 0.1, 30.0
 """Bounds of the wait before a busy server is asked again; Retry-After is clamped to these."""
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 FILES_WAIT_S = 0.2
 FILES_WARNING_EVERY_S = 60.0
@@ -83,14 +86,40 @@ class Stream(Protocol):
     def take(self, piece: bytes) -> None: ...
 
 
+class NotingConnector(aiohttp.TCPConnector):
+    """Notes when it last connected to each server, in `connected_s`.
+
+    A TraceConfig could do that too, but its hooks would take a tenth of the CPU time of every request.
+    """
+
+    def __init__(self, *, keepalive_timeout: float) -> None:
+        # No limit here, because control calls would then wait behind replies. Fleet.slots limits the replies.
+        super().__init__(limit=0, keepalive_timeout=keepalive_timeout)
+        self.connected_s: dict[URL, float] = {}
+        """Origin -> monotonic time."""
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        protocol = await super()._create_connection(req, traces, timeout)
+        self.connected_s[req.url.origin()] = time.monotonic()
+        return protocol
+
+
 class ServerHttp:
     """HTTP client for the server at `url`. All coroutines run on the loop that `session` belongs to."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, spans: Spans) -> None:
-        self.url, self.spans, self._session = url.rstrip("/"), spans, session
-        self.connected_s = 0.0
-        """Monotonic time of the last new connection. The server may have been restarted before it."""
+        """session: its connector is a NotingConnector."""
+        assert isinstance(session.connector, NotingConnector)
+        self.url, self.spans = url.rstrip("/"), spans
+        self._session, self._connector = session, session.connector
         self._warned_of_files_s = -FILES_WARNING_EVERY_S
+
+    @property
+    def connected_s(self) -> float:
+        """Monotonic time of the last new connection. The server may have been restarted before it."""
+        return self._connector.connected_s.get(URL(self.url).origin(), 0.0)
 
     async def call(
         self,
@@ -130,7 +159,7 @@ class ServerHttp:
 
         With a stream, the pieces are passed to it as they arrive, and none are returned.
         """
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        timeout = NO_TIMEOUT if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
         data = orjson.dumps(body) if isinstance(body, dict) else body
         headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
         request = self._session.request(
@@ -140,12 +169,11 @@ class ServerHttp:
             headers=headers,
             timeout=timeout,
             allow_redirects=False,  # a redirect turns a POST into a GET, and leads to an unknown server
-            trace_request_ctx=self,
         )
         try:
             async with request as answer:
                 reading = self._read(answer, endpoint, at_most, stream if answer.status == 200 else None)
-                status, pieces, retry_after = answer.status, await reading, answer.headers.get("Retry-After", "")
+                status, pieces = answer.status, await reading
         except TimeoutError as error:
             raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -155,7 +183,8 @@ class ServerHttp:
             raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
         content = b"" if status < 300 else b"".join(pieces)
         if status in BUSY:  # before the other 4xx, as this is no refusal
-            raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", seconds_of(retry_after))
+            wait_s = seconds_of(answer.headers.get("Retry-After", ""))
+            raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", wait_s)
         if status >= 500 or 300 <= status < 400:  # a redirect is an error, too: nothing was done
             raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
         if status >= 400:
@@ -181,7 +210,7 @@ class ServerHttp:
         Raises BadReply for a body that exceeds `at_most`, to protect this process's memory.
         """
         pieces, size = [], 0
-        async for piece in answer.content.iter_any():
+        while piece := await answer.content.readany():
             if stream is not None:
                 stream.take(piece)
                 if len(stream.rest) > at_most:
@@ -246,17 +275,6 @@ def seconds_of(retry_after: str) -> float:
         except (ValueError, OverflowError):
             seconds = 0.0
     return min(LONGEST_BUSY_S, max(FIRST_BUSY_S, seconds))
-
-
-def noting_connections() -> aiohttp.TraceConfig:
-    """Return a trace config with which each ServerClient of a session records the time of its last new connection."""
-
-    async def note(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
-        context.trace_request_ctx.connected_s = time.monotonic()
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_create_end.append(note)
-    return trace
 
 
 def message_of(content: bytes) -> str:
