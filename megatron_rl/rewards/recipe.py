@@ -132,15 +132,17 @@ class Recipe:
     def __init__(self, found: list[Ingredient], service: RewardService) -> None:
         """service: computes the ingredients that are not awaited, in the order of `found`."""
         self.ingredients, self.service = found, service
+        self._awaited = [ingredient for ingredient in found if ingredient.is_awaited]
+        self._plain = [ingredient for ingredient in found if not ingredient.is_awaited]
         self.name = ", ".join(ingredient.path for ingredient in found)
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
         """Compute the reward, blocking until it is done. RuntimeError if a part must be awaited."""
-        awaited = [ingredient.path for ingredient in self.ingredients if ingredient.is_awaited]
-        if awaited:
-            raise RuntimeError(f"reward {awaited[0]}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
+        if self._awaited:
+            path = self._awaited[0].path
+            raise RuntimeError(f"reward {path}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
         own = {"prompt": prompt, "completions": completions}
         own |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
         return self.added(self.service.call_now(own | data)).value
@@ -150,16 +152,15 @@ class Recipe:
 
         RewardFailed or RewardTimeout names the part that failed.
         """
-        awaited = [ingredient for ingredient in self.ingredients if ingredient.is_awaited]
-        if not awaited:
+        if not self._awaited:
             return self.added(await self.service.call(arguments, timeout_s))
-        plain = [ingredient for ingredient in self.ingredients if not ingredient.is_awaited]
-        parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in awaited]
-        if plain:
+        parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in self._awaited]
+        if self._plain:
             parts.append(self.service.call(arguments, timeout_s))
         # The first error is raised, and the other parts are cancelled.
         scores = sum(await together(parts), [])
-        by_name = {ingredient.name: score for ingredient, score in zip([*awaited, *plain], scores, strict=True)}
+        found = zip([*self._awaited, *self._plain], scores, strict=True)
+        by_name = {ingredient.name: score for ingredient, score in found}
         return self.added([by_name[ingredient.name] for ingredient in self.ingredients])
 
     async def reach(self, patience_s: float) -> None:

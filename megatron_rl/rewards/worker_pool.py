@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -79,7 +78,8 @@ class WorkerPool:
         self._workers, self._stacks = workers, stacks
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
-        self._waiting: deque[Future[Worker | None]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[Worker | None]]] = deque()
+        """Thread and future of each call that waits for a worker, or for the slot of one."""
         self._count = 0
         self._numbers = itertools.count()
         self._quick_deaths = 0
@@ -163,12 +163,12 @@ class WorkerPool:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            waiter: Future[Worker | None] | None = None
+            waiter: asyncio.Future[Worker | None] | None = None
             if self._count < self._workers:
                 self._count += 1
             else:
-                waiter = Future()
-                self._waiting.append(waiter)
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiting.append((threading.get_ident(), waiter))
         worker = await self._wait(waiter) if waiter is not None else None
         if worker is not None:
             return worker
@@ -195,17 +195,22 @@ class WorkerPool:
             self._count += worker is None
         return worker or self._new_worker()
 
-    async def _wait(self, waiter: Future[Worker | None]) -> Worker | None:
+    async def _wait(self, waiter: asyncio.Future[Worker | None]) -> Worker | None:
         """Return the worker that another call releases, or None if that call only frees a slot."""
         try:
-            return await asyncio.wrap_future(waiter)
+            return await waiter
         except asyncio.CancelledError:
-            with self._lock:
-                # A worker assigned at the moment of the cancellation is known to nobody else.
-                is_given = waiter.done() and not waiter.cancelled()
-            if is_given:
+            # A worker given at the moment of the cancellation is known to nobody else.
+            if waiter.done() and not waiter.cancelled():
                 self.release(waiter.result())
             raise
+
+    def _give(self, waiter: asyncio.Future[Worker | None], worker: Worker | None) -> None:
+        """Give a worker or a slot to a waiter of another thread's event loop. Called on that loop."""
+        if waiter.done():  # cancelled meanwhile
+            self.release(worker)
+        else:
+            waiter.set_result(worker)
 
     def _new_worker(self, log: str = "") -> Worker:
         """Start a worker in a slot that the caller has already counted."""
@@ -232,11 +237,14 @@ class WorkerPool:
                 self._count -= 1
                 return
             while self._waiting:
-                waiter = self._waiting.popleft()
-                # Returns False for a cancelled waiter. After True it can no longer be cancelled.
-                if waiter.set_running_or_notify_cancel():
-                    waiter.set_result(worker)
-                    return
+                thread, waiter = self._waiting.popleft()
+                with suppress(RuntimeError):  # the waiter's loop is closed, so nobody waits there
+                    if thread != threading.get_ident():
+                        waiter.get_loop().call_soon_threadsafe(self._give, waiter, worker)
+                        return
+                    if not waiter.done():
+                        waiter.set_result(worker)
+                        return
             if worker is not None and self._count <= self._workers:
                 self._idle.append(worker)
                 return

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -97,6 +98,22 @@ def test_rewards_are_computed_at_the_same_time_by_at_most_so_many_workers(serve,
 
 def test_a_worker_imports_no_more_than_the_reward(own_interpreters, serve):
     assert ask(serve("heavy_modules")) == 0
+
+
+def test_event_loops_of_several_threads_share_a_worker(serve):
+    service = serve("misbehaves", workers=1)
+
+    async def several():
+        calls = [asyncio.create_task(service.call({"completions": "right"}, LATE_S)) for _ in range(20)]
+        await asyncio.sleep(0)
+        for call in calls[1::2]:  # most of them wait for the worker, which may be given to them at this moment
+            call.cancel()
+        return [found[0].value for found in await asyncio.gather(*calls, return_exceptions=True) if type(found) is list]
+
+    with ThreadPoolExecutor(3) as threads:
+        values = list(threads.map(lambda _: asyncio.run(several()), range(6)))
+    assert all(len(found) >= 10 and set(found) == {1.0} for found in values)
+    assert ask(service, "right") == 1.0, "the pool has lost its worker"
 
 
 def test_a_late_reward_is_killed_with_what_it_started_and_replaced(serve, tmp_path):
