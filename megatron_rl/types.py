@@ -101,8 +101,8 @@ class Runs:
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[int, int]]) -> Runs:
         """Build from (value, length) pairs."""
-        columns = [value for value, _ in pairs], [length for _, length in pairs]
-        return cls(*torch.tensor(columns, dtype=torch.int32))
+        columns = np.array([value for value, _ in pairs], np.int32), np.array([length for _, length in pairs], np.int32)
+        return cls(torch.from_numpy(columns[0]), torch.from_numpy(columns[1]))
 
     @classmethod
     def cat(cls, parts: Sequence[Runs]) -> Runs:
@@ -309,13 +309,20 @@ class Trajectory:
     def from_reply(cls, reply: LLMResponse, reward: float, **sequence: float) -> Trajectory:
         """Build the single-turn trajectory of one reply."""
         prompt, sampled = reply.input_len, reply.sampled
+        length, runs = prompt + len(sampled), sampled.versions
+        # By NumPy, which makes a small array in a quarter of torch's time.
+        ids, logprobs = np.empty(length, np.int32), np.zeros(length, np.float32)
+        ids[:prompt], ids[prompt:] = reply.input_tokens, sampled.ids.numpy()
+        logprobs[prompt:] = sampled.logprobs.numpy()
+        versions = np.full(length, -1, np.int32)
+        versions[prompt:] = np.repeat(runs.values.numpy(), runs.lengths.numpy())
         return cls(
-            input_ids=torch.cat([torch.tensor(reply.input_tokens, dtype=torch.int32), sampled.ids]),
-            loss_mask=torch.arange(prompt + len(sampled)) >= prompt,
-            logprobs=torch.cat([torch.zeros(prompt), sampled.logprobs]),
-            versions=torch.cat([torch.full((prompt,), -1, dtype=torch.int32), sampled.versions.each()]),
+            input_ids=torch.from_numpy(ids),
+            loss_mask=torch.from_numpy(np.arange(length) >= prompt),
+            logprobs=torch.from_numpy(logprobs),
+            versions=torch.from_numpy(versions),
             reward=reward if isinstance(reward, Reward) else float(reward),
-            tokens=route_column(reply.routes, prompt + len(sampled)),
+            tokens=route_column(reply.routes, length),
             sequence=sequence,
             is_cut_off=reply.stop_reason == "length",
         )

@@ -47,7 +47,7 @@ from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.rollout.workflow_form import begun, check_workflow
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import Runs, Trajectory, TrajectoryBatch
+from megatron_rl.types import Trajectory, TrajectoryBatch
 from megatron_rl.workflows.episode_engine import ENDING_S, EpisodeEngine, Retries, RunBroken
 from megatron_rl.workflows.scoring import RewardTimeout
 
@@ -68,12 +68,17 @@ class Finished:
     group: TrajectoryBatch
     versions: range
     """Range from the oldest trained token's policy version to the newest. Empty if no token has a version."""
+    decides: float
+    """The group is dropped once versions up to this one are too old. Infinite if it never is."""
 
     @classmethod
-    def of(cls, episode: Episode, group: TrajectoryBatch) -> Finished:
-        versions = trained_runs(group).values
-        ends = range(int(versions.min()), int(versions.max()) + 1) if len(versions) else range(0)
-        return cls(episode=episode, group=group, versions=ends)
+    def of(cls, episode: Episode, group: TrajectoryBatch, stale: str) -> Finished:
+        """stale: rollout.stale."""
+        versions = trained_runs(group).values.tolist()
+        ends = range(min(versions), max(versions) + 1) if versions else range(0)
+        # With `mask`, a group that would be masked completely is dropped as well.
+        decides = {"drop": ends.start, "mask": ends.stop - 1, "keep": math.inf}[stale] if ends else math.inf
+        return cls(episode=episode, group=group, versions=ends, decides=decides)
 
 
 class RolloutExecutor:
@@ -210,8 +215,8 @@ class RolloutExecutor:
         line.extend(episodes)
         self._start()
         outcomes = await asyncio.gather(*(episode.outcome for episode in episodes if episode.outcome is not None))
-        pairs = zip(episodes, outcomes, strict=True)
-        accepted = [Finished.of(episode, outcome.group) for episode, outcome in pairs if outcome.group is not None]
+        pairs, stale = zip(episodes, outcomes, strict=True), self._config.stale
+        accepted = [Finished.of(episode, out.group, stale) for episode, out in pairs if out.group is not None]
         if not accepted:
             errors = [outcome.error for outcome in outcomes if outcome.error is not None]
             raise RuntimeError(
@@ -313,14 +318,10 @@ class RolloutExecutor:
     def _requeue_stale(self) -> None:
         """Drop the groups that are too stale to train at the current version, and requeue their prompts."""
         oldest_allowed = self._engine.get_version() - self._config.max_staleness
-        kept: list[Finished] = []
-        dropped: list[Finished] = []
-        for finished in self._finished:
-            versions = finished.versions
-            # A group that would be masked completely is dropped as well.
-            decides = {"drop": versions.start, "mask": versions.stop - 1, "keep": oldest_allowed}[self._config.stale]
-            (dropped if versions and decides < oldest_allowed else kept).append(finished)
-        self._finished = kept
+        dropped = [finished for finished in self._finished if finished.decides < oldest_allowed]
+        if not dropped:  # this is called after every episode
+            return
+        self._finished = [finished for finished in self._finished if finished.decides >= oldest_allowed]
         for _ in dropped:
             self._gate.take_back()  # otherwise resampled prompts would count twice
         self._metrics.add(stale=len(dropped))
@@ -358,7 +359,7 @@ class RolloutExecutor:
                 place = finished.episode.data["prompt_index"]
                 finished.group.sequences["prompt_index"] = torch.full((len(finished.group),), place)
         batch = join_groups([finished.group for finished in taken])
-        runs = Runs.cat([trained_runs(finished.group) for finished in taken])
+        runs = trained_runs(batch)
         if len(runs.values):
             ages = version - runs.values
             self._metrics.add(staleness=float((ages * runs.lengths.long()).sum()), aged_tokens=len(runs))
@@ -461,7 +462,7 @@ class RolloutExecutor:
         if group is not None:
             self._metrics.add(accepted=1)
             if is_admitted:
-                self._finished.append(Finished.of(episode, group))
+                self._finished.append(Finished.of(episode, group, self._config.stale))
             for events in observers:
                 events.accepted(episode, group)
         elif error is None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,8 +52,7 @@ def _joined(result: Any) -> TrajectoryBatch | None:
         one_group = torch.zeros(len(result), dtype=torch.int64)
         return dataclasses.replace(result, tokens=tokens, sequences=result.sequences | {"group": one_group})
     if isinstance(result, list):
-        _check_trajectories(result)
-        return TrajectoryBatch.from_trajectories([result]) if result else None
+        return _joined_trajectories(result) if result else None
     if isinstance(result, Mapping) or is_tensordict(result):
         _check_tensors(result)
         batch = TrajectoryBatch.from_padded(result)
@@ -65,9 +65,9 @@ def _joined(result: Any) -> TrajectoryBatch | None:
     )
 
 
-def _check_trajectories(result: list[Any]) -> None:
-    """Raise TypeError or ValueError for trajectories that `from_trajectories` would reject or silently change."""
-    columns: list[dict[str, Tensor]] = []
+def _joined_trajectories(result: list[Any]) -> TrajectoryBatch:
+    """Join trajectories. Raises TypeError or ValueError for those that `from_trajectories` would silently change."""
+    is_converted = False
     for number, entry in enumerate(result):
         if not isinstance(entry, Trajectory):
             raise TypeError(
@@ -83,7 +83,7 @@ def _check_trajectories(result: list[Any]) -> None:
                     f"arun_episode returned {whose}{name} of shape {tuple(value.shape)} for input_ids of "
                     f"{tuple(entry.input_ids.shape)}: must have one entry per token."
                 )
-        columns.append(tokens)
+        is_converted |= any(tokens[name].dtype != dtype for name, dtype in TOKEN_KEYS.items())
         first = result[0]
         if entry.tokens.keys() != first.tokens.keys() or entry.sequence.keys() != first.sequence.keys():
             raise ValueError(
@@ -95,14 +95,15 @@ def _check_trajectories(result: list[Any]) -> None:
                 float(number_of)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"arun_episode returned {whose}{name} = {number_of!r}: must be a number.") from error
-    if not columns:
-        return
+    group = TrajectoryBatch.from_trajectories([result])
     try:  # all at once, because checks of each alone would take longer than all other work on the group
-        _check_tokens({name: torch.cat([tokens[name] for tokens in columns]) for name in TOKEN_KEYS})
+        _check_tokens(group.tokens)
     except ValueError:
-        for number, tokens in enumerate(columns):
-            _check_tokens(tokens, f"trajectory {number} with ")
-        raise
+        is_converted = True
+    if is_converted:  # the conversion would hide errors
+        for number, entry in enumerate(result):
+            _check_tokens({name: getattr(entry, name) for name in TOKEN_KEYS}, f"trajectory {number} with ")
+    return group
 
 
 def _check_tensors(columns: Any, whose: str = "") -> None:
@@ -219,10 +220,12 @@ def trained_runs(group: TrajectoryBatch) -> Runs:
     """Return the policy versions of the trained tokens that have one, run-length encoded."""
     runs = group.versions
     assert runs is not None, "a group has versions"
-    trained = group["loss_mask"].cumsum(0)[runs.lengths.cumsum(0) - 1]  # [R]: trained tokens up to each run's end
-    counts = trained.diff(prepend=torch.zeros(1, dtype=torch.int64))
-    kept = (runs.values >= 0) & (counts > 0)
-    return Runs(runs.values[kept], counts[kept].to(torch.int32))
+    # By NumPy, which takes a fifth of torch's time: a group has few runs.
+    values, lengths, mask = runs.values.numpy(), runs.lengths.numpy(), group["loss_mask"].numpy()
+    starts = lengths.cumsum() - lengths
+    counts = np.add.reduceat(mask, starts, dtype=np.int32) if len(starts) else lengths  # [R]: each run's trained tokens
+    kept = (values >= 0) & (counts > 0)
+    return Runs(torch.from_numpy(values[kept]), torch.from_numpy(counts[kept]))
 
 
 def trained_versions(group: TrajectoryBatch) -> Tensor:
