@@ -521,20 +521,26 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     continue, and asyncio.TaskGroup before Python 3.13 leaves the calling task marked as cancelled.
     """
     failures: list[BaseException] = []
+    settled = asyncio.get_running_loop().create_future()  # asyncio.wait would look at all tasks whenever one is done
+    left = 0
 
     def note(task: asyncio.Future[T]) -> None:
+        nonlocal left
+        left -= 1
         if task.cancelled():  # counts as a failure
             failures.append(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
             failures.append(error)
+        if not settled.done() and (failures or not left):
+            settled.set_result(None)
 
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    left = len(tasks)
     for task in tasks:
         task.add_done_callback(note)
     try:
-        pending = set(tasks)
-        while pending and not failures:
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if tasks:
+            await settled
         if failures:
             raise failures[0]  # the first in time, not in order: later ones may be its consequences
         return [task.result() for task in tasks]

@@ -280,9 +280,9 @@ def call_here() -> AbstractContextManager[None]:
 
 def continuing(req: LLMRequest, begun: LLMResponse) -> LLMRequest:
     """Return a request for the rest of a reply."""
-    req = copy.copy(req)  # dataclasses.replace would check the prompt's tokens again
-    req.begun = begun
-    return req
+    found = object.__new__(type(req))  # copy.copy takes five times as long; dataclasses.replace checks the prompt again
+    found.__dict__ = req.__dict__ | {"begun": begun}
+    return found
 
 
 SORTED_JSON = json.JSONEncoder(sort_keys=True)
