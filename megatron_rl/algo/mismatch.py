@@ -20,9 +20,11 @@ AGES = {"0": 0, "1": 1, "2": 2, "3_to_4": 3, "5_to_8": 5, "9_on": 9}
 POSITIONS = {"0_on": 0, "16_on": 16, "128_on": 128, "1024_on": 1024, "8192_on": 8192}
 """Lowest position of each class. A position counts the sequence's trained tokens before the token."""
 CLASSES = ["all", *(f"age_{name}" for name in AGES), *(f"position_{name}" for name in POSITIONS)]
-COLUMNS = 7
-"""Number of sums per class: tokens, |d|, d, k3, w, w^2, and tokens whose d is NaN or infinite (only in the class
-"all")."""
+NEAR = 1e-6
+"""Difference in nats up to which a token counts as near, if it is not equal to the bit."""
+COLUMNS = 9
+"""Number of sums per class: tokens, |d|, d, k3, w, w^2, equal tokens, near tokens, and tokens whose d is NaN or
+infinite (only in the class "all")."""
 
 
 def tally(
@@ -44,7 +46,9 @@ def tally(
     near = bounded(d)
     w = near.exp()
     # [kept, COLUMNS]. expm1(d) - d is k3 = w - 1 - d without the loss of digits near 0.
-    values = torch.stack([torch.ones_like(d), d.abs(), d, torch.expm1(near) - near, w, w * w, torch.zeros_like(d)], 1)
+    is_equal, is_near = d == 0, (d != 0) & (d.abs() <= NEAR)
+    columns = [torch.ones_like(d), d.abs(), d, torch.expm1(near) - near, w, w * w, is_equal, is_near]
+    values = torch.stack([*(column.double() for column in columns), torch.zeros_like(d)], 1)
     sums, largest = torch.zeros(len(CLASSES), COLUMNS, dtype=torch.float64), torch.zeros(len(CLASSES)).double()
     places = (  # every token counts in three classes: all, its age, its position
         torch.zeros(len(d), dtype=torch.int64),
@@ -67,16 +71,19 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 
     mean and max are of |d| in nats. k1 = mean of -d and k3 = mean of w - 1 - d estimate KL(server || trainer). ess is
     the effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2). chi2 = mean w^2 - 1 is the chi-squared
-    distance. Classes by age and position have mean, max and k3, if they have tokens. not_finite counts tokens whose
-    difference is NaN or infinite, which no other metric includes; it is absent if 0.
+    distance. equal, near and beyond are shares of the tokens: both log-probabilities have the same bits, differ by at
+    most NEAR, or differ by more. Classes by age and position have mean, max, k3 and equal, if they have tokens.
+    not_finite counts tokens whose difference is NaN or infinite, which no other metric includes; it is absent if 0.
     """
     found: dict[str, float] = {"mismatch/not_finite": sums[0, -1].item()} if sums[0, -1] > 0 else {}
-    for name, (count, distance, d, k3, w, w2, _), most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
+    for name, row, most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
+        count, distance, d, k3, w, w2, equal, near, _ = row
         if count == 0:
             continue
-        values = {"mean": distance / count, "max": most, "k3": k3 / count}
+        values = {"mean": distance / count, "max": most, "k3": k3 / count, "equal": equal / count}
         if name == "all":
             values |= {"k1": -d / count, "ess": w * w / (count * w2) if w2 > 0 else 0.0, "chi2": w2 / count - 1.0}
+            values |= {"near": near / count, "beyond": (count - equal - near) / count}
         end = "" if name == "all" else f"_{name}"
         found |= {f"mismatch/{key}{end}": value for key, value in values.items()}
     return found

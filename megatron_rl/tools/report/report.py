@@ -44,6 +44,7 @@ TITLES = {
     "policy/ratio_deviation": "Distance of the ratio from 1",
     "policy/clipped_tokens": "Clipped tokens (share)",
     "mismatch/mean": "Log-prob difference, trainer to server",
+    "mismatch/equal": "Log-probs equal to the bit, trainer and server (share)",
     "rollout/tokens_per_s": "Generated tokens per second",
     "rollout/staleness": "Staleness (versions)",
 }

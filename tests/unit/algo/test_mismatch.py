@@ -42,6 +42,16 @@ def test_metrics_equal_their_definitions():
     assert "mismatch/mean_position_1024_on" not in found  # no token, no number
 
 
+def test_shares_of_equal_and_near_tokens():
+    behavior = torch.tensor([-1.0, -0.5, -2.0, -3.0, -0.25, -0.125])
+    # One step of float32 at 0.5 is 6e-8 and at 1 is 1.2e-7. The last token is not trained.
+    logprobs = behavior + torch.tensor([0.0, 6e-8, -9e-7, 2e-6, 0.0, 1.0])
+    mask, versions = torch.tensor([1, 1, 1, 1, 1, 0]), torch.tensor([7, 7, 7, 7, 6, 7])
+    found = mismatch.metrics(*mismatch.tally(logprobs, behavior, mask, versions, torch.tensor([6]), version=7))
+    shares = {name: found[f"mismatch/{name}"] for name in ("equal", "near", "beyond", "equal_age_0", "equal_age_1")}
+    assert shares == {"equal": 0.4, "near": 0.4, "beyond": 0.2, "equal_age_0": 0.25, "equal_age_1": 1.0}
+
+
 def test_ranks_together_give_what_one_gives():
     logprobs, behavior, mask, versions, lengths = tokens()
     whole = mismatch.tally(logprobs, behavior, mask, versions, lengths, version=12)
