@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import routes as route_columns
+from megatron_rl import support as supports
 from megatron_rl.config import GenerationConfig
 
 if TYPE_CHECKING:  # slower to import than torch itself, and not needed by the rollout process
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # slower to import than torch itself, and not needed by the r
 
 TOKEN_KEYS = {"input_ids": torch.int32, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int32}
 """Per-token tensors that every trajectory has, with their dtypes."""
+WIDE_COLUMNS = (route_columns.COLUMN, supports.COLUMN)
+"""Per-token columns with several numbers per token."""
 
 
 @dataclass(kw_only=True)
@@ -43,8 +46,7 @@ class LLMRequest:
     cancelled call loses none."""
     grammar: dict[str, str] | None = None
     """Constraint on the reply: one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`, and its value.
-    Do not train on such replies: they are sampled from the allowed tokens only, so their probabilities differ from the
-    policy's."""
+    Such a reply is sampled from the allowed tokens only, so it may be trained only if it has a `support`."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
     """Called on the engine's event loop, as tokens arrive, with all tokens of the reply so far. These tokens are final
     unless the call fails. An engine that does not stream never calls it."""
@@ -124,8 +126,8 @@ class Runs:
 class SampledTokens:
     """Tokens that a server generated, about 8 bytes each. They are created when a reply is parsed, and never change.
 
-    ids: `[n]` int32. logprobs: `[n]` float32, at the sampling temperature, before top-p/top-k filtering. versions: the
-    policy version that sampled each token.
+    ids: `[n]` int32. logprobs: `[n]` float32, at the sampling temperature; over the tokens that top-k, top-p and min-p
+    kept if the server records them, else over all. versions: the policy version that sampled each token.
     """
 
     ids: Tensor
@@ -189,6 +191,9 @@ class LLMResponse:
     """`[input_len + output_len - 1, layers, slots]`: the experts that each token was routed to, in the format of
     megatron_rl/routes.py. The last token has no entry, because the model has not read it. None if algo.routing_replay
     is off."""
+    support: Tensor | None = None
+    """`[output_len, W]` int32: the tokens from which each token was sampled, in the format of megatron_rl/support.py.
+    `sampled.logprobs` are then over these tokens. None if generation.top_k is -1."""
 
     def __init__(
         self,
@@ -203,8 +208,10 @@ class LLMResponse:
         interruptions: int = 0,
         sampled: SampledTokens | None = None,
         routes: Tensor | None = None,
+        support: Tensor | None = None,
     ) -> None:
-        self.input_tokens, self.stop_reason, self.text, self.routes = input_tokens, stop_reason, text, routes
+        self.input_tokens, self.stop_reason, self.text = input_tokens, stop_reason, text
+        self.routes, self.support = routes, support
         self.latency_s, self.interruptions = latency_s, interruptions
         self.sampled = NO_TOKENS if sampled is None else sampled
         if not (output_tokens is None and output_logprobs is None and output_versions is None):
@@ -236,7 +243,7 @@ class LLMResponse:
 
     @property
     def output_logprobs(self) -> list[float]:
-        """Log p of each output token at the sampling temperature, before top-p/top-k filtering."""
+        """Log p of each output token at the sampling temperature, over its `support` if the reply has one."""
         return list(self.sampled.logprobs.tolist())
 
     @property
@@ -291,7 +298,8 @@ class Trajectory:
     """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """Further per-token tensors, such as `turn_rewards`, and `routes` `[n, layers, slots]` (megatron_rl/routes.py)."""
+    """Further per-token tensors, such as `turn_rewards`; `routes` `[n, layers, slots]` (megatron_rl/routes.py) and
+    `support` `[n, W]` (megatron_rl/support.py)."""
     sequence: dict[str, float] = field(default_factory=dict)
     """Further numbers for the whole sequence, e.g. `greedy_reward`. The parts of a `Reward` are added here."""
     is_cut_off: bool = False
@@ -322,7 +330,7 @@ class Trajectory:
             logprobs=torch.from_numpy(logprobs),
             versions=torch.from_numpy(versions),
             reward=reward if isinstance(reward, Reward) else float(reward),
-            tokens=route_column(reply.routes, length),
+            tokens=route_column(reply.routes, length) | supports.column(reply.support, prompt, length),
             sequence=sequence,
             is_cut_off=reply.stop_reason == "length",
         )
@@ -347,7 +355,7 @@ class TrajectoryBatch:
         batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # the third trajectory's
 
     tokens: `[N]` tensors over all trajectories' tokens, concatenated (`input_ids` int32, `loss_mask` bool, ...). Only
-      `routes` is `[N, layers, slots]`.
+      `routes` is `[N, layers, slots]`, and `support` `[N, W]`.
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
     cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
     versions: policy version of each token, run-length encoded, -1 for tokens that no policy sampled.
@@ -364,7 +372,7 @@ class TrajectoryBatch:
         n, b = int(self.cu_seqlens[-1]), len(self.cu_seqlens) - 1
         for where, columns, size in (("tokens", self.tokens, n), ("sequences", self.sequences, b)):
             for key, value in columns.items():
-                if value.shape[: value.dim() if key != route_columns.COLUMN else 1] != (size,):
+                if value.shape[: value.dim() if key not in WIDE_COLUMNS else 1] != (size,):
                     raise ValueError(
                         f"{where}[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens "
                         f"needs ({size},); pad nothing and give one entry per {where[:-1]}."
@@ -586,7 +594,7 @@ class TrajectoryBatch:
         for key, value in columns.items():
             if key == "attention_mask":
                 continue
-            if value.shape == mask.shape or (key == route_columns.COLUMN and value.shape[:2] == mask.shape):
+            if value.shape == mask.shape or (key in WIDE_COLUMNS and value.shape[:2] == mask.shape):
                 # Boolean indexing reads row by row: it drops padding on either side and gives the ragged order.
                 tokens[key] = value[mask].to(TOKEN_KEYS.get(key, value.dtype))  # [B, L] -> [N]
             elif value.shape == mask.shape[:1]:

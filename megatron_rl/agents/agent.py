@@ -11,7 +11,7 @@ from megatron_rl.agents.agent_session import AgentSession, ProxyOptions
 from megatron_rl.agents.agent_workers import AgentFailed, AgentLost, AgentWorkers
 from megatron_rl.agents.constrained import CHOICES
 from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, Sampler
-from megatron_rl.config import GenerationConfig
+from megatron_rl.config import MOST_REPORTED, GenerationConfig
 from megatron_rl.config.import_path import check_call
 from megatron_rl.types import Trajectory
 from megatron_rl.workflows.rendering import ChatTemplate
@@ -77,10 +77,16 @@ class AgentWorkflow(RolloutWorkflow):
         `agents` in run.folder.
         constrained: what to do if an agent demands a JSON format, a tool by name or any tool (`required`). `refuse`
         rejects JSON formats and tools by name, and samples freely for `required`. `untrained` enforces all three by a
-        grammar on the server and does not train the replies.
+        grammar on the server and does not train the replies. `trained` trains them too, and needs generation.top_k.
         """
         if constrained not in CHOICES:
             raise ValueError(f"constrained = {constrained!r}: must be one of {', '.join(CHOICES)}.")
+        if constrained == "trained" and not gconfig.support_size:
+            raise ValueError(
+                f"constrained = 'trained': with generation.top_k = {gconfig.top_k} no server reports which tokens a "
+                f"grammar had left, over which log-probabilities are needed; set generation.top_k from 2 to "
+                f"{MOST_REPORTED}, or constrained=untrained."
+            )
         if agent_workers < 1:
             raise ValueError(f"agent_workers = {agent_workers}: must be at least 1; each agent runs in a process.")
         if not isinstance(agent, str):

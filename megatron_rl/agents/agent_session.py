@@ -241,7 +241,7 @@ class AgentSession:
         grammar = grammar_of(body, tools, form, choice=self.options.constrained, is_opened=is_opened)
         with self._marking(parent):
             reply = await self._generate(conversation, body, names[-1].exact, progress, grown, grammar)
-        conversation.take(reply, is_trained=grammar is None)
+        conversation.take(reply, is_trained=grammar is None or self.options.constrained == "trained")
         # Check this only after the await, because agents send requests in parallel. Of several requests that continue
         # one state, the first to finish extends its line. The others become new lines, which do not train the shared
         # tokens.

@@ -1,7 +1,8 @@
 """Grammars for replies whose form the agent demands: a JSON schema, or the call of a tool.
 
-A grammar masks tokens when a reply is sampled, but the trainer's log-probabilities include these tokens. A reply
-constrained by a grammar is therefore not trained and serves only as context.
+A grammar masks tokens when a reply is sampled. With generation.top_k, servers report which tokens were left, and the
+reply can be trained with log-probabilities over these. Without it, the trainer's log-probabilities would include the
+masked tokens, so the reply is not trained and serves only as context.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron_rl.agents.streamed_text import THOUGHT
 from megatron_rl.workflows.messages import Message
 from megatron_rl.workflows.tool_formats import ToolFormat
 
-CHOICES = ("refuse", "untrained")
+CHOICES = ("refuse", "untrained", "trained")
 REMEDY = "is not supported; leave it out, or set rollout.workflow_args.constrained=untrained"
 
 
@@ -23,8 +24,8 @@ def grammar_of(
 ) -> dict[str, str] | None:
     """Return the grammar for the reply to a request; None for free sampling.
 
-    choice: `refuse` raises BadRequest for a schema or a tool by name, and returns None for `required`; `untrained`
-    returns a grammar for all three. is_opened: whether the prompt has opened a thought, which must end before the
+    choice: `refuse` raises BadRequest for a schema or a tool by name, and returns None for `required`; the others
+    return a grammar for all three. is_opened: whether the prompt has opened a thought, which must end before the
     grammar begins.
     """
     wanted, format = body.get("tool_choice"), body.get("response_format") or {"type": "text"}

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_rl import support
 from megatron_rl.algo.aggregation import DEMONSTRATED, weight_of
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.types import TrajectoryBatch
@@ -59,8 +60,9 @@ def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBa
     return replace(share, tokens=share.tokens | {DEMONSTRATED: marks})
 
 
-NEUTRAL = {"teacher_place": -1, "versions": -1}
-"""Fill values of columns for tokens that were not sampled or scored. All other columns are filled with 0."""
+NEUTRAL = {"teacher_place": -1, "versions": -1, support.COLUMN: support.NO_TOKEN}
+"""Fill values of columns for tokens that were not sampled or scored. All other columns are filled with 0. Without a
+support, a demonstrated token's loss is over the whole vocabulary."""
 
 
 def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
@@ -71,7 +73,7 @@ def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
     tokens = {
         name: known[name].to(column.dtype)
         if name in known
-        else torch.full((count,), NEUTRAL.get(name, 0), dtype=column.dtype)
+        else torch.full((count, *column.shape[1:]), NEUTRAL.get(name, 0), dtype=column.dtype)
         for name, column in share.tokens.items()
     }
     if share.versions is not None:

@@ -41,7 +41,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl import routes
+from megatron_rl import routes, support
 from megatron_rl.ops import packed_labels
 from megatron_rl.types import MicroBatch, TrajectoryBatch, prefix_sums
 
@@ -75,10 +75,10 @@ def to_microbatch(
     source, positions, sequence = packed_labels(tokens, cu_seqlens)  # of places: labels are places. The shift
     source.clamp_(min=-1)  # the last row of a sequence predicts nothing
     of_rows = ("input_ids", routes.COLUMN)  # these describe the token that a row reads, not the one it predicts
-    rows = {key: _described_token(value, source) for key, value in batch.tokens.items() if key not in of_rows}
+    rows = {key: _described_token(value, source, key) for key, value in batch.tokens.items() if key not in of_rows}
     # Kernels and embeddings index with int64; the batch, which is larger, stores int32.
     rows["input_ids"] = batch.tokens["input_ids"][tokens].long()
-    labels = _described_token(batch.tokens["input_ids"], source).long()
+    labels = _described_token(batch.tokens["input_ids"], source, "labels").long()
     rows["labels"] = labels.masked_fill(~rows["loss_mask"].bool(), -100)
     rows["cu_seqlens"] = cu_seqlens.to(torch.int32)
     rows |= {key: value[chosen] for key, value in batch.sequences.items()}
@@ -362,14 +362,18 @@ def _unit(family: Family, rows: list[int]) -> Unit:
     return Unit(family.members, family.shared, computed, computed + pairs / ATTENTION_SHARE_AT)
 
 
-def _described_token(values: Tensor, source: Tensor) -> Tensor:
-    return values[source.clamp_min(0)].masked_fill(source < 0, 0)  # [N] -> [T], 0 if nothing is described
+def _described_token(values: Tensor, source: Tensor, key: str) -> Tensor:
+    """Return each row's entry of a column: `[N, ...]` -> `[T, ...]`. Rows that describe no token get a neutral one."""
+    nothing = support.NO_TOKEN if key == support.COLUMN else 0
+    missing = (source < 0).view(-1, *[1] * (values.ndim - 1))
+    return values[source.clamp_min(0)].masked_fill(missing, nothing)
 
 
 def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
-    found = batch.tokens.get(routes.COLUMN)
+    found, nothing = batch.tokens.get(routes.COLUMN), torch.tensor([-1])
     # Same columns as in other microbatches: every rank's loss must find them and return the same statistics.
-    rows = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.tokens.items() if key != routes.COLUMN}
+    columns = {key: value for key, value in batch.tokens.items() if key != routes.COLUMN}
+    rows = {key: _described_token(value.new_zeros(1, *value.shape[1:]), nothing, key) for key, value in columns.items()}
     rows["input_ids"] = rows["input_ids"].long()
     rows["labels"] = torch.full((1,), -100)
     rows["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)

@@ -34,7 +34,7 @@ from megatron_rl.config.model_section import (
     OptimizerConfig,
     ParallelConfig,
 )
-from megatron_rl.config.rollout_section import GenerationConfig, ReuseConfig, RolloutConfig
+from megatron_rl.config.rollout_section import MOST_REPORTED, GenerationConfig, ReuseConfig, RolloutConfig
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.teacher_section import TeacherConfig
 from megatron_rl.config.train_config import TrainConfig
@@ -57,6 +57,7 @@ __all__ = [
     "LOSSES",
     "LoraConfig",
     "MIXTURE",
+    "MOST_REPORTED",
     "ModelConfig",
     "OptimizerConfig",
     "PAIR_LOSSES",

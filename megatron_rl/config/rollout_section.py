@@ -35,12 +35,17 @@ class GenerationConfig(Section, name="generation"):
     temperature: float = above(0, default=1.0, hint="for greedy decoding set greedy: true")
     """Sampling temperature."""
     top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
-    """RL requires 1.0, because the trainer's log-probabilities cover the whole vocabulary. Evaluation has its own
-    option, eval.top_p."""
+    """Sample from the most likely tokens, whose probabilities before the last of them add up to at most this. RL
+    requires top_k in addition. Evaluation has its own option, eval.top_p."""
     top_k: int = ruled(
         "must be -1 or at least 1", lambda top_k: top_k == -1 or top_k >= 1, default=-1, hint="-1 keeps all tokens"
     )
-    """RL requires -1, because the trainer's log-probabilities cover the whole vocabulary."""
+    """Sample from the k most likely tokens. In RL, servers then report which tokens each token was sampled from, and
+    the trainer's log-probabilities are over these, so that top_p, min_p and min_new_tokens are trained as they were
+    sampled. RL requires -1 or 2 to 256; a token takes 8 x top_k bytes more."""
+    min_p: float = within("[0, 1]", default=0.0, hint="0.0 keeps all tokens")
+    """Exclude tokens that are less likely than this fraction of the most likely token's probability. RL requires top_k
+    in addition."""
     greedy: bool = False
     """Always take the most likely token."""
     stop: list[str] = field(default_factory=list)
@@ -55,11 +60,21 @@ class GenerationConfig(Section, name="generation"):
         if self.min_new_tokens > self.max_new_tokens:
             self.refuse("min_new_tokens", f"must be in [0, max_new_tokens = {self.max_new_tokens}]; lower it")
 
+    @property
+    def support_size(self) -> int:
+        """Maximum number of tokens that a token is sampled from, if servers report them; else 0.
+
+        It is twice top_k, because some samplers keep all tokens that are as likely as the last one.
+        """
+        return 2 * self.top_k if 1 < self.top_k <= MOST_REPORTED else 0
+
     def new(self, **changes: Any) -> GenerationConfig:
         """Return a copy with some fields replaced, e.g. `gconfig.new(greedy=True)`."""
         return dataclasses.replace(self, **changes)
 
 
+MOST_REPORTED = 256
+"""Maximum top_k for which servers report the tokens that they sampled from."""
 TP = ("--tp", "--tp-size", "--tensor-parallel-size")
 PP = ("--pp-size", "--pipeline-parallel-size")
 DP = ("--dp-size", "--dp", "--data-parallel-size")

@@ -28,7 +28,7 @@ from megatron_rl.config.model_section import (
     OptimizerConfig,
     ParallelConfig,
 )
-from megatron_rl.config.rollout_section import GenerationConfig, ReuseConfig, RolloutConfig
+from megatron_rl.config.rollout_section import MOST_REPORTED, GenerationConfig, ReuseConfig, RolloutConfig
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.teacher_section import POLICY, TeacherConfig
@@ -109,7 +109,7 @@ class TrainConfig:
                 f"data; leave it out."
             )
         if not self.learns_from_data:
-            self._refuse_cut_distributions()
+            self._check_sampling()
         if self.algo.routing_replay != "off":
             self._check_routing_replay()
         if batch.prompts_per_step * samples < batch.updates_per_step:
@@ -239,16 +239,51 @@ class TrainConfig:
                 f"policy of now had; set correction.weight=clamp or mask."
             )
 
-    def _refuse_cut_distributions(self) -> None:
-        """Raise ValueError for sampling from a part of the vocabulary: the trainer's log-probs cover all of it."""
-        for name, everything in (("top_p", 1.0), ("top_k", -1)):
-            value = getattr(self.generation, name)
+    def _check_sampling(self) -> None:
+        """Raise ValueError for sampling whose probabilities the trainer could not compute."""
+        generation = self.generation
+        own = "Evaluations have eval.top_p and eval.temperature of their own."
+        if generation.greedy:
+            raise ValueError(
+                f"generation.greedy = true: every reply to a prompt would be the same, and its tokens would have "
+                f"probability 1, so nothing could be learned; set it to false. {own}"
+            )
+        if generation.top_k == 1:
+            raise ValueError(
+                f"generation.top_k = 1: always samples the most likely token, so nothing could be learned; set it from "
+                f"2 to {MOST_REPORTED}, or to -1. {own}"
+            )
+        if generation.top_k > MOST_REPORTED:
+            raise ValueError(
+                f"generation.top_k = {generation.top_k}: the trainer's log-probabilities are over the tokens that a "
+                f"server sampled from, and a batch has room for {MOST_REPORTED} of them; lower it to that, or set it "
+                f"to -1. {own}"
+            )
+        if generation.support_size:
+            self._check_supports()
+            return
+        for name, everything in (("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0)):
+            value = getattr(generation, name)
             if value != everything:
                 raise ValueError(
                     f"generation.{name} = {value}: replies would be sampled from a part of the vocabulary, and trained "
-                    f"with log-probabilities over all of it; set it to {everything}. Evaluations have eval.top_p and "
-                    f"eval.temperature of their own."
+                    f"with log-probabilities over all of it; set generation.top_k={MOST_REPORTED} or less too, so that "
+                    f"servers report which tokens they sampled from, or set it to {everything}. {own}"
                 )
+
+    def _check_supports(self) -> None:
+        """Raise ValueError for options that need log-probabilities over the whole vocabulary."""
+        key = f"generation.top_k = {self.generation.top_k}"
+        if self.teacher.is_there:
+            raise ValueError(
+                f"{key}: a teacher's distribution is over the whole vocabulary, and the policy's log-probabilities "
+                f"would be over the tokens that servers kept; set it to -1, or leave the teacher out."
+            )
+        if self.rollout.router:
+            raise ValueError(
+                f"{key}: rollout.router passes on only the fields that it knows, and the request for the tokens that a "
+                f"server sampled from is not one of them; set it to -1, or leave rollout.router out."
+            )
 
     def _check_routing_replay(self) -> None:
         key = f"algo.routing_replay = {self.algo.routing_replay!r}"
@@ -311,8 +346,8 @@ class TrainConfig:
     def evaluation_generation(self) -> GenerationConfig:
         """Sampling parameters for evaluation."""
         if self.eval.temperature == 0:
-            return self.generation.new(greedy=True, n_samples=1)
-        options = {"temperature": self.eval.temperature, "top_p": self.eval.top_p, "top_k": -1}
+            return self.generation.new(greedy=True, n_samples=1, top_p=1.0, top_k=-1, min_p=0.0)
+        options = {"temperature": self.eval.temperature, "top_p": self.eval.top_p, "top_k": -1, "min_p": 0.0}
         return self.generation.new(greedy=False, n_samples=self.eval.samples_per_prompt, **options)
 
     @property

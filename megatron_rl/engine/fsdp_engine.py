@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from megatron_rl import parallel, platform
+from megatron_rl import parallel, platform, support
 from megatron_rl.api import LogprobLoss, ValueLoss, WeightReceiver
 from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
@@ -183,7 +183,7 @@ class FSDPEngine(ModelEngine):
                 values.append(output)
             elif post_hook is None:
                 # selects log-probs or entropy
-                values.append(logprobs_entropy(output, rows["labels"], temperature)[entropy])
+                values.append(logprobs_entropy(output, rows, temperature)[entropy])
             else:
                 values.append(post_hook(output, rows).float())
         on_host = [value.to(batch["input_ids"].device) for value in values]
@@ -198,9 +198,9 @@ class FSDPEngine(ModelEngine):
 
     def _accumulate(self, data, loss_fn, loss_weight_fn, *, backward: bool) -> dict[str, float]:
         """Run all microbatches. Return the global sums of loss, weight and statistics."""
-        self.check_loss(loss_fn)
-        kept = []
-        for microbatch in self._pack(TrajectoryBatch.of(data)):
+        batch, kept = TrajectoryBatch.of(data), []
+        self.check_loss(loss_fn, batch)
+        for microbatch in self._pack(batch):
             rows, output = self._rows_and_output(microbatch)
             weight = torch.as_tensor((loss_weight_fn or trained_tokens)(microbatch.rows))  # on the host
             loss_sum, sums = _loss(output, rows, loss_fn, weight)
@@ -319,16 +319,23 @@ def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) ->
     return options.min_lr + left * (options.lr - options.min_lr)
 
 
-def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log p(label) and entropy, both `[T]`, 0 where the label is negative.
+def logprobs_entropy(logits: Tensor, rows: TensorDict, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log p(label) and entropy, both `[T]`, 0 where the label is negative. They are over the rows' supports.
 
     Uses plain autograd, and no kernel of megatron_rl.ops.
     """
+    labels = rows["labels"]
     trained = (labels >= 0).nonzero()[:, 0]
-    log_p = (logits[trained] / temperature).log_softmax(-1)
+    scaled = logits[trained] / temperature
+    if support.COLUMN in rows.keys():  # noqa: SIM118  a TensorDict has no `in`
+        ids = rows[support.COLUMN][trained].long()
+        inside = scaled.new_zeros(scaled.shape, dtype=torch.bool)
+        inside.scatter_(1, ids.where(ids >= 0, ids[:, :1].clamp_min(0)), True)  # padding repeats the sampled token
+        scaled = scaled.masked_fill(~(inside | (ids[:, :1] < 0)), -math.inf)
+    log_p = scaled.log_softmax(-1)
     chosen = log_p.gather(-1, labels[trained, None])[:, 0]
-    zeros = torch.zeros(len(labels), device=logits.device)
-    return zeros.index_copy(0, trained, chosen), zeros.index_copy(0, trained, -(log_p.exp() * log_p).sum(-1))
+    zeros, known = torch.zeros(len(labels), device=logits.device), log_p.masked_fill(log_p == -math.inf, 0.0)
+    return zeros.index_copy(0, trained, chosen), zeros.index_copy(0, trained, -(log_p.exp() * known).sum(-1))
 
 
 def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -350,5 +357,5 @@ def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tup
             f"logits to a loss on log-probs; leave it out, or use MegatronEngine."
         )
     else:
-        loss_sum, sums = loss_fn.fn(*logprobs_entropy(output, rows["labels"], loss_fn.temperature), rows)
+        loss_sum, sums = loss_fn.fn(*logprobs_entropy(output, rows, loss_fn.temperature), rows)
     return loss_sum, {name: value.detach() for name, value in sums.items()}

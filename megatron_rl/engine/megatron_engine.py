@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl import parallel, platform
+from megatron_rl import parallel, platform, support
 from megatron_rl.api import LogprobLoss, ValueLoss, WeightReceiver
 from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
@@ -242,12 +242,12 @@ class MegatronEngine(ModelEngine):
         microbatches, head = self._pack(batch, final_rows=post_hook is not None), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            read = ["labels"] if post_hook is None else list(microbatch.rows.keys())
-            rows = one_copy({key: microbatch.rows[key] for key in read}, self.device)
+            read = ("labels", support.COLUMN) if post_hook is None else tuple(microbatch.rows.keys())
+            rows = one_copy({key: microbatch.rows[key] for key in read if key in microbatch.rows.keys()}, self.device)
             if self.arch.head == "value":
                 values = head.values(hidden, rows["labels"], packed)
             elif post_hook is None:
-                values = head.logprobs(hidden, rows["labels"], packed, temperature, entropy)[int(entropy)]
+                values = head.logprobs(hidden, rows, packed, temperature, entropy)[int(entropy)]
             else:
                 values = post_hook(head.logits(hidden, packed), TensorDict(rows))
             # The schedule requires a loss and a weight per microbatch; only the values are used.
@@ -306,7 +306,8 @@ class MegatronEngine(ModelEngine):
 
         The log-probs are `[N]`, one per token of this rank's data, or None if the loss is not a LogprobLoss.
         """
-        self.check_loss(loss_fn)
+        batch = TrajectoryBatch.of(data)
+        self.check_loss(loss_fn, batch)
         wants_final_rows, head = not isinstance(loss_fn, LogprobLoss | ValueLoss), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
@@ -336,7 +337,6 @@ class MegatronEngine(ModelEngine):
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
             return loss_sum, counted, (kept, int(weight), logprobs)
 
-        batch = TrajectoryBatch.of(data)
         microbatches = self._pack(batch, final_rows=wants_final_rows)
         kept = self._run(microbatches, last_stage, forward_only=forward_only)
         totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl import platform
+from megatron_rl import platform, support
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver
 from megatron_rl.config import EngineConfig, OptimizerConfig
 from megatron_rl.engine import soundness
@@ -175,9 +175,15 @@ class ModelEngine(TrainEngine):
             logger.warning("an update is skipped: %s", fault)
         return fault
 
-    def check_loss(self, loss_fn: Any) -> None:
-        """Raise ValueError if the loss needs another kind of head than this engine has."""
+    def check_loss(self, loss_fn: Any, batch: TrajectoryBatch) -> None:
+        """Raise ValueError if the loss needs another kind of head than this engine has, or would ignore supports."""
         self.check_head("loss_fn", "value" if isinstance(loss_fn, ValueLoss) else "policy")
+        if support.COLUMN in batch and not isinstance(loss_fn, LogprobLoss | ValueLoss):
+            raise ValueError(
+                f"loss_fn: a loss on whole logits normalises over the vocabulary, and the data has a column "
+                f"{support.COLUMN!r}, the tokens that each token was sampled from; pass a LogprobLoss, whose "
+                f"log-probabilities are over these, or sample with generation.top_k=-1."
+            )
 
     def check_head(self, asked: str, head: str) -> None:
         """Raise ValueError unless this engine's head is `head`. The error says that `asked` needs it."""

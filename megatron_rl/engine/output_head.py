@@ -6,13 +6,14 @@ states of this context rank, and `T` the number of microbatch rows that the loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from megatron_rl import support
 from megatron_rl.api import LogprobLoss
 from megatron_rl.engine.context import sum_for_all
 from megatron_rl.engine.packed_rows import PackedRows
@@ -37,11 +38,15 @@ class Head:
         return VocabParallelLogits.wrap(self._for_loss(logits, packed), self.shard)
 
     def logprobs(
-        self, hidden: Tensor, labels: Tensor, packed: PackedRows, temperature: float, with_entropy: bool = True
-    ) -> Tensor:
-        """Return log p(label) and, if `with_entropy`, the entropy: `[1 or 2, T]` float32."""
+        self, hidden: Tensor, rows: Mapping[str, Tensor], packed: PackedRows, temperature: float,
+        with_entropy: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Return log p(label) and, if `with_entropy`, the entropy: `[1 or 2, T]` float32.
+
+        rows: `labels`, and `support` if the run's servers sample from a part of the vocabulary.
+        """
         options = self._weight() | self._rows(packed, temperature) | {"with_entropy": with_entropy}
-        parts = lm_head_logprobs(hidden, labels=labels, **options)
+        parts = lm_head_logprobs(hidden, labels=rows["labels"], support=_support(rows), **options)
         # Each row is computed on one context rank and is 0 on the others.
         return sum_for_all(torch.stack(parts[: 1 + with_entropy]), self.context)
 
@@ -54,7 +59,7 @@ class Head:
         """
         if loss.by_row and torch.is_grad_enabled():
             return self._loss_of_rows(loss, hidden, rows, packed, term)
-        logprobs, entropy = self.logprobs(hidden, rows["labels"], packed, loss.temperature)
+        logprobs, entropy = self.logprobs(hidden, rows, packed, loss.temperature)
         loss_sum, sums = loss.fn(logprobs, entropy, rows)
         if term is not None:  # the term recomputes the logits
             alone = LogprobLoss(lambda logprobs, *_: (0.0 * logprobs.sum(), {}), loss.temperature)
@@ -70,14 +75,14 @@ class Head:
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         # Per-row columns. A per-sequence column can have the same length if sequences are short, but a loss by row
         # reads none.
-        columns = {name: column for name, column in rows.items() if len(column) == len(labels)}
+        columns = {name: column for name, column in rows.items() if column.shape == labels.shape}
 
         def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             found.index_copy_(0, places, logprobs.detach().float())
             chosen = TensorDict({name: column.index_select(0, places) for name, column in columns.items()})
             return loss.fn(logprobs, entropy, chosen)
 
-        options = self._weight() | self._rows(packed, loss.temperature)
+        options = self._weight() | self._rows(packed, loss.temperature) | {"support": _support(rows)}
         loss_sum, sums = lm_head_loss(hidden, labels=labels, loss=of_some, term=term, **options)
         if self.context.size == 1:
             return loss_sum, sums, found
@@ -129,3 +134,7 @@ class Head:
         missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))
         own = values.index_select(0, packed.reads.clamp_min(0)).masked_fill(missing, 0.0)
         return sum_for_all(own, self.context)
+
+
+def _support(rows: Mapping[str, Tensor]) -> Tensor | None:
+    return rows[support.COLUMN] if support.COLUMN in rows.keys() else None  # noqa: SIM118  a TensorDict has no `in`

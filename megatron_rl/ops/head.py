@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.ops.library import accumulator, dense, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
+from megatron_rl.ops.support_columns import SupportColumns, labels_outside
 from megatron_rl.ops.taken_rows import TakenRows
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
@@ -109,13 +110,23 @@ def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[f
 
 
 def logits_results(
-    logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple, with_entropy: bool = True
-) -> tuple[Tensor, ...]:
-    """Return (log-probs, entropy, peak, log-sum) without autograd. Entropy is NaN unless with_entropy."""
-    partials = ops.logprob_partials(logits, labels, *rest, with_entropy)
+    logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple, with_entropy: bool = True,
+    support: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return (log-probs, entropy, peak, log-sum) without autograd. Entropy is NaN unless with_entropy.
+
+    support: `[c, W]`; rows that have one are over its tokens alone.
+    """
+    outside = labels_outside(labels, support)
+    partials = ops.logprob_partials(logits, outside, *rest, with_entropy)
+    if shard.is_split or support is not None:
+        partials = ops.logprob_fold(partials, outside, *rest[:2])
+    if support is not None:
+        columns = SupportColumns(logits, support, shard, rest[-1]).partials(rest[0], with_entropy)
+        partials = torch.where(support[:, :1] >= 0, columns, partials)
     if shard.is_split:
         assert shard.group is not None
-        partials = gather_partials(ops.logprob_fold(partials, labels, *rest[:2]), shard.group)
+        partials = gather_partials(partials, shard.group)
     return ops.logprob_finish(logits, partials, labels, *rest, shard.size, False)
 
 
@@ -132,6 +143,7 @@ CHUNKS_OF_TERM = 4
 def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
     total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
+    support: tuple[Tensor, VocabShard] | None = None,
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
@@ -139,7 +151,7 @@ def add_gradients(
     of the weight's dtype instead, so that products have 16-bit operands.
 
     logits: if given, the logits of all rows, which then form one chunk. beside: function for the gradient of an
-    additional term.
+    additional term. support: the rows' supports, `[R, W]`, and this rank's columns.
     """
     narrow, count, known = None, len(hidden), logits is not None
     if hidden.is_cuda and weight.dtype != torch.float32:
@@ -157,10 +169,15 @@ def add_gradients(
             own = logits[: some.stop - begin]  # no longer needed, so overwritten below
             more = None if beside is None else beside(some, own)  # must read the logits before they are overwritten
             into = own if narrow is None else narrow[begin - start : some.stop - start]
+            labels, *given = form(some, own)
+            cut = None if support is None else SupportColumns(own, support[0][some], support[1], given[-1])
+            outside = labels if support is None else labels_outside(labels, support[0][some])
             if narrow is None:
-                overwrite_with_gradient(own, *form(some, own))
+                overwrite_with_gradient(own, outside, *given)
             else:
-                ops.logprob_grad_into(into, own, *form(some, own))
+                ops.logprob_grad_into(into, own, outside, *given)
+            if cut is not None:
+                cut.add_gradient(into, *given[:6])
             if more is not None:
                 into[:, : more.shape[1]] += more
                 del more  # free it before the next part allocates its own
@@ -180,24 +197,26 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, shard: VocabShard,
-        temperature: float, rows_per_chunk: int | None, with_entropy: bool,
+        temperature: float, rows_per_chunk: int | None, with_entropy: bool, support: Tensor | None,
     ):  # fmt: skip
         rest, parts = columns_of(weight, shard, temperature), []
         chunk = rows_per_chunk or rows_of_chunk(len(weight))
         logits = None
-        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):  # one empty chunk if there are no rows
-            logits = head_logits(h, weight, logits)  # [c, V_local]
-            parts.append(logits_results(logits, y, shard, rest, with_entropy))
+        for start in range(0, max(len(hidden), 1), max(chunk, 1)):  # one empty chunk if there are no rows
+            some = slice(start, start + chunk)
+            logits = head_logits(hidden[some], weight, logits)  # [c, V_local]
+            cut = None if support is None else support[some]
+            parts.append(logits_results(logits, labels[some], shard, rest, with_entropy, cut))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()  # no extra memory: this one chunk was needed anyway
-        ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
-        ctx.rest, ctx.rows_per_chunk, ctx.main_grad = rest, rows_per_chunk, main_grad
+        ctx.save_for_backward(hidden, weight, support, labels, peak, log_sum, entropy, *kept)
+        ctx.rest, ctx.rows_per_chunk, ctx.main_grad, ctx.shard = rest, rows_per_chunk, main_grad, shard
         ctx.set_materialize_grads(False)  # an entropy that no loss uses then costs nothing
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
-        hidden, weight, labels, *saved = ctx.saved_tensors
+        hidden, weight, support, labels, *saved = ctx.saved_tensors
         columns, logits = [labels, *saved[:3]], saved[3] if len(saved) > 3 else None
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -207,13 +226,14 @@ class HeadLogprobs(torch.autograd.Function):
             slopes = (None if g is None else g[rows].contiguous() for g in (grad_logprobs, grad_entropy))
             return *(column[rows] for column in columns), *slopes, *ctx.rest
 
-        add_gradients(hidden, weight, ctx.rows_per_chunk, form, grad_hidden, total, logits)
+        cut = None if support is None else (support, ctx.shard)
+        add_gradients(hidden, weight, ctx.rows_per_chunk, form, grad_hidden, total, logits, support=cut)
         by_weight = None
         if total is not None and (found := total.for_autograd()) is not None:
             by_weight = found.to(weight.dtype)
         elif needs_weight:
             by_weight = placeholder(weight)
-        return grad_hidden, by_weight, *(None,) * 6
+        return grad_hidden, by_weight, *(None,) * 7
 
 
 class HeadLoss(torch.autograd.Function):
@@ -227,19 +247,22 @@ class HeadLoss(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
         shard: VocabShard, temperature: float, rows_per_chunk: int | None, beside: Beside | None,
+        support: Tensor | None,
     ):  # fmt: skip
         rest, totals = columns_of(weight, shard, temperature), []
         grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
         total = None if ctx.is_frozen else WeightGradient(weight, main_grad)
 
         def form(rows: slice, logits: Tensor) -> tuple:
-            logprobs, entropy, peak, log_sum = logits_results(logits, labels[rows], shard, rest)
+            cut = None if support is None else support[rows]
+            logprobs, entropy, peak, log_sum = logits_results(logits, labels[rows], shard, rest, support=cut)
             sums, by_logprob, by_entropy = slopes(rows, logprobs, entropy)
             totals.append(sums)
             return labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest
 
         # Done in the forward pass, because a chunk's logits are gone afterwards. Backward only scales the gradient.
-        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, beside=beside)
+        cut = None if support is None else (support, shard)
+        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, beside=beside, support=cut)
         sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, weight, None if total is None else total.for_autograd())
         ctx.mark_non_differentiable(sums)
@@ -255,7 +278,7 @@ class HeadLoss(torch.autograd.Function):
         else:  # it was added to main_grad before it could be scaled
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
             by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
-        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 7
+        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 8
 
 
 def lm_head_loss(
@@ -271,6 +294,7 @@ def lm_head_loss(
     main_grad: Tensor | None = None,
     rows_per_chunk: int | None = None,
     term: LogitsTerm | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a loss that is a sum over rows, and its statistics, holding only one chunk of logits at a time.
 
@@ -310,7 +334,7 @@ def lm_head_loss(
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
     if term is not None:
         rows_per_chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
-    options = (shard, temperature, rows_per_chunk, None if term is None else beside)
+    options = (shard, temperature, rows_per_chunk, None if term is None else beside, taken(support, kept))
     total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, *options)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
 
@@ -332,13 +356,14 @@ def lm_head_ppo_loss(
     cu_seqlens: Tensor | None = None,
     normalizer: float | None = None,
     rows_per_chunk: int | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `ppo_loss` of the log-probabilities of `hidden @ weight.T`, holding only one chunk of logits at a time.
 
-    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows` and `kept` are as in `lm_head_logprobs`. The rest
-    is as in `ppo_loss`, with mask `labels >= 0`. The gradient is always computed together with the loss; for a pass
-    without gradient use `lm_head_logprobs`. A per-sequence loss needs all log-probabilities before the first gradient,
-    so it takes two sweeps, and the second recomputes the logits.
+    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows`, `kept` and `support` are as in
+    `lm_head_logprobs`. The rest is as in `ppo_loss`, with mask `labels >= 0`. The gradient is always computed together
+    with the loss; for a pass without gradient use `lm_head_logprobs`. A per-sequence loss needs all log-probabilities
+    before the first gradient, so it takes two sweeps, and the second recomputes the logits.
     """
     dtype = accumulator(hidden.dtype)
     columns = [
@@ -347,7 +372,7 @@ def lm_head_ppo_loss(
     ]
     check_ppo(options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, cu_seqlens=cu_seqlens)
     if options.by_sequence:
-        more = {"shard": shard, "rows": rows, "kept": kept, "temperature": temperature}
+        more = {"shard": shard, "rows": rows, "kept": kept, "temperature": temperature, "support": support}
         logprobs, entropy = lm_head_logprobs(hidden, weight, labels, **more, rows_per_chunk=rows_per_chunk)
         *given, ref = columns
         return ppo_loss(
@@ -370,7 +395,8 @@ def lm_head_ppo_loss(
         return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, shard, temperature, rows_per_chunk, None)
+    more = (shard, temperature, rows_per_chunk, None, taken(support, kept))
+    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, *more)
     return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
 
@@ -386,6 +412,7 @@ def lm_head_logprobs(
     main_grad: Tensor | None = None,
     rows_per_chunk: int | None = None,
     with_entropy: bool = True,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]` logits.
 
@@ -397,6 +424,8 @@ def lm_head_logprobs(
     main_grad: tensor like the weight, to which the weight's gradient is added. If the weight requires grad, autograd
       then gets a meaningless placeholder.
     with_entropy: False saves the time for the entropy, which is then NaN.
+    support: `[T, W]` int32, as in megatron_rl/support.py. Log-probability and entropy of a label that has a support are
+      over these tokens alone, and logits of other tokens get no gradient.
 
     Rows are processed in chunks. Backward recomputes each chunk's logits, unless there is only one chunk. The weight's
     gradient is summed over chunks in float32.
@@ -405,7 +434,7 @@ def lm_head_logprobs(
     kept = places_of(labels) if kept is None else kept
     picked = pick(hidden, rows, kept, weight.dtype)
     targets = labels.index_select(0, kept)
-    options = (main_grad, shard, temperature, rows_per_chunk, with_entropy)
+    options = (main_grad, shard, temperature, rows_per_chunk, with_entropy, taken(support, kept))
     logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, *options)
     zeros = torch.zeros(len(labels), dtype=logprobs.dtype, device=hidden.device)
     return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)
@@ -414,6 +443,10 @@ def lm_head_logprobs(
 def places_of(labels: Tensor) -> Tensor:
     """Return the places of labels of 0 or more. On a device this synchronizes, because the length is needed."""
     return (labels >= 0).nonzero()[:, 0]
+
+
+def taken(support: Tensor | None, kept: Tensor) -> Tensor | None:
+    return None if support is None else support.index_select(0, kept)
 
 
 def pick(hidden: Tensor, rows: Tensor | TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,15 +11,24 @@ if TYPE_CHECKING:
     from megatron_rl.ops.ppo import PpoOptions
 
 
-def logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+def logprobs_entropy(
+    logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, support: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy in nats, both `[T]`, for logits `[T, V]` and labels `[T]`; 0 for negative labels.
 
     temperature: a number or `[T, 1]`. A column of -inf has probability 0 and does not affect the entropy.
+    support: `[T, W]`, as in megatron_rl/support.py; all other columns of such a row have probability 0.
     """
+    if support is not None:
+        inside = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
+        inside.scatter_(1, support.long() % inside.shape[1], True)  # NO_TOKEN is the added last column
+        logits = logits.masked_fill(~(inside[:, :-1] | (support[:, :1] < 0)), float("-inf"))
     distribution = (logits / temperature).log_softmax(-1)
     kept = labels >= 0
     chosen = distribution.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
-    entropy = -(distribution.exp() * distribution.masked_fill(distribution == float("-inf"), 0.0)).sum(-1)
+    # Masked before it is multiplied: the gradient of 0 * -inf would be NaN.
+    known = distribution.masked_fill(distribution == float("-inf"), 0.0)
+    entropy = -(distribution.exp() * known).sum(-1)
     return chosen.masked_fill(~kept, 0.0), entropy.masked_fill(~kept, 0.0)
 
 

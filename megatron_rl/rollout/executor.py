@@ -500,7 +500,12 @@ class RolloutExecutor:
         for number in itertools.count(1):
             version = self._engine.get_version()
             engine = EpisodeEngine(
-                self._engine, episode.replies, retries, record=record, oldest_allowed=self._oldest_kept
+                self._engine,
+                episode.replies,
+                retries,
+                record=record,
+                oldest_allowed=self._oldest_kept,
+                is_training=episode.is_training,
             )
             try:
                 # Start each attempt with a copy, because a workflow may modify its data.

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl import routes
-from megatron_rl.types import PART, TOKEN_KEYS, TURN_REWARDS, Runs, Trajectory, TrajectoryBatch
+from megatron_rl.types import PART, TOKEN_KEYS, TURN_REWARDS, WIDE_COLUMNS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample", "agent")
 """Numeric columns that computations use."""
@@ -77,7 +76,7 @@ def _joined_trajectories(result: list[Any]) -> TrajectoryBatch:
         tokens = {name: getattr(entry, name) for name in TOKEN_KEYS} | entry.tokens
         _check_tensors(tokens, whose)
         for name, value in tokens.items():
-            is_flat = value.dim() == 1 or name == routes.COLUMN
+            is_flat = value.dim() == 1 or name in WIDE_COLUMNS
             if value.shape[:1] != entry.input_ids.shape or not is_flat:
                 raise ValueError(
                     f"arun_episode returned {whose}{name} of shape {tuple(value.shape)} for input_ids of "

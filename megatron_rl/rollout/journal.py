@@ -70,7 +70,7 @@ class Record:
         sampled = SampledTokens(
             columns["ids"], columns["logprobs"], Runs(columns["versions.values"], columns["versions.lengths"])
         )
-        rest = self.event["rest"] | {"routes": columns.get("routes")}
+        rest = self.event["rest"] | {name: columns.get(name) for name in ("routes", "support")}
         return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **rest)
 
     def fault(self) -> str:
@@ -195,6 +195,7 @@ class RolloutJournal(RolloutEvents):
         columns |= {"ids": sampled.ids, "logprobs": sampled.logprobs}
         columns |= {"versions.values": sampled.versions.values, "versions.lengths": sampled.versions.lengths}
         columns |= {} if reply.routes is None else {"routes": reply.routes}
+        columns |= {} if reply.support is None else {"support": reply.support}
         rest = {name: getattr(reply, name) for name in ("stop_reason", "text", "latency_s", "interruptions")}
         about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
         versions = sampled.versions.values

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl import support
 from megatron_rl.algo import mismatch
 from megatron_rl.algo.reward_shaping import add_scores, take_out_greedy
 from megatron_rl.batch import exchange
@@ -262,13 +263,16 @@ class RLRun(Run):
             if own is not None and self.reward_model is None:
                 own = take_out_greedy(own)  # not needed for any computation, so their tokens are not exchanged
             options = self.config.batch
-            return exchange.share_out(
+            batch = exchange.share_out(
                 own,
                 self.groups,
                 updates=options.updates_per_step,
                 seed=self.config.run.seed * 1_000_003 + step,  # from the step alone, so that a resumed run splits alike
                 share_prompts=options.share_prompts,
             )
+            if self.config.generation.support_size:
+                support.check_complete(batch.tokens.get(support.COLUMN), batch["input_ids"], batch["loss_mask"])
+            return batch
 
     def add_reward_model_scores(self, batch: StepBatch) -> StepBatch:
         """Add the reward model's scores, if there is one, to the rewards. Return the trajectories to train on."""

@@ -353,6 +353,9 @@ def fingerprint(config: TrainConfig) -> str:
     rollout, seed = config.rollout, config.run.seed
     settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
     settings |= {"recipe": rollout.recipe}
-    if config.algo.routing_replay != "off":  # journals of runs without it do not mention it
+    # Journals of runs without these options do not mention them.
+    if not config.generation.min_p:
+        del settings["generation"]["min_p"]
+    if config.algo.routing_replay != "off":
         settings |= {"routing_replay": config.algo.routing_replay}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

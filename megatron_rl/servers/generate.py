@@ -65,6 +65,8 @@ OF_THE_REQUEST = (400, 413, 422)
 """Statuses with which a server rejects the request itself. Others point to a problem of the server or its proxy."""
 MOST_EVENTS = 512
 """Maximum SSE events per reply. Each repeats all tokens so far, so the total grows quadratically."""
+SUPPORTS_SINCE = (0, 5, 19)
+"""First SGLang version that is known to return each token's sampling mask."""
 OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compile(rb'"finish_reason":\s*null')
 
 
@@ -214,11 +216,12 @@ class SamplingClient(Sampler):
         try:
             while True:
                 server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
-                check_request(server, tokens, room)
+                check_request(server, tokens, room, req.gconfig.support_size)
                 # SGLang refuses a rid that is in use by any client, and one episode may have many requests in flight.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
-                    part = await self._try(server, rid, tokens, params, deadline, begun_by(req), routed, tell)
+                    rest = routed, req.gconfig.support_size
+                    part = await self._try(server, rid, tokens, params, deadline, begun_by(req), *rest, tell)
                 except OutOfFiles as error:
                     with not_counted(deadline):
                         await asyncio.sleep(error.wait_s)
@@ -268,16 +271,18 @@ class SamplingClient(Sampler):
         deadline: asyncio.Timeout,
         begun: LLMResponse | None,
         routed: int,
+        support: int,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> ReplyPart:
         """Generate on one server. Raises ServerError if the server fails or is dropped meanwhile.
 
         The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: the
         partial reply, to which the tokens generated so far are added if the caller is cancelled. routed: number of
-        leading rows whose routes are known.
+        leading rows whose routes are known. support: as in `Fleet.asked`.
         """
         fleet, since = self.fleet, time.monotonic()
-        asked = fleet.asked(server, rid, tokens, params, routed)  # before sending: a publication may end meanwhile
+        # before sending: a publication may end meanwhile
+        asked = fleet.asked(server, rid, tokens, params, routed, support)
         # In a separate task: dropping a server cancels its calls, but not the episodes that await them.
         call = asyncio.create_task(generate(server, asked, tokens, params, fleet.reply_readers, on_tokens))
         server.open_call(call)
@@ -378,6 +383,8 @@ async def generate(
         body["lora_path"] = ADAPTERS
     if asked.routes is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": asked.routes_from}
+    if asked.support:
+        body["return_sampling_mask"] = True
     at_most = min(asked.bytes_at_most, MAX_ANSWER_BYTES)
     events = EventStream(on_tokens) if on_tokens and (server.info is None or server.info.streams_whole) else None
     if events is not None:
@@ -463,6 +470,8 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
         "ignore_eos": gconfig.ignore_eos,
         "skip_special_tokens": False,
     }
+    if gconfig.min_p and not gconfig.greedy:
+        params["min_p"] = gconfig.min_p
     if gconfig.stop:
         params["stop"] = list(gconfig.stop)
     if gconfig.stop_token_ids:
@@ -500,6 +509,8 @@ def add_part(reply: LLMResponse, part: ReplyPart) -> None:
     reply.sampled = SampledTokens.cat([reply.sampled, part.sampled]) if reply.output_len else part.sampled
     if part.routes is not None:
         reply.routes = part.routes if reply.routes is None else torch.cat([reply.routes, part.routes])
+    if part.support is not None and len(part.support):
+        reply.support = part.support if reply.support is None else torch.cat([reply.support, part.support])
     reply.text += part.text
     reply.stop_reason = part.stop_reason
 
@@ -517,8 +528,10 @@ def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
             deadline.reschedule(clock() + left_s)
 
 
-def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int) -> None:
+def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, support: int = 0) -> None:
     """Raise RequestRefused for a request that the server could not serve.
+
+    support: as in `Fleet.asked`.
 
     A token id beyond the vocabulary would crash SGLang on a CPU.
     """
@@ -532,6 +545,12 @@ def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int) 
         raise RequestRefused(
             f"input_ids hold {wrong}: {server.url} has a vocabulary of {info.vocab_size} ids from 0; "
             "use the tokenizer of the served model."
+        )
+    if support and info.version < SUPPORTS_SINCE:
+        since, version = (".".join(map(str, number)) for number in (SUPPORTS_SINCE, info.version))
+        raise RequestRefused(
+            f"generation.top_k: {server.url} is SGLang {version}, which does not tell which tokens it sampled from; "
+            f"use SGLang {since} or later, or set generation.top_k=-1."
         )
     if info.context_length is not None and len(tokens) + max_new_tokens > info.context_length:
         raise ContextOutgrown(

@@ -189,11 +189,13 @@ class Fleet:
     # -- requests
 
     def asked(
-        self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0
-    ) -> Asked:
+        self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0,
+        support: int = 0,
+    ) -> Asked:  # fmt: skip
         """Return the facts against which the reply to a request sent to `server` now is checked.
 
-        routed: number of leading rows whose routes are not requested.
+        routed: number of leading rows whose routes are not requested. support: maximum size of a token's support; 0 if
+        supports are not requested.
         """
         is_routed = self.router is not None
         return server.asked(
@@ -205,6 +207,7 @@ class Fleet:
             is_routed=is_routed,
             routes=self.options.routes,
             routes_from=routed,
+            support=support,
         )
 
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:

@@ -24,7 +24,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from megatron_rl import ops
+from megatron_rl import ops, support
 from megatron_rl.routes import RouteForm
 from megatron_rl.types import Runs, SampledTokens
 
@@ -40,8 +40,8 @@ KEPT_BACK = 64
 """Tokens of its context, and pages of its cache, that a server may reserve."""
 NOT_FINITE = re.compile(rb"[\[,:\s](-?Infinity|NaN)(?=[\],}\s])")
 VERSION = re.compile(r"[0-9]{1,15}")
-REPLY_BYTES, TOKEN_BYTES = 2**20, 2**10
-"""Maximum bytes of a reply, and additional bytes per token."""
+REPLY_BYTES, TOKEN_BYTES, ID_BYTES = 2**20, 2**10, 12
+"""Maximum bytes of a reply, additional bytes per token, and per id in a token's support."""
 TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
 """Seconds in a reply's meta_info. SGLang always sends the last one, the others only with --enable-metrics."""
 
@@ -70,12 +70,15 @@ class Asked:
     """Form of the routes in the reply, if they were requested."""
     routes_from: int = 0
     """First row for which routes were requested."""
+    support: int = 0
+    """Maximum size of a token's support, if supports were requested."""
 
     @property
     def bytes_at_most(self) -> int:
         rows = self.prompt_tokens + self.max_new_tokens - self.routes_from
         return_routes = 0 if self.routes is None else self.routes.wire_bytes_per_token * rows
-        return REPLY_BYTES + TOKEN_BYTES * self.max_new_tokens + return_routes
+        each = TOKEN_BYTES + ID_BYTES * self.support
+        return REPLY_BYTES + each * self.max_new_tokens + return_routes
 
 
 @dataclass(kw_only=True)
@@ -92,6 +95,8 @@ class ReplyPart:
     """(weight version, number of tokens) of each span, in order. Empty if the server reports none."""
     routes: Tensor | None = None
     """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
+    support: Tensor | None = None
+    """`[tokens, W]`, as in megatron_rl/support.py, if supports were requested."""
     timing: dict[str, float] = field(default_factory=dict)
     """The times named in TIMING that the server reports."""
 
@@ -166,6 +171,9 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         versions, ends = [pinned_version(meta, asked)], [count]
     else:
         ends = [span["end"] for span in spans]
+    found = None
+    if asked.support:
+        found, logprobs = support_of(meta, ids, asked)
     return ReplyPart(
         sampled=SampledTokens(ids, logprobs, spread(versions, ends, count, late=asked.late)),
         stop_reason=kind,
@@ -174,6 +182,7 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         cached_tokens=member(meta, "cached_tokens", int, optional=True) or 0,
         spans=named_spans(spans, count, late=asked.late) if count else [],
         routes=routes_of(meta, count, kind, asked),
+        support=found,
         timing={key: float(meta[key]) for key in TIMING if is_number(meta.get(key))},
     )
 
@@ -192,6 +201,23 @@ def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tens
         return asked.routes.read(text, asked.prompt_tokens + count - 1 - asked.routes_from)
     except ValueError as error:
         raise ValueError(f"routed_experts {error}") from None
+
+
+def support_of(meta: dict[str, Any], ids: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    """Return the tokens' supports, and their log-probabilities over these: `[n, W]` int32 and `[n]` float32."""
+    names = ("output_token_sampling_mask", "output_token_sampling_logprobs")
+    masks, logprobs = (member(meta, name, list, optional=not len(ids)) or [] for name in names)
+    above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
+    try:
+        found = support.read(masks, ids, width=asked.support, vocab_size=above)
+    except ValueError as error:
+        raise ValueError(f"{names[0]} {error}") from None
+    if len(logprobs) != len(ids):
+        refuse(names[1], f"{len(logprobs)} entries", f"{len(ids)} tokens came")
+    for place, logprob in enumerate(logprobs):
+        if not is_number(logprob) or not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB:
+            refuse(f"{names[1]}[{place}]", logprob, f"must be a number from {LOWEST_LOGPROB:g} to 0")
+    return found, torch.tensor(logprobs, dtype=torch.float32)
 
 
 def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:

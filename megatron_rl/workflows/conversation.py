@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl import support as supports
 from megatron_rl.api import InfrastructureFailure
 from megatron_rl.types import TURN_REWARDS, LLMResponse, Reward, Trajectory, route_column
 
@@ -34,6 +35,8 @@ class Conversation:
         self.versions = torch.empty(0, dtype=torch.int32)
         self.routes: Tensor | None = None
         """MoE routes (experts chosen per layer) of the first tokens, as far as a server has reported them."""
+        self.support: Tensor | None = None
+        """The tokens that each token was sampled from (megatron_rl/support.py). None if no reply has supports."""
         self.earned: list[tuple[int, float]] | None = None
         """Pairs (position of a reply's last token, its reward). None if only the whole dialogue has a reward."""
         self.last_reply: list[int] = []
@@ -50,7 +53,14 @@ class Conversation:
         self.is_cut_off = False
         self._append(ids, torch.zeros(len(ids)), torch.full((len(ids),), -1, dtype=torch.int32), is_trained=False)
 
-    def _append(self, ids: Sequence[int], logprobs: Tensor, versions: Tensor, *, is_trained: bool) -> None:
+    def _append(
+        self, ids: Sequence[int], logprobs: Tensor, versions: Tensor, *, is_trained: bool, support: Tensor | None = None
+    ) -> None:
+        if support is not None and self.support is None:
+            self.support = supports.whole(len(self), support.shape[1])
+        if self.support is not None:
+            own = supports.whole(len(ids), self.support.shape[1]) if support is None else support
+            self.support = torch.cat([self.support, own])
         self.ids += ids
         self.loss_mask = torch.cat([self.loss_mask, torch.full((len(ids),), is_trained)])
         self.logprobs = torch.cat([self.logprobs, logprobs])
@@ -60,7 +70,7 @@ class Conversation:
         """Append a reply, whose prompt must be exactly `ids`.
 
         An aborted reply raises InfrastructureFailure, so that it is retried.
-        is_trained: False for a reply that a grammar constrained.
+        is_trained: False for a reply that a grammar constrained, unless its supports tell which tokens this left.
         """
         # Otherwise the trainer would compute log-probabilities under another context than the server saw.
         if reply.input_tokens != self.ids:
@@ -72,7 +82,8 @@ class Conversation:
             words = f"the reply was aborted after {reply.output_len} tokens and not continued."
             raise InfrastructureFailure(words, kind="server")
         self.last_reply, self.is_cut_off = reply.output_tokens, reply.stop_reason == "length"
-        self._append(self.last_reply, reply.sampled.logprobs, reply.sampled.versions.each(), is_trained=is_trained)
+        columns = reply.sampled.logprobs, reply.sampled.versions.each()
+        self._append(self.last_reply, *columns, is_trained=is_trained, support=reply.support)
         if reply.routes is not None:  # keep the known rows: they are the routes with which tokens were sampled
             known = reply.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, reply.routes[len(known) :]])
@@ -95,6 +106,7 @@ class Conversation:
         copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length].clone()
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
         copy.routes = None if self.routes is None else self.routes[:length]
+        copy.support = None if self.support is None else self.support[:length]
         copy.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
         return copy
 
@@ -104,6 +116,7 @@ class Conversation:
         self.loss_mask, self.logprobs = self.loss_mask[:length], self.logprobs[:length]
         self.versions = self.versions[:length]
         self.routes = None if self.routes is None else self.routes[:length]
+        self.support = None if self.support is None else self.support[:length]
         self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
 
     def leave_out_before(self, length: int) -> None:
@@ -125,10 +138,13 @@ class Conversation:
             logprobs=self.logprobs,
             versions=self.versions,
             reward=reward if isinstance(reward, Reward) else float(reward),
-            tokens=route_column(self.routes, len(self)) | self._turn_rewards(),
+            tokens=route_column(self.routes, len(self)) | self._supports() | self._turn_rewards(),
             sequence=sequence,
             is_cut_off=self.is_cut_off,
         )
+
+    def _supports(self) -> dict[str, Tensor]:
+        return {} if self.support is None else {supports.COLUMN: self.support}
 
     def _turn_rewards(self) -> dict[str, Tensor]:
         if self.earned is None:

@@ -26,6 +26,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron_rl.api import KeptSteps, RequestRefused, Sampler, together
+from megatron_rl.config import MOST_REPORTED
 from megatron_rl.types import LLMRequest, LLMResponse
 
 if TYPE_CHECKING:
@@ -131,14 +132,16 @@ class EpisodeEngine(Sampler):
         *,
         record: EpisodeRecord | None = None,
         oldest_allowed: Callable[[], int] = lambda: 0,
+        is_training: bool = False,
     ) -> None:
         """kept: replies of the episode's earlier attempts.
 
         record: the episode's part of the journal; None without a journal. oldest_allowed(): the oldest policy version
-        whose tokens a reused reply may contain.
+        whose tokens a reused reply may contain. is_training: refuse replies whose probabilities the trainer could not
+        compute.
         """
         self._engine, self._kept, self._record, self.steps = engine, kept, record, record
-        self._retries, self._oldest_allowed = retries, oldest_allowed
+        self._retries, self._oldest_allowed, self._is_training = retries, oldest_allowed, is_training
         self._attempt = Attempt()
         self._asked: Counter[str] = Counter()
 
@@ -157,6 +160,8 @@ class EpisodeEngine(Sampler):
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""
+        if self._is_training:
+            check_sampling(req)
         name, version = self._number(request_name(req)), self._engine.get_version()
         with self._attempt.call():
             restored = self._record.take_reply(name, version) if self._record is not None else None
@@ -276,6 +281,23 @@ def call_here() -> AbstractContextManager[None]:
     """
     attempt = _attempt.get()
     return nullcontext() if attempt is None else attempt.call()
+
+
+def check_sampling(req: LLMRequest) -> None:
+    """Raise RequestRefused for a request that cuts the vocabulary, but gets no report of the tokens that are left.
+
+    A greedy reply passes: workflows make it for comparison, and do not train it.
+    """
+    options = req.gconfig
+    if options.greedy or options.support_size:
+        return
+    for name, everything in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
+        if (value := getattr(options, name)) != everything:
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: the reply would be sampled from a part of the vocabulary, and trained with "
+                f"log-probabilities over all of it; set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers "
+                f"report which tokens they sampled from, or set it to {everything}."
+            )
 
 
 def continuing(req: LLMRequest, begun: LLMResponse) -> LLMRequest:

@@ -429,6 +429,7 @@ class Batcher:
             self.kv_rows.wipe(request)
             reason = {"type": "stop", "matched": "NaN happened"}
             request.logprobs[-1] = 0.0
+            request.support_logprobs[-1:] = [0.0] * request.tells_support
         elif request.room == 0:
             reason = {"type": "length", "length": request.generated}
         elif token in params.stop_ids(self.eos_token_ids):

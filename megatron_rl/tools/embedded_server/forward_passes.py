@@ -57,7 +57,10 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
 def next_tokens(
     model: Decoder, kv_rows: KVRows, batch: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> tuple[list[int], list[float]]:
-    """Sample one token per request; return the tokens and their log-probabilities. `batch` must be sorted by row."""
+    """Sample one token per request; return the tokens and their log-probabilities. `batch` must be sorted by row.
+
+    Supports are added to the requests that ask for them.
+    """
     hidden = model.decode(
         [r.tokens[-1] for r in batch], [r.filled for r in batch], [r.row for r in batch], kv_rows.cache
     )
@@ -68,4 +71,9 @@ def next_tokens(
             sampling.adjust_logits(row, request.params, request.prompt, request.output, stop_ids)
     # The uniform depends on the position in the reply, not on the turn, so retraction does not change a reply.
     uniforms = [sampling.uniform(r.seed, r.generated) for r in batch]
-    return sampling.sample(logits, [r.params for r in batch], uniforms)
+    wants = [i for i, request in enumerate(batch) if request.tells_support]
+    chosen, logprobs, supports = sampling.sample(logits, [r.params for r in batch], uniforms, wants)
+    for i, (support, logprob) in zip(wants, supports, strict=True):
+        batch[i].supports.append(support)
+        batch[i].support_logprobs.append(logprob)
+    return chosen, logprobs

@@ -25,7 +25,6 @@ _UNSUPPORTED = {
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "return_hidden_states": (None, False),
-    "return_sampling_mask": (None, False),
     "sampling_logprobs_mode": (None, "selected"),
     "custom_logit_processor": (None,),
 }
@@ -60,6 +59,8 @@ MAX_ID_LETTERS = 256
 LETTERS_PER_TOKEN = 32
 """Assumed upper bound of characters per token. A longer text is refused before tokenization, which would be slow."""
 MAX_SCALARS = 64
+MOST_SUPPORT = 4096
+"""Maximum top_k of a request for the tokens that were sampled from, as SGLang's default --sampling-mask-max-tokens."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,14 @@ def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | 
         if len(requests) + sampling.n > MAX_SAMPLES:
             raise ValueError(f"{len(prompts)} prompts: a call may ask for {MAX_SAMPLES} samples in all; send several")
         requests += make_requests(prompt, sampling, rids[i], limits, text, start if return_logprob else -1)
+    tells_support = flag(body, "return_sampling_mask")
     for request in requests:
-        request.routes_from = routes_from
+        request.routes_from, request.tells_support = routes_from, tells_support
+        if tells_support and not 1 <= request.params.top_k <= MOST_SUPPORT:
+            raise ValueError(
+                f"return_sampling_mask: sampling_params.top_k = {request.params.top_k}: must be in "
+                f"[1, {MOST_SUPPORT}], as with SGLang, or temperature 0"
+            )
     single = not batch and len(requests) == 1
     if stream and not single:
         raise ValueError("stream: true needs one prompt and n = 1; send one request per sample")
@@ -198,6 +205,12 @@ def generate_response(
     if finished and request.routes is not None:
         told = request.routes if call.tells_weights else experts_of(request.routes)
         response["meta_info"]["routed_experts"] = b64encode(told.cpu().numpy().tobytes()).decode()
+    if request.tells_support:
+        response["meta_info"] |= {
+            "output_token_sampling_mask": request.supports[: len(output)],
+            "output_token_sampling_logprobs": request.support_logprobs[: len(output)],
+            "output_token_sampling_mask_length": len(output),
+        }
     if call.return_prompt_token_ids:
         response["prompt_token_ids"] = request.prompt
     if call.return_logprob:

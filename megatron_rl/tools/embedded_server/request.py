@@ -30,6 +30,8 @@ class Request:
     """First prompt position whose log-probability is computed (None: no scoring)."""
     routes_from: int | None = None
     """First position whose expert routes are returned (None: no routes)."""
+    tells_support: bool = False
+    """Return the tokens that each token was sampled from, and its log-probability over them."""
     on_progress: Callable[["Request"], None] | None = None
     """Called in the batcher's thread after every token."""
     done: Future = field(default_factory=Future)
@@ -37,6 +39,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     """Prompt and output so far."""
     logprobs: list[float] = field(default_factory=list)
+    supports: list[list[int]] = field(default_factory=list)
+    support_logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     routes: Tensor | None = None
     """`[tokens, layers, slots]` int32, one slot per chosen expert, packed as in megatron_rl/routes.py.

@@ -1,7 +1,8 @@
 """Sampling of the next token, with SGLang's sampling parameters.
 
 Token k of a request uses one uniform number that depends only on (seed, k), so a reply does not depend on the rest of
-the batch. A token's log-probability is taken from softmax(logits / temperature), before top-k, top-p and min-p.
+the batch. A token's log-probability is taken from softmax(logits / temperature), before top-k, top-p and min-p. On
+request, a token's support is told too: the tokens that were left to choose from, and the log-probability over them.
 """
 
 import math
@@ -220,20 +221,21 @@ def adjust_logits(
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], wants: Sequence[int] = ()
+) -> tuple[list[int], list[float], list[tuple[list[int], float]]]:
     """Sample one token per row of `[B, V]` float32 logits. Return the ids and their log-probabilities.
 
-    A row that contains NaN gets a NaN log-probability and an arbitrary id inside the vocabulary.
+    The third part has, for each row of `wants`, its support and the log-probability over this. A row that contains NaN
+    gets a NaN log-probability and an arbitrary id inside the vocabulary.
     """
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
     probs = torch.softmax(logits if (temperatures == 1).all() else logits / temperatures.float()[:, None], -1)
     greedy = [i for i, p in enumerate(params) if p.greedy]
     filtered = [i for i, p in enumerate(params) if p.filters]
+    kept = probs
     if len(greedy) == len(params):
         chosen = probs.argmax(-1)
     else:
-        kept = probs
         if filtered:
             kept = probs.clone()
             kept[filtered] = filter_probs(probs[filtered], [params[i] for i in filtered])
@@ -246,7 +248,19 @@ def sample(
     for temperature in {p.temperature for p in params}:
         labels = chosen.where(temperatures == temperature, -100)  # rows of other temperatures are not read
         logprobs += packed_logprobs(logits, labels, temperature=temperature)
-    return chosen.tolist(), logprobs.tolist()
+    ids = chosen.tolist()
+    return ids, logprobs.tolist(), [support_of(logits[i], kept[i], ids[i], params[i]) for i in wants]
+
+
+def support_of(logits: Tensor, kept: Tensor, token: int, params: SamplingParams) -> tuple[list[int], float]:
+    """Return the tokens with a weight in `kept` `[V]`, the sampled one first, and its log-probability over them."""
+    if params.greedy:
+        return [token], 0.0
+    others = [other for other in kept.nonzero()[:, 0].tolist() if other != token]
+    support = [token, *others]
+    # In the order in which the trainer has them, so that its log-probabilities are the same bits.
+    only, first = logits[support][None], torch.zeros(1, dtype=torch.int64, device=logits.device)
+    return support, float(packed_logprobs(only, first, temperature=params.temperature))
 
 
 def _invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def test_a_server_that_has_no_grammar_is_named_to_the_agent(tokenizer):
 
 
 def test_an_unknown_way_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="constrained = 'maybe': must be one of refuse, untrained"):
+    with pytest.raises(ValueError, match="constrained = 'maybe': must be one of refuse, untrained, trained"):
         run(lambda *_: 1.0, RecordingEngine(tokenizer), constrained="maybe")
 
 
@@ -180,3 +180,8 @@ def test_a_kept_reply_is_that_of_the_same_grammar():
     requests = [LLMRequest(rid="", input_ids=[1], gconfig=gconfig, grammar=it) for it in (None, {"regex": "a"})]
     free, bound = map(request_name, requests)
     assert free != bound
+
+
+def test_replies_under_a_grammar_are_trained_only_if_servers_report_what_it_left(tokenizer):
+    with pytest.raises(ValueError, match="constrained = 'trained': with generation.top_k = -1 .*from 2 to 256, or"):
+        run(lambda *_: 1.0, RecordingEngine(tokenizer), constrained="trained")

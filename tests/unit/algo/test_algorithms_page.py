@@ -20,6 +20,8 @@ from megatron_rl.config import AlgorithmConfig, PreferenceConfig, RewardShapingC
 from megatron_rl.config.import_path import resolve
 from megatron_rl.config.loading import SECTIONS
 from megatron_rl.rollout.factory import configured_rewards
+from megatron_rl.servers.generate import sampling_params
+from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.workflows.environments import SelfCorrection
 from megatron_rl.workflows.trail import Trail
 from tests.unit.ragged import parts_of, ragged_batch
@@ -42,9 +44,57 @@ def test_every_line_of_a_formula_is_an_entry():
     assert named == [(row.key, row.name) for row in rows()]
 
 
-def test_the_page_has_one_table_whose_lines_are_of_six_columns():
-    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+def test_the_catalogue_is_one_table_whose_lines_are_of_six_columns():
+    lines = [line for line in PAGE.partition("## Sampling")[0].splitlines() if line.startswith("|")]
     assert "\n".join(lines) in PAGE and {line.count("|") for line in lines} == {7}
+
+
+COUNT = Path(__file__).parents[3] / "configs" / "count_grpo.yaml"
+PLACES = {
+    "embedded server": [],
+    "SGLang": ["rollout.backend=sglang"],
+    "behind `rollout.router`": ["rollout.servers=[http://h:1]", "rollout.router=http://h:2"],
+    "with a teacher": ["teacher.path=t"],
+}
+SAMPLED = {
+    "`temperature`": {"temperature": 0.7},
+    "`top_k` from 2 to 256": {"top_k": 20},
+    **{
+        f"`top_k` and `{name}`": {"top_k": 20, name: value}
+        for name, value in (("top_p", 0.9), ("min_p", 0.1), ("min_new_tokens", 2))
+    },
+    "`top_k` and a reply's grammar": {"top_k": 20, "grammar": {"regex": "a+"}},
+    "`top_p`": {"top_p": 0.9},
+    "`min_p`": {"min_p": 0.1},
+    "`min_new_tokens`": {"min_new_tokens": 2},
+    "a reply's grammar": {"grammar": {"regex": "a+"}},
+    "`greedy`": {"greedy": True},
+    **{f"`{name}`": {name: 1.1} for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")},
+    "`logit_bias`": {"logit_bias": {5: -1.0}},
+}
+
+
+def what_becomes_of(options, place):
+    """What a run makes of sampling options, by asking the config, the embedded server and a dialogue."""
+    options = dict(options)
+    grammar = options.pop("grammar", None)
+    try:
+        config = load_config(COUNT, [*PLACES[place], *(f"generation.{key}={value}" for key, value in options.items())])
+        if place == "embedded server":
+            sent = sampling_params(config.generation, generated=0, seed=1) | (grammar or {})
+            SamplingParams.parse(sent, vocab_size=100)
+    except (ValueError, TypeError):
+        return "refused"
+    if not config.generation.support_size:
+        return "exact" if grammar is None else "not trained"
+    return "replayed"
+
+
+def test_the_table_of_sampling_says_what_the_config_and_the_servers_do():
+    lines = [f"| option | {' | '.join(PLACES)} |", "|---|---|---|---|---|"]
+    for name, options in SAMPLED.items():
+        lines.append(f"| {name} | {' | '.join(what_becomes_of(options, place) for place in PLACES)} |")
+    assert "\n".join(lines) in PAGE, "the table should be:\n" + "\n".join(lines)
 
 
 def named(kind):

@@ -55,6 +55,7 @@ OUR_KEYS = {
         "temperature",
         "top_p",
         "top_k",
+        "min_p",
         "greedy",
         "stop",
         "stop_token_ids",
@@ -579,11 +580,22 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             ["rollout.max_uniform_resamples=10", "generation.n_samples=1", "algo.advantage=reinforce"],
             "rollout.max_uniform_resamples = 10: .*every group is uniform",
         ),
-        (
-            ["generation.top_p=0.9"],
-            r"generation.top_p = 0.9: .*log-probabilities over all of it; set it to 1.0. .*eval",
+        *(
+            (
+                [f"generation.{name}={value}"],
+                f"generation.{name} = {value}: .*all of it; set generation.top_k=256 or less too.* set it to {whole}. "
+                f"Evaluations",
+            )
+            for name, value, whole in (("top_p", 0.9, 1.0), ("min_p", 0.1, 0.0), ("min_new_tokens", 4, 0))
         ),
-        (["generation.top_k=20"], "generation.top_k = 20: .*log-probabilities over all of it; set it to -1. .*eval"),
+        (["generation.greedy=true"], "generation.greedy = true: .*set it to false. Evaluations have eval.top_p"),
+        (["generation.top_k=1"], "generation.top_k = 1: .*set it from 2 to 256, or to -1"),
+        (["generation.top_k=257"], "generation.top_k = 257: .*lower it to that, or set it to -1"),
+        (["generation.top_k=20", "teacher.path=t"], "generation.top_k = 20: a teacher's .*set it to -1, or leave the"),
+        (
+            ["generation.top_k=20", "rollout.router=http://h:1", "rollout.servers=[http://h:2]"],
+            "generation.top_k = 20: rollout.router passes on .*set it to -1, or leave rollout.router out",
+        ),
         *(
             (["rollout.max_uniform_resamples=2", *options], "max_uniform_resamples = 2: .*, and " + named)
             for options, named in (

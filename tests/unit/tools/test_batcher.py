@@ -304,7 +304,7 @@ def test_draws_follow_the_softmax_at_the_temperature():
     logits, draws = torch.randn(20, generator=torch.Generator().manual_seed(1)) * 2, 4000
     params = [SamplingParams(temperature=0.7)] * draws
     uniforms = [sampling.uniform(5, k) for k in range(draws)]
-    ids, logprobs = sampling.sample(logits.repeat(draws, 1), params, uniforms)
+    ids, logprobs, _ = sampling.sample(logits.repeat(draws, 1), params, uniforms)
     expected = (logits / 0.7).softmax(-1)
     assert torch.tensor(logprobs).sub(expected.log()[ids]).abs().max() < 1e-5
     counts = torch.bincount(torch.tensor(ids), minlength=20)
@@ -340,7 +340,7 @@ def test_filters_equal_a_plain_reference(vocab_size, top_k, top_p, min_p):
 
 def test_filtered_sampling_reports_the_unfiltered_logprob():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    ids, logprobs = sampling.sample(logits.clone(), [SamplingParams(top_p=0.5)], [0.99])
+    ids, logprobs, _ = sampling.sample(logits.clone(), [SamplingParams(top_p=0.5)], [0.99])
     assert ids == [0] and logprobs[0] == pytest.approx(logits.log_softmax(-1)[0, 0].item(), abs=1e-6)
 
 
@@ -349,7 +349,7 @@ def test_a_log_probability_is_the_trainers_of_the_same_logits_in_every_bit():
     logits = torch.randn(40, 700, generator=torch.Generator().manual_seed(3)) * 4
     kinds = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.6}, {"temperature": 0}, {"top_k": 5}]
     params = [SamplingParams.parse(kinds[i % 5], 700) for i in range(40)]
-    ids, logprobs = sampling.sample(logits.clone(), params, [sampling.uniform(1, k) for k in range(40)])
+    ids, logprobs, _ = sampling.sample(logits.clone(), params, [sampling.uniform(1, k) for k in range(40)])
     whole = VocabShard(0, 700, 700)
     for start, temperature in enumerate((1.0, 0.7, 1.3, 1.0, 1.0)):
         rows = slice(start, None, 5)  # in another batch than the server's
