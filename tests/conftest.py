@@ -30,7 +30,7 @@ runpy.run_path(str(Path(__file__).parents[1] / "csrc" / "build.py"))["build"]()
 from tests.kit.waiting import SLOWNESS  # noqa: E402
 
 HANGS_S = 600.0
-pytest_plugins = ["tests.kit.large_pages", "tests.order", "tests.progress", "tests.proofs"]
+pytest_plugins = ["tests.kit.closing", "tests.kit.large_pages", "tests.order", "tests.progress", "tests.proofs"]
 
 
 def runs_tests() -> bool:

@@ -15,6 +15,7 @@ import torch
 from megatron_rl.api import RequestRefused
 from megatron_rl.rollout.rollout_rank import ToTrainer
 from megatron_rl.rollout.rpc import RpcClient, RpcServer, RpcSocket
+from tests.kit.closing import closed_at_end
 from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
@@ -67,7 +68,7 @@ class Unspeakable(Exception):
 
 @pytest.fixture
 def ends():
-    return socket.socketpair()
+    return tuple(map(closed_at_end, socket.socketpair()))
 
 
 @pytest.fixture
@@ -117,8 +118,8 @@ def test_tensors_arrive_bit_for_bit_and_belong_to_whoever_got_them(name, caller)
     assert name == "empty" or TENSORS[name].any()
 
 
-def test_tensors_do_not_go_through_pickle():
-    ours, theirs = socket.socketpair()
+def test_tensors_do_not_go_through_pickle(ends):
+    ours, theirs = ends
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     RpcSocket(ours).send(torch.zeros(10_000))
     count, head, content = (int.from_bytes(theirs.recv(size), "little") for size in (4, 8, 8))
