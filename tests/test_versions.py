@@ -90,7 +90,7 @@ def test_a_run_is_recorded_with_its_failures_and_the_other_rows_stay(tmp_path, m
 
 def test_an_outcome_counts_what_passed_and_says_what_failed(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
-    found = matrix.outcome(tmp_path / "report.xml")
+    found = matrix.outcome([tmp_path / "report.xml"])
     assert (found.passed, found.failed) == (1, 2)
     assert found.text == "tests.b::fails: 1 != 2\ntests.b::breaks: no file"
 
