@@ -48,6 +48,18 @@ def test_update_goes_through_replies_under_way(engine, other_tiny_model, embedde
         assert (reply.output_tokens, reply.output_versions) == (expected, [2] * 16)
 
 
+def test_the_router_knows_the_servers_by_the_time_that_an_update_ends(engine, tiny_model, monkeypatch):
+    serve_with, told = Router.serve_with, []
+
+    async def note(self, urls, **options):
+        await serve_with(self, urls, **options)
+        told.append(sorted(urls))
+
+    monkeypatch.setattr(Router, "serve_with", note)
+    engine.update_weights(tiny_model, 2)
+    assert told and told[-1] == sorted(engine.serving)
+
+
 @pytest.mark.parametrize("name", ["none", "0"])
 def test_server_that_was_restarted_behind_the_routers_back_gives_no_reply_before_it_caught_up(
     engine, embedded_servers, tiny_model, other_tiny_model, name

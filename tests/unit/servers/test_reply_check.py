@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.routes import RouteForm
-from megatron_rl.servers.reply_check import Asked, check_reply, newest_of, read_reply
+from megatron_rl.servers.reply_check import KEPT_BACK, Asked, check_reply, newest_of, read_reply
 from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_response
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
@@ -290,10 +290,12 @@ def test_servers_before_0_5_19_give_one_name_for_a_reply_and_the_oldest_version_
 
 
 def test_reply_may_end_early_where_the_server_has_no_more_room():
-    full = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=99, version=3, weights="3", room=8)
-    assert check_reply(embedded(), full).stop_reason == "length"
+    asked = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=99, version=3, weights="3")
+    full = len(PROMPT) + len(OUTPUT) + KEPT_BACK
+    for room in (8, full):
+        assert check_reply(embedded(), dataclasses.replace(asked, room=room)).stop_reason == "length"
     with pytest.raises(ValueError, match="99 tokens were asked for, and the server has room for them"):
-        check_reply(embedded(), Asked(rid="r-1", prompt_tokens=3, max_new_tokens=99, version=3, weights="3", room=500))
+        check_reply(embedded(), dataclasses.replace(asked, room=full + 1))
 
 
 ROUTES = RouteForm(total_layers=2, layers=(1,), slots=2, experts=4, has_weights=False)
