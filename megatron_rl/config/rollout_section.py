@@ -42,7 +42,7 @@ class GenerationConfig(Section, name="generation"):
     )
     """Sample from the k most likely tokens. In RL, servers then report which tokens each token was sampled from, and
     the trainer's log-probabilities are over these, so that top_p, min_p and min_new_tokens are trained as they were
-    sampled. RL requires -1 or 2 to 256; a token takes 8 x top_k bytes more."""
+    sampled. RL requires -1 or 2 to 256. Each token of a batch then takes 8 x top_k bytes more."""
     min_p: float = within("[0, 1]", default=0.0, hint="0.0 keeps all tokens")
     """Exclude tokens that are less likely than this fraction of the most likely token's probability. RL requires top_k
     in addition."""

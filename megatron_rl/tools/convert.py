@@ -101,8 +101,7 @@ def _to_checkpoint(source: Path, target: Path, groups: ParallelGroups, say: Call
             parameter.data = scratch.empty(whole.shape, dtype).copy_(whole)
     writer = CheckpointWriter(groups)
     state = scratch.state_of(chunks, groups)
-    options: dict[str, Any] = {"is_carrying": True, "training": [], "in_background": False}
-    writer.start(target, state, model_folder=source, head=arch.head, **options)
+    writer.start(target, state, model_folder=source, head=arch.head, is_carrying=True, training=[], in_background=False)
     writer.finish(wait=True)
 
 
@@ -122,8 +121,14 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
         part.data.data = scratch.empty(part.data.shape, saved[part.key].dtype)
     dist_checkpointing.load(scratch.state_of(chunks, groups), str(source))  # into the scratch file
     tensors = HFExport(chunks, arch, groups).stream()
-    options: dict[str, Any] = {"model_folder": source / HF_FILES, "dtype": None, "shard_bytes": shard_bytes}
-    write_hf_folder(target, tensors, carried=carried_by(source), **options)
+    write_hf_folder(
+        target,
+        tensors,
+        model_folder=source / HF_FILES,
+        dtype=None,
+        carried=carried_by(source),
+        shard_bytes=shard_bytes,
+    )
 
 
 def _announce(target: Path, arch: Architecture, size: int, carried: int, say: Callable[[str], None]) -> None:

@@ -1,4 +1,7 @@
-"""What servers sampled from is what the trainer computes with: embedded and real SGLang, for each way to cut."""
+"""The trainer computes log-probabilities over the tokens that a server reports, for each option that excludes tokens.
+
+The servers are the embedded one and real SGLang.
+"""
 
 import asyncio
 

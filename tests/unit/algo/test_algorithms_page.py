@@ -75,7 +75,7 @@ SAMPLED = {
 
 
 def what_becomes_of(options, place):
-    """What a run makes of sampling options, by asking the config, the embedded server and a dialogue."""
+    """Return whether a run refuses sampling options, replays what they leave, or computes them exactly."""
     options = dict(options)
     grammar = options.pop("grammar", None)
     try:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl import ops
 from megatron_rl.ops import PpoOptions, reference
 from megatron_rl.ops.library import ops as library
+from tests.kit.largest_tensor import LargestTensor
 
 SHARD = ops.VocabShard(0, 33, 33)
 
@@ -78,23 +79,12 @@ def test_any_loss_by_row_runs_in_chunks():
 
 def test_memory_does_not_grow_with_the_rows():
     """The largest tensor alive while the loss is formed is one chunk's logits, or the weight's gradient."""
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for tensor in pytree.tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.untyped_storage().nbytes())
-            return result
-
     hidden, weight = torch.randn(400, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     labels, zeros, shard = torch.arange(400), torch.zeros(400), ops.VocabShard(0, 1000, 1000)
-    with Watch():
+    with LargestTensor() as largest:
         given = (labels, None, None, zeros + 1, PpoOptions())
         ops.lm_head_ppo_loss(hidden, weight, *given, shard=shard, rows_per_chunk=20)[0].backward()
-    assert largest == 20 * 1000 * 4
+    assert largest.nbytes == 20 * 1000 * 4
 
 
 def test_one_chunk_of_logits_is_alive_at_a_time():

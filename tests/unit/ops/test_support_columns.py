@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import ops
 from megatron_rl.ops import PpoOptions, reference
 from megatron_rl.support import NO_TOKEN
+from tests.kit.largest_tensor import LargestTensor
 
 VOCAB, ROWS, WIDTH = 33, 12, 6
 SHARD = ops.VocabShard(0, VOCAB, VOCAB)
@@ -122,24 +121,12 @@ def test_logits_outside_a_support_change_nothing_and_get_no_gradient():
 
 
 def test_memory_is_one_chunk_of_logits_as_without_supports():
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for tensor in pytree.tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.untyped_storage().nbytes())
-            return result
-
     hidden, weight = torch.randn(400, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     labels, shard = torch.arange(400), ops.VocabShard(0, 1000, 1000)
     support = torch.stack([labels, labels + 1], dim=1).int()
     given = (labels, None, None, torch.ones(400), PpoOptions())
-    with Watch():
-        ops.lm_head_ppo_loss(hidden, weight, *given, shard=shard, rows_per_chunk=20, support=support)[0].backward()
-        ops.lm_head_logprobs(hidden, weight, labels, shard=shard, rows_per_chunk=20, support=support)[
-            0
-        ].sum().backward()
-    assert largest == 20 * 1000 * 4
+    options = {"shard": shard, "rows_per_chunk": 20, "support": support}
+    with LargestTensor() as largest:
+        ops.lm_head_ppo_loss(hidden, weight, *given, **options)[0].backward()
+        ops.lm_head_logprobs(hidden, weight, labels, **options)[0].sum().backward()
+    assert largest.nbytes == 20 * 1000 * 4

@@ -31,7 +31,7 @@ FAMILIES = (
     *("olmo", "phi3", "qwen2", "qwen3", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss"),
 )
 FEWER = {"qwen3_next": {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2}}
-"""Of delta nets, for each of which torch launches thousands of kernels, one in each chunk of layers."""
+"""A model with two delta nets, one in each chunk of layers. For each of them, torch launches thousands of kernels."""
 KEPT = {
     ("deepseek_v3", "tensor 2, context 2"),
     ("gpt_oss", "tensor 2, expert 2 x 2"),
