@@ -129,12 +129,9 @@ def resumed(
     return *({name: tensor.clone() for name, tensor in engine.hf_tensors()} for engine in engines), steps
 
 
-def run_all(by_size: dict[int, dict[Any, tuple]], output: Path) -> None:
-    """Run the cases of each number of ranks in one world; write what each rank found, by case."""
-    found: dict[Any, Any] = {}
-    for size, cases in by_size.items():
-        found |= run_each(size, run, cases)
-    output.write_bytes(pickle.dumps(found))
+def run_all(size: int, cases: dict[Any, tuple], output: Path) -> None:
+    """Run the cases in one world of `size` ranks; write what each rank found, by case."""
+    output.write_bytes(pickle.dumps(run_each(size, run, cases)))
 
 
 def run(function: str, *arguments: Any) -> Any:

@@ -81,31 +81,38 @@ def cases_of(folders, updated, attended, resumed, make):
 
 @pytest.fixture(scope="module")
 def seen(folders, tmp_path_factory):
-    """A function: name of a case -> what the first rank finds; those of `make test` run together, as do the others."""
+    """A function: name of a case -> what the first rank finds there.
+
+    Cases of `make test` run together if they have as many ranks, so that nobody waits for all; so do the others.
+    """
     make = tmp_path_factory.mktemp
     quick = cases_of(folders, QUICK, ATTENDED, RESUMED, make)
     quick["accumulated",] = 1, ("updated", folders["qwen3_moe"], "1", "transformer_engine", True)
 
     @functools.cache
-    def run(is_quick):
-        cases = quick if is_quick else cases_of(folders, THOROUGH, ATTENDED_MORE, RESUMED_MORE, make)
-        return run_cases(cases, make("cases"))
+    def more():
+        return cases_of(folders, THOROUGH, ATTENDED_MORE, RESUMED_MORE, make)
 
-    return lambda *case: run(case in quick)[case]
+    @functools.cache
+    def run(is_quick, size):
+        cases = quick if is_quick else more()
+        own = {case: arguments for case, (ranks, arguments) in cases.items() if ranks == size}
+        folder = make("cases")
+        check_end([fork(with_transformer_engine, (size, own, folder / "found"), folder / "log")], folder / "log")
+        return {case: ranks[0] for case, ranks in pickle.loads((folder / "found").read_bytes()).items()}
+
+    def found(*case):
+        is_quick = case in quick
+        size, _ = (quick if is_quick else more())[case]
+        return run(is_quick, size)[case]
+
+    return found
 
 
 @pytest.fixture(scope="module")
 def updated(seen):
     """A function: family, layout -> what the first rank finds with either kind of layers."""
     return lambda family, layout: [seen(family, layout, impl) for impl in IMPLS]
-
-
-def run_cases(cases, folder):
-    by_size: dict[int, dict] = {}
-    for case, (size, arguments) in cases.items():
-        by_size.setdefault(size, {})[case] = arguments
-    check_end([fork(with_transformer_engine, (by_size, folder / "found"), folder / "log")], folder / "log")
-    return {case: ranks[0] for case, ranks in pickle.loads((folder / "found").read_bytes()).items()}
 
 
 def with_transformer_engine(given):

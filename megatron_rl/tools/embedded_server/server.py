@@ -51,7 +51,7 @@ from megatron_rl.tools.embedded_server.transformer import Decoder
 from megatron_rl.tools.embedded_server.weight_endpoints import DTYPES, WeightEndpoints
 
 logger = logging.getLogger(__name__)
-SECONDS = re.compile(r"\d{1,4}(\.\d{1,6})?", re.ASCII)
+SECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
 
 CPU_CONTEXT_LENGTH = 4096
 KEEPALIVE_S = 75.0
