@@ -13,6 +13,10 @@ from megatron_rl.ops import count_of_word_sums, word_sums
 from megatron_rl.weights.sglang_checksums import SGLangChecksums
 from megatron_rl.weights.update_group import digest
 
+CACHED_BYTES = 1 << 23
+"""Size up to which a CPU tensor's checksum is computed just before the tensor is sent. It then is in the CPU's cache,
+and sending it does not read memory a second time. A larger tensor would only delay the wire."""
+
 
 class ExpectedChecksums:
     """The checksums that servers must report once they hold the tensors that passed through `watch`.
@@ -34,7 +38,7 @@ class ExpectedChecksums:
     def watch(
         self, tensors: Iterable[tuple[str, Tensor]], buckets: Iterable[Sequence[object]] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors unchanged, and compute their checksums while the consumer sends them.
+        """Yield the tensors unchanged, and compute their checksums before or while the consumer sends them.
 
         The consumer must not write to a tensor before it asks for the next one.
 
@@ -45,9 +49,14 @@ class ExpectedChecksums:
         for bucket in buckets if self.forms else ():
             waiting: list[tuple[str, Tensor]] = []
             for place, (name, tensor) in enumerate(itertools.islice(stream, len(bucket)), 1):
+                is_cpu = tensor.device.type == "cpu"
+                if is_cpu and tensor.nbytes <= CACHED_BYTES:
+                    self.add([(name, tensor)])
+                    yield name, tensor
+                    continue
                 yield name, tensor  # its broadcast has started when the loop resumes
                 waiting.append((name, tensor))
-                if place == len(bucket) or tensor.device.type == "cpu":
+                if is_cpu or place == len(bucket):
                     self.add(waiting)
                     waiting = []
         for name, tensor in stream:

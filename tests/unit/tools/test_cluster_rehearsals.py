@@ -149,5 +149,7 @@ def test_the_table_says_what_a_rehearsal_says(name, table, text, rows, rehearsed
     _, result = rehearsed(ROOT / "configs" / f"{name}.yaml", all_layers=True)
     assert all(isinstance(part, dict) for part in result.by_rank.values()), result.by_rank
     check(result)
-    for column, value in table.most([table.figures(part, result.world) for part in result.by_rank.values()]).items():
+    for column, value in table.most(
+        [table.figures(part, result.world, result.device) for part in result.by_rank.values()]
+    ).items():
         assert rows[name][column] == format(value, table.COLUMNS[column]).strip(), column

@@ -287,6 +287,21 @@ def test_a_bucket_is_kept_off_the_cpu_until_its_checksums_are_taken_and_not_wher
     assert taken == [3, 1]
 
 
+def test_a_small_tensor_is_summed_while_it_is_in_the_cache_and_a_large_one_while_it_is_on_the_wire(monkeypatch):
+    from megatron_rl.api import ChecksumForm
+
+    monkeypatch.setattr("megatron_rl.weights.checksums.CACHED_BYTES", 8)
+    events, form = [], ChecksumForm("embedded", None)
+    expected = ExpectedChecksums([form])
+    add = expected.add
+    monkeypatch.setattr(expected, "add", lambda given: events.append([name for name, _ in given]) or add(given))
+    tensors = {"large": torch.arange(3.0), "small": torch.ones(2), "other": torch.ones(1)}
+    for name, _ in expected.watch(tensors.items(), ["ab", "c"]):
+        events.append(name)
+    assert events == ["large", ["large"], ["small"], "small", ["other"], "other"]
+    assert expected.of(form) == {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
 # -- a group of NCCL's kind
 
 
