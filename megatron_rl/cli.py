@@ -1,6 +1,6 @@
 """The command `megatron-rl`.
 
-launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | algorithms | options
+launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | replay | algorithms | options
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ def run(argv: list[str] | None = None) -> None:
         help="start a rollout server: megatron-rl serve MODEL --port 30000; --backend sglang starts SGLang",
         add_help=False,
     )
+    commands.add_parser(
+        "replay", help="take a recorded step of a run again, and name the first value that differs", add_help=False
+    )
     convert = commands.add_parser(
         "convert",
         help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder",
@@ -123,7 +126,7 @@ def run(argv: list[str] | None = None) -> None:
     options = commands.add_parser("options", help="list every key of a config, with default, description and rule")
     options.add_argument("section", nargs="?", default="", help="a section such as algo, or one key; default: all")
     options.add_argument("--write", type=Path, metavar="PAGE", help="update the options in this page")
-    # launch, sft, preferences and serve parse the rest themselves. Imports are late: `options` needs no torch.
+    # launch, sft, preferences, replay and serve parse the rest themselves. Imports are late: `options` needs no torch.
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
@@ -134,6 +137,11 @@ def run(argv: list[str] | None = None) -> None:
         from megatron_rl.train import main as train
 
         train(rest, kind="supervised" if args.command == "sft" else "preference")
+        return
+    if args.command == "replay":
+        from megatron_rl.replay.replay_command import main as replay
+
+        replay(rest)
         return
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):
