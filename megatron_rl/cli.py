@@ -119,9 +119,17 @@ def run(argv: list[str] | None = None) -> None:
     watched = commands.add_parser("watch", help="serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     watched.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 picks a free one (default 8765)")
-    against = commands.add_parser("compare", help="compare several runs in a table, and in a page compare.html")
+    against = commands.add_parser(
+        "compare", help="compare several runs in a table and in a page compare.html, and say where they part"
+    )
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
+    against.add_argument(
+        "--bound",
+        type=float,
+        help="exit with 1 if a reply, or a metric that does not depend on time, differs from the first run's by more "
+        "than this relative difference, e.g. 1e-6; 0 asks for equal numbers",
+    )
     commands.add_parser("algorithms", help="list advantage estimators and losses, with formulas and sources")
     options = commands.add_parser("options", help="list every key of a config, with default, description and rule")
     options.add_argument("section", nargs="?", default="", help="a section such as algo, or one key; default: all")
@@ -197,11 +205,16 @@ def run(argv: list[str] | None = None) -> None:
             elif args.command == "compare":
                 from rich import print as show
 
-                from megatron_rl.tools.report.compare import compare
+                from megatron_rl.tools.report.compare import compare, partings
 
                 table, page = compare(args.runs, args.html)
                 show(table)
+                found = partings(args.runs, bound=args.bound or 0.0)
+                for lines in found.values():
+                    print(lines)
                 print(page)
+                if args.bound is not None and found:
+                    sys.exit(1)
             else:
                 from megatron_rl.tools.report.report import write_report
 

@@ -85,6 +85,14 @@ def compare(recorded: StepRecord, replayed: StepRecord, *, tolerance: float) -> 
                     yield _tensors(f"{where}: {name}", *pair, _same_norm(*pair, tolerance), order)
 
 
+def compare_logprobs(record: StepRecord, column: Tensor, *, count: int, tolerance: float) -> Compared:
+    """Compare a column of log-probs `[N]` with the record's. count: number of tokens that were computed."""
+    assert record.trained is not None
+    values = record.trained.tokens[LOGPROBS], column
+    found = _values("log-probs of tokens in the first update", *values, tolerance, _token_namer(record))
+    return dataclasses.replace(found, count=count)
+
+
 def forward(name: str) -> tuple[int, int, str]:
     """Sort key of tensor names in the order of the forward pass: embeddings, layers, norm and head."""
     layer = _LAYER.search(name)

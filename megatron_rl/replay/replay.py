@@ -14,21 +14,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import yaml
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from megatron_rl import platform
+from megatron_rl.batch import exchange
 from megatron_rl.batch.step_batch import StepBatch
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.config.model_section import PIPELINE_CUTS
 from megatron_rl.data.tokens import load_tokenizer, training_prompts
-from megatron_rl.replay.differences import Compared, compare, first_of
+from megatron_rl.replay.differences import Compared, compare, compare_logprobs, first_of
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
 from megatron_rl.run.run_checkpoints import read_state
 from megatron_rl.run.step_records import FOLDER as RECORDS
-from megatron_rl.run.step_records import StepRecord, StepRecorder, arithmetic, machine, read_record, recorded_steps
+from megatron_rl.run.step_records import (
+    LOGPROBS,
+    StepRecord,
+    StepRecorder,
+    arithmetic,
+    machine,
+    read_record,
+    recorded_steps,
+)
 from megatron_rl.run.warm_start import WarmStart
 from megatron_rl.train import rl_steps
 from megatron_rl.types import StepStats, TrajectoryBatch
@@ -39,10 +50,11 @@ AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_t
 LAYOUTS = ("parallel", "critic.parallel", "reward_model.parallel")
 
 
-def path_to(run: Path, step: int) -> tuple[int, Path | None]:
+def path_to(run: Path, step: int, checkpoint: Path | None = None) -> tuple[int, Path | None]:
     """Return the step from which a replay of `step` begins, and its checkpoint; (0, None) for the run's start.
 
-    Raises ValueError if records or checkpoint of the way there are missing.
+    checkpoint: a checkpoint of the run that lies elsewhere. Raises ValueError if records or checkpoint of the way there
+    are missing.
     """
     recorded = recorded_steps(run)
     if step not in recorded:
@@ -50,15 +62,16 @@ def path_to(run: Path, step: int) -> tuple[int, Path | None]:
         raise ValueError(
             f"--step {step}: {run} has no record of it, but of {shown}; record steps with telemetry.record_steps."
         )
-    found = [re.fullmatch(r"step-(\d+)", path.name) for path in (run / CHECKPOINTS).glob("step-*")]
-    starts = [int(match[1]) for match in found if match and int(match[1]) <= step]
-    start = max(starts, default=0)
+    found = [checkpoint] if checkpoint is not None else list((run / CHECKPOINTS).glob("step-*"))
+    starts = {int(match[1]): path for path in found if (match := re.fullmatch(r"step-(\d+)", path.name))}
+    start = max((number for number in starts if number <= step), default=0)
     if missing := sorted(set(range(start, step)) - set(recorded)):
         raise ValueError(
             f"--step {step}: the last state before it is that of step {start}, and steps {missing[0]} to {missing[-1]} "
-            f"have no record; keep the checkpoint before the step, with run.keep_checkpoints."
+            f"have no record; keep the checkpoint before the step, with run.keep_checkpoints, or name it by "
+            f"--checkpoint if it lies elsewhere."
         )
-    return start, run / CHECKPOINTS / f"step-{start}" if starts else None
+    return start, starts.get(start)
 
 
 def config_for(
@@ -227,6 +240,38 @@ class ReplayedRun(RLRun):
             for compared in found:
                 self.say(f"  {'*' if compared is self.difference else ' '} {compared}")
 
+    def compare_groups(self, groups: list[int]) -> Compared | None:
+        """Compute the log-probs of some groups in the step's first update, and compare them with the record's.
+
+        Returns the difference, if there is one, on all ranks. Needs no memory for the rest of the step.
+        """
+        record = self.record = read_record(self.recorded_run / RECORDS / f"step-{self.last}")
+        trained, update = record.trained_batch(), record.update
+        if update is None or record.trained is None or LOGPROBS not in record.trained:
+            raise ValueError(f"--step {self.last}: the run ended within it, so its record has no log-probs to compare.")
+        is_chosen = torch.isin(trained["group"], torch.tensor(groups))
+        if missing := sorted(set(groups) - set(trained["group"].tolist())):
+            raise ValueError(
+                f"--groups: the step has no group {missing[0]}; it has 0 to {int(trained['group'].max())}."
+            )
+        is_first = is_chosen & (update == 0)
+        chosen = is_first.nonzero()[:, 0].tolist()
+        computed = exchange.by_token(trained.select(chosen), self.groups, self._first_logprobs)
+        rows, column = trained.spread(is_first), record.trained[LOGPROBS].clone()
+        column[rows] = computed.where(trained["loss_mask"][rows], 0.0)
+        tolerance = TOLERANCES[self.config.model.dtype] if self.tolerance is None else self.tolerance
+        found = compare_logprobs(record, column, count=int(rows.sum()), tolerance=tolerance)
+        self.say(
+            f"step {self.last}, in part: log-probs of {len(chosen)} of {len(trained)} trajectories. Left out are other "
+            f"groups, {int(is_chosen.sum()) - len(chosen)} trajectories of these that a later update trains, and "
+            f"advantages, losses, gradients and weights, which depend on the whole step."
+        )
+        self.say(f"  {found}")
+        return found if found.differing else None
+
+    def _first_logprobs(self, share: TrajectoryBatch) -> Tensor:
+        return self.engine.forward(share, temperature=self.config.generation.temperature)
+
     def tolerance_for(self, record: StepRecord) -> float:
         """Return 0 if this replay must have the record's bits, otherwise the tolerance of its dtype."""
         if self.tolerance is not None:
@@ -249,13 +294,21 @@ def replay(
     overrides: list[str],
     as_recorded: bool = False,
     tolerance: float | None = None,
+    checkpoint: Path | None = None,
+    groups: list[int] | None = None,
     say: Callable[[str], None] = print,
 ) -> Compared | None:
     """Take a recorded step again, and every step between it and the checkpoint before it. Return the first difference.
 
     Collective: every rank calls it, and the main rank gets the result. folder: gets the records of this replay.
+    groups: if given, only the log-probs of these groups are computed, and no update.
     """
-    first, checkpoint = path_to(run, step)
+    first, checkpoint = path_to(run, step, checkpoint)
+    if groups is not None and first != step:
+        raise ValueError(
+            f"--groups {','.join(map(str, groups))}: computes nothing but log-probs, and the state before step {step} "
+            f"is that after {first} steps, which the steps between would have to change; take step {first}."
+        )
     way = [read_record(run / RECORDS / f"step-{number}") for number in range(first, step + 1)]
     with_tensors = [it.facts["step"] for it in way if it.computed is not None and it.computed["tensors"]]
     config = config_for(way[-1], overrides, steps=with_tensors, folder=folder, as_recorded=as_recorded)
@@ -264,6 +317,9 @@ def replay(
     with ReplayedRun(config, run, **place, tolerance=tolerance, say=say) as replayed:
         start = "the run's start" if checkpoint is None else f"the checkpoint of step {first}"
         replayed.say(f"from {start}, {replayed.groups.world_size} ranks; records of this replay are in {folder}")
+        if groups is not None:
+            replayed.begin()
+            return replayed.compare_groups(groups)
         for _ in rl_steps(replayed):
             pass
         return replayed.difference

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         description="Take a recorded step of a run again and name the first value that differs from the record.",
         epilog="Further arguments are key=value settings, such as model.path=... where the model lies elsewhere.",
     )
-    parser.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
+    parser.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo, or a file that --export has written")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
     parser.add_argument("--step", type=int, required=True, help="step to replay, counted from 0")
     parser.add_argument(
@@ -38,33 +38,63 @@ def main(argv: list[str] | None = None) -> None:
         help="largest relative difference that counts as equal; default: 0 in the recorded layout on the same kind of "
         "machine, otherwise 1e-6 with float32 and 2e-2 with bfloat16",
     )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="checkpoint from which to begin, if it lies elsewhere: .../step-N"
+    )
+    parser.add_argument(
+        "--groups",
+        type=lambda text: [int(part) for part in text.split(",")],
+        help="compute only the log-probs of these groups, e.g. 3,17, if the step is larger than this machine",
+    )
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE", help="write what a replay needs into a file, replay.tar.zst or .tar.gz"
+    )
+    parser.add_argument(
+        "--with-weights", action="store_true", help="--export with the checkpoint or the model's weights"
+    )
     parser.add_argument("--folder", type=Path, help="folder for the replay's own records; default: RUN/replay")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
     args = parser.parse_intermixed_args(argv)
-    folder = args.folder or args.run / "replay"
+    folder = args.folder or (
+        args.run.with_name(f"{args.run.name}.replay") if args.run.is_file() else args.run / "replay"
+    )
     with one_line("megatron-rl replay"):
-        layout = layout_of(args.layout)
-        ranks = args.ranks or ranks_of(args.run, args.step, args.layout, layout)
-        if ranks > 1 and "WORLD_SIZE" not in os.environ:
-            sys.exit(
-                run(Places(ranks=ranks), ["megatron_rl.replay", *(sys.argv[1:] if argv is None else argv)])
-                or differs(folder)
-            )
-        if args.exit_with:
-            exit_with(args.exit_with)
+        layout, is_rank = layout_of(args.layout), "WORLD_SIZE" in os.environ
+        settings, run_folder = (
+            [*args.overrides, *(f"parallel.{axis}={size}" for axis, size in layout.items())],
+            args.run,
+        )
+        if args.run.is_file():
+            run_folder = folder / "unpacked"
         with importing():
             from megatron_rl import platform
 
             platform.prepare(may_use_transformer_engine=platform.has_cuda())
+            from megatron_rl.replay import replay_file
             from megatron_rl.replay.replay import replay
-
+        if args.run.is_file():
+            if not is_rank:
+                replay_file.unpack(args.run, run_folder)
+            settings += replay_file.model_of(run_folder, settings)
+        if args.export:
+            options = {"with_weights": args.with_weights, "checkpoint": args.checkpoint}
+            print(replay_file.write_replay_file(run_folder, args.step, args.export, **options))
+            return
+        ranks = args.ranks or ranks_of(run_folder, args.step, args.layout, layout)
+        if ranks > 1 and not is_rank:
+            words = sys.argv[1:] if argv is None else argv
+            sys.exit(run(Places(ranks=ranks), ["megatron_rl.replay", *words]) or differs(folder))
+        if args.exit_with:
+            exit_with(args.exit_with)
         found = replay(
-            args.run,
+            run_folder,
             args.step,
             folder=folder,
-            overrides=[*args.overrides, *(f"parallel.{axis}={size}" for axis, size in layout.items())],
+            overrides=settings,
             as_recorded=args.layout == RECORDED,
             tolerance=args.tolerance,
+            checkpoint=args.checkpoint,
+            groups=args.groups,
             say=lambda text: print(text, flush=True),
         )
         if os.environ.get("RANK", "0") == "0":

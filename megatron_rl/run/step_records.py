@@ -275,6 +275,13 @@ class StepRecord:
         tokens = dataclasses.replace(own, sequences={})
         return StepBatch.of_tokens(tokens, dict(self.consumed.sequences), plan)
 
+    def trained_batch(self) -> TrajectoryBatch:
+        """Return the trajectories that were trained, as they were consumed: all but greedy replies."""
+        consumed = self.consumed
+        if "is_greedy" not in consumed:
+            return consumed
+        return consumed.select((consumed["is_greedy"] == 0).nonzero()[:, 0].tolist())
+
 
 def read_record(folder: Path) -> StepRecord:
     """Read a record. Raises ValueError if the folder has none, or one that is incomplete or of another format."""

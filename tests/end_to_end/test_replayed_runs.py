@@ -1,7 +1,9 @@
 """Steps of real runs are recorded and taken again."""
 
 import os
+import random
 import shutil
+import time
 
 import pytest
 
@@ -9,10 +11,12 @@ from megatron_rl.config import load_config
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
 from megatron_rl.run.step_records import recorded_steps
 from megatron_rl.train import train
+from tests.kit.forks import check_end, killed, start_ranks
 from tests.kit.ranks import run_ranks
 from tests.kit.records import take_again
-from tests.kit.runs import COUNT, ROOT, UNTAUGHT
-from tests.kit.waiting import LATE_S
+from tests.kit.runs import COUNT, ROOT, UNTAUGHT, logged
+from tests.kit.runs import experiment as resumed_experiment
+from tests.kit.waiting import LATE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -53,3 +57,21 @@ def test_for_an_alarm_the_steps_since_the_oldest_kept_checkpoint_are_recorded(se
     lines, difference = take_again(folder, 5, to=tmp_path / "replay")
     assert difference == "" and "step 5: the same to the bit" in lines
     assert not any("gradients" in line for line in lines)
+
+
+@pytest.mark.thorough  # the parts are above, and in tests/megatron/test_replay.py
+def test_a_killed_asynchronous_run_on_four_ranks_is_replayed_step_by_step_on_one_process(server, tmp_path):
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    settings = (*server, f"run.folder={folder}", *UNTAUGHT, *STEPS, "run.keep_checkpoints=10", "optimizer.eps=1e-4")
+    settings += ("rollout.max_staleness=2", "correction.weight=clamp", "telemetry.record_steps=every 1")
+    pids = start_ranks(4, resumed_experiment, settings, output)
+    moment = random.Random(time.time_ns()).uniform(1.0, 5.0)
+    wait_until(lambda: len(logged(folder)) >= int(moment), output.read_text)
+    time.sleep(moment % 1.0)
+    for pid in pids:
+        killed(pid)
+    check_end(start_ranks(4, resumed_experiment, settings, output), output)
+    assert recorded_steps(folder) == list(range(6)), f"killed at {moment}"
+    for step in range(6):
+        lines, difference = take_again(folder, step, to=tmp_path / "replay")
+        assert difference == "" and f"step {step}: the same within 1e-06" in lines, (moment, lines)

@@ -1,16 +1,22 @@
 """A recorded step taken again has the record's bits, and what is planted is named where it first shows."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl import cli
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.optimizer import CheckedOptimizer
 from megatron_rl.replay.replay import ReplayedRun
+from megatron_rl.replay.replay_file import unpack, write_replay_file
 from megatron_rl.run.step_records import read_record, recorded_steps
+from megatron_rl.telemetry.run_log import RunRecord
+from megatron_rl.tools.report.parting import parting
+from tests.kit.ranks import fork
 from tests.kit.records import make_records, take_again
 
 # Adam turns a gradient of rounding errors into a whole step, unless eps is larger; another layout has other errors.
@@ -156,6 +162,54 @@ def test_a_token_that_was_changed_in_the_record_shows_in_its_own_reply(recorded,
     save_file(columns, path)
     _, difference = take_again(run, 0, to=tmp_path / "replay")
     assert ": log-probs of tokens: " in difference and "the first: token 6 of trajectory 4" in difference
+    runs = tuple(RunRecord(steps=[{"step": 0}], evaluations=[], samples={}, config="") for _ in range(2))
+    place = parting(runs, (recorded, run))
+    assert place.step == 0 and place.where.startswith(
+        "prompt 1, trajectory 1 of it: the tokens part at token 6, after ["
+    )
+
+
+# -- a part, and a file -----------------------------------------------------------------------------------------------
+
+
+def test_chosen_groups_of_a_step_are_compared_alone_and_what_is_left_out_is_said(recorded, tmp_path):
+    lines, difference = take_again(recorded, 0, to=tmp_path, groups=[1, 3])
+    update = read_record(recorded / "records" / "step-0").update.view(4, 3)[[1, 3]]
+    count = int((update == 0).sum())
+    assert difference == "" and f"in part: log-probs of {count} of 12 trajectories. Left out are" in lines[1]
+    assert f"{6 - count} trajectories of these that a later update trains" in lines[1]
+    _, difference = take_again(recorded, 0, "generation.temperature=2", to=tmp_path, groups=[1, 3])
+    assert "(group 1, prompt 1)" in difference
+    with pytest.raises(AssertionError, match="--groups: the step has no group 4; it has 0 to 3"):
+        take_again(recorded, 0, to=tmp_path, groups=[4])
+    with pytest.raises(AssertionError, match="--groups 1: computes nothing but log-probs, and the state before step 1"):
+        take_again(recorded, 1, to=tmp_path, groups=[1])
+
+
+def command(*words, output):
+    """Run megatron-rl in a forked process; its exit code and what it has printed."""
+    status = os.waitpid(fork(cli.main, [str(word) for word in words], output), 0)[1]
+    return os.waitstatus_to_exitcode(status), output.read_text()
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_step_becomes_one_file_that_is_replayed_elsewhere(recorded, tmp_path, ending):
+    file, folder = tmp_path / f"step.tar.{ending}", tmp_path / "elsewhere"
+    code, said = command("replay", recorded, "--step", 1, "--export", file, output=tmp_path / "export.txt")
+    assert code == 0 and "MB, complete" in said and file.stat().st_size < 200_000
+    code, said = command("replay", file, "--step", 1, "--folder", folder, output=tmp_path / "replay.txt")
+    assert code == 0 and "step 1: the same to the bit" in said, said
+    words = ("--folder", folder, "optimizer.lr=0.5")
+    code, said = command("replay", file, "--step", 1, *words, output=tmp_path / "other.txt")
+    assert code == 1 and "step 0: DIFFERS. update 0 of the policy: gradient norm, learning rate, applied" in said, said
+
+
+def test_a_file_of_another_kind_or_name_is_refused(recorded, tmp_path):
+    with pytest.raises(ValueError, match="'step.zip': must end in .tar.gz or .tar.zst"):
+        write_replay_file(recorded, 1, tmp_path / "step.zip", with_weights=False)
+    (tmp_path / "x.tar.gz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="cannot be unpacked .*; give a run's folder or a file of --export"):
+        unpack(tmp_path / "x.tar.gz", tmp_path / "unpacked")
 
 
 # -- what cannot be replayed ------------------------------------------------------------------------------------------
