@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from megatron_rl.batch import exchange
 from megatron_rl.batch.step_batch import StepBatch
 from megatron_rl.config import load_config
 from megatron_rl.replay.replay import ReplayedRun, replay
+from megatron_rl.replay.replay_file import write_replay_file
 from megatron_rl.train import rl_steps
 from megatron_rl.types import Trajectory, TrajectoryBatch
 from tests.kit.ranks import run_ranks
@@ -102,3 +105,27 @@ def _take_again(run: Path, step: int, overrides: tuple[str, ...], to: Path, plan
     lines: list[str] = []
     found = replay(run, step, folder=to, overrides=list(overrides), say=lines.append, **options)
     return lines, "" if found is None else str(found)
+
+
+CASES = {
+    "group_norm": (("optimizer.eps=1e-4",), 1, COUNT),
+    "penalty": (
+        ("algo.kl_coefficient=0.1", "algo.kl_in=reward", "reward_shaping.running=mean_std", "optimizer.eps=1e-4"),
+        *(1, COUNT),
+    ),
+    "critic": (("optimizer.eps=1e-4", "critic.optimizer.eps=1e-4", "critic.warmup_steps=0"), 1, "configs/count_ppo_critic.yaml"),
+    "replicas": (("optimizer.eps=1e-4", "optimizer.distributed=true"), 2, COUNT),
+}
+"""Settings, ranks and config of each case in tests/reports."""
+
+
+def main(folder: Path) -> None:
+    """Record all cases in `folder`, each from its run's start to its second step."""
+    for name, (overrides, ranks, config) in CASES.items():
+        with tempfile.TemporaryDirectory() as run:
+            make_records(Path(run), *overrides, ranks=ranks, config=config)
+            print(write_replay_file(Path(run), 1, folder / f"{name}.tar.gz", with_weights=False))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -57,7 +57,7 @@ def test_runs_that_part_are_named_with_step_and_replies_and_a_bound_makes_it_an_
     assert "  prompt: '1+1='\n  'is 2.'\n  'is 3.'\n" in out
     with pytest.raises(SystemExit) as ended:
         cli.main(["compare", str(one), str(other), "--bound", "0.5"])
-    assert ended.value.code == 1
+    assert ended.value.code == 1 and capsys.readouterr().out
     cli.main(["compare", str(one), str(write_replies(tmp_path / "same", "2", "is 2.")), "--bound", "0"])
     assert " part at step" not in capsys.readouterr().out
 
