@@ -1,6 +1,7 @@
 """The command `megatron-rl`.
 
-launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | replay | algorithms | options
+launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | replay | doctor
+algorithms | options
 """
 
 from __future__ import annotations
@@ -104,6 +105,11 @@ def run(argv: list[str] | None = None) -> None:
     commands.add_parser(
         "replay", help="take a recorded step of a run again, and name the first value that differs", add_help=False
     )
+    sick = commands.add_parser(
+        "doctor", help="find the first place where trainer, transformers and rollout server compute something else"
+    )
+    sick.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
+    sick.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
     convert = commands.add_parser(
         "convert",
         help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder",
@@ -160,7 +166,7 @@ def run(argv: list[str] | None = None) -> None:
         with one_line("megatron-rl serve"):
             serve(rest)
         return
-    if args.command in ("plan", "rehearse", "eval"):  # argparse leaves arguments after an option to us
+    if args.command in ("plan", "rehearse", "eval", "doctor"):  # argparse leaves arguments after an option to us
         args.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
@@ -190,6 +196,14 @@ def run(argv: list[str] | None = None) -> None:
                 from megatron_rl.run.evaluate_command import evaluate
 
                 print(evaluate(args.config, args.overrides))
+            elif args.command == "doctor":
+                from megatron_rl import platform
+
+                platform.prepare(may_use_transformer_engine=False)  # layers of its own have no norms to look at
+                from megatron_rl.tools.doctor.doctor import doctor
+
+                if doctor(args.config, args.overrides):
+                    sys.exit(1)
             elif args.command == "algorithms":
                 from megatron_rl.algo.catalogue import table
 

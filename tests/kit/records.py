@@ -113,7 +113,11 @@ CASES = {
         ("algo.kl_coefficient=0.1", "algo.kl_in=reward", "reward_shaping.running=mean_std", "optimizer.eps=1e-4"),
         *(1, COUNT),
     ),
-    "critic": (("optimizer.eps=1e-4", "critic.optimizer.eps=1e-4", "critic.warmup_steps=0"), 1, "configs/count_ppo_critic.yaml"),
+    "critic": (
+        ("optimizer.eps=1e-4", "critic.optimizer.eps=1e-4", "critic.warmup_steps=0"),
+        1,
+        "configs/count_ppo_critic.yaml",
+    ),
     "replicas": (("optimizer.eps=1e-4", "optimizer.distributed=true"), 2, COUNT),
 }
 """Settings, ranks and config of each case in tests/reports."""
