@@ -64,7 +64,7 @@ def in_server(name: str, family: str, *words: str, **changes: Any) -> Callable[.
             expected = states.of_transformers(reference, IDS)
             with pytest.MonkeyPatch.context() as patch:
                 plant(decoder, patch)
-                found = list(doctor.compare_decoder(decoder, held, expected, IDS, 1e-4, config=right))
+                found = list(doctor.compare_decoder(decoder, held, expected, IDS, config=right))
             return found
 
         FAULTS[name] = Fault(find, ("server", *words))

@@ -25,6 +25,9 @@ LEAST_FILES, LEAST_SHARED_BYTES, LEAST_BYTES_PER_S = 4096, 64 << 20, 50e6
 UNLIKELY = 1e-6
 """Chance below which replies cannot be those of the configured sampling."""
 
+Reply = tuple[list[int], Tensor, Tensor]
+"""Ids `[T]` of a prompt and its reply, `[T]` bool of sampled tokens, `[T]` log-probs by the server."""
+
 
 def check_prompts(
     rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, vocab: int, context: int, longest_reply: int
@@ -71,7 +74,7 @@ def check_stop_tokens(
 
 
 def check_replies(
-    replies: Sequence[tuple[list[int], Tensor, Tensor]],
+    replies: Sequence[Reply],
     logits: Sequence[Tensor],
     generation: GenerationConfig,
     eos_ids: Iterable[int],
@@ -79,8 +82,7 @@ def check_replies(
 ) -> Iterator[Finding]:
     """Check sampled replies against the reference's logits: their log-probs, where they end, and how they were drawn.
 
-    replies: of each, the ids `[T]` of prompt and reply, `[T]` bool of sampled tokens, `[T]` log-probs by the server.
-    logits: `[T, V]` by the reference, where row t predicts token t + 1.
+    logits: of each reply, `[T, V]` by the reference, where row t predicts token t + 1.
     """
     columns = [_sampled(ids, mask, told, rows) for (ids, mask, told), rows in zip(replies, logits, strict=True)]
     rows, tokens, told = (torch.cat([column[part] for column in columns]) for part in range(3))

@@ -19,8 +19,6 @@ from torch import Tensor
 from megatron_rl.tools.doctor.states import States, place_of, places
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Largest difference of states, relative to their root mean square over a token, that counts as equal."""
 ALIKE = 0.05
 """A known error explains what was found if it leaves at most this share of the difference."""
 Weights = Mapping[str, Tensor]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.run.evaluate_command import where_it_is
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.tools.doctor import checks, states
-from megatron_rl.tools.doctor.diagnosis import TOLERANCES, Finding, diagnose, wrong_weights
+from megatron_rl.tools.doctor.diagnosis import Finding, diagnose, wrong_weights
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.transformer import Decoder
 from megatron_rl.types import FinetuneSpec
@@ -32,10 +33,14 @@ from megatron_rl.weights.mapping import hf_shapes
 from megatron_rl.workflows import RLVRWorkflow
 from megatron_rl.workflows.rendering import prompt_ids
 
-TOKENS = 64
-"""Tokens of the sequence whose states are compared."""
-REPLIES, REPLY_TOKENS = 32, 16
-"""Replies that are sampled from a server, and their tokens."""
+TOKENS, PROMPTS = 64, 64
+"""Tokens of the sequence whose states are compared, and prompts from which it is taken."""
+ASKED, REPLIES, REPLY_TOKENS = 4, 32, 16
+"""Prompts that a server is sent, replies that it samples for all of them, and their tokens."""
+TOLERANCE = 1e-4
+"""Largest difference of float32 states, relative to their root mean square over a token, that counts as equal."""
+SERVED = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference of a served token's log-probability, in nats, by the run's dtype."""
 CPU = torch.device("cpu")
 
 
@@ -56,6 +61,10 @@ def doctor(path: Path, overrides: list[str], *, say: Callable[[str], None] = pri
             say(f"FAULT: {finding}")
         if len(found) == before:
             say(f"ok: {title}")
+    if not config.starts_servers:
+        say(
+            "not checked: replies of servers that the run does not start, because the doctor would change their weights"
+        )
     return found
 
 
@@ -75,44 +84,45 @@ def of_models(
     """Compare trainer, transformers and server. Stops at the first implementation that differs."""
     groups = parallel.start(ParallelConfig(), seed=config.run.seed)
     try:
-        alone = replace(config.actor, parallel=ParallelConfig(), publication="group")
+        # In float32, in which no rounding hides what is wrong. The server has the run's dtype.
+        model = replace(config.model, dtype="float32", transformer_impl="local")
+        alone = replace(config.actor, model=model, parallel=ParallelConfig(), publication="group")
         engine = MegatronEngine(alone, groups=groups)
         engine.initialize(None, FinetuneSpec(total_updates=1))
         folder = Path(config.model.path)
         if config.model.init == "random":
             folder = Path(config.run.folder) / "doctor_model"
             engine.save(folder)
-        ids = sequence(prompts, tokenizer, config.generation)
-        yield from compare(engine, folder, ids)
-        yield from of_server(config, engine, folder, [prompt_ids(tokenizer, row) for row in prompts[:4]])
+        rows = [prompt_ids(tokenizer, row) for row in prompts[:PROMPTS]]
+        context = engine.arch.max_positions
+        yield from compare(engine, folder, sequence(rows, 0, min(TOKENS, context)))
+        # long enough that a server keeps their keys for the next prompt with the same beginning
+        asked = [sequence(rows, start, min(TOKENS, context - REPLY_TOKENS)) for start in range(ASKED)]
+        yield from of_server(config, engine, folder, asked)
     finally:
         parallel.stop()
 
 
-def sequence(
-    prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
-) -> list[int]:
-    """Return tokens of the first prompts, joined: as real as tokens can be before a server has sampled any."""
-    ids = [token for row in prompts[:TOKENS] for token in prompt_ids(tokenizer, row)]
-    return ids[:TOKENS]
+def sequence(rows: list[list[int]], start: int, most: int) -> list[int]:
+    """Return the tokens of some prompts, joined: as real as tokens can be before a server has sampled any."""
+    return [token for ids in [*rows[start:], *rows[:start]] for token in ids][:most]
 
 
 def compare(engine: MegatronEngine, folder: Path, ids: list[int]) -> Iterator[Finding]:
     """Compare the trainer and the embedded server's model with transformers, which has the folder's weights."""
-    dtype = engine.config.model.dtype
-    tolerance, config = TOLERANCES[dtype], DecoderConfig.read(folder)
+    config = DecoderConfig.read(folder)
     reference = load_reference(folder)
     true = folder_weights(folder, engine)
     expected = states.of_transformers(reference, ids)
     held = {name: tensor.float().clone() for name, tensor in engine.hf_tensors()}
-    if finding := wrong_weights("trainer", held, {name: it.to(engine.dtype).float() for name, it in true.items()}):
+    if finding := wrong_weights("trainer", held, true):
         yield finding
         return
-    if finding := diagnose("trainer", states.of_trainer(engine, ids), expected, true, config, ids, tolerance):
+    if finding := diagnose("trainer", states.of_trainer(engine, ids), expected, true, config, ids, TOLERANCE):
         yield finding
-    decoder = Decoder(config, dtype=engine.dtype, device=CPU, context_length=max(len(ids), 64))
+    decoder = Decoder(config, dtype=torch.float32, device=CPU, context_length=max(len(ids), 64))
     decoder.load(folder)
-    yield from compare_decoder(decoder, held, expected, ids, tolerance, config=config)
+    yield from compare_decoder(decoder, held, expected, ids, config=config)
 
 
 def compare_decoder(
@@ -120,7 +130,6 @@ def compare_decoder(
     held: dict[str, Tensor],
     expected: states.States,
     ids: list[int],
-    tolerance: float,
     *,
     config: DecoderConfig,
 ) -> Iterator[Finding]:
@@ -130,11 +139,12 @@ def compare_decoder(
     """
     if finding := wrong_weights("server", decoder.parameters, held):
         yield finding
-    elif finding := diagnose("server", states.of_embedded(decoder, ids), expected, held, config, ids, tolerance):
+    elif finding := diagnose("server", states.of_embedded(decoder, ids), expected, held, config, ids, TOLERANCE):
         yield finding
 
 
 def load_reference(folder: Path) -> PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
@@ -150,7 +160,7 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
 
     The server is asked once before, with other weights, so that keys that it keeps over a publication show.
     """
-    if config.rollout.backend != "embedded" or config.rollout.servers:
+    if not config.starts_servers:
         return
     options = replace(config.rollout, server_count=1, publication="group")
     supervisor = Supervisor(options, folder, Path(config.run.folder) / "doctor_servers", dtype=config.model.dtype)
@@ -158,20 +168,21 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
         rollout = RemoteSGLangEngine(replace(options, token_file=str(supervisor.token_file)), seed=config.run.seed)
         rollout.initialize(supervisor.urls)
         try:
-            yield from check_served(rollout, engine, load_reference(folder), config.generation, prompts)
+            replies = served(rollout, engine, config.generation, prompts)
+            reference = load_reference(folder)
+            with torch.no_grad():
+                logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
+            eos = DecoderConfig.read(folder).eos_token_ids
+            yield from checks.check_replies(replies, logits, config.generation, eos, SERVED[config.model.dtype])
         finally:
             engine.close_publisher()
             rollout.destroy()
 
 
-def check_served(
-    rollout: RemoteSGLangEngine,
-    engine: MegatronEngine,
-    reference: PreTrainedModel,
-    generation: GenerationConfig,
-    prompts: list[list[int]],
-) -> Iterator[Finding]:
-    """Publish other weights, sample, publish the right ones, sample, and check the second replies."""
+def served(
+    rollout: RemoteSGLangEngine, engine: MegatronEngine, generation: GenerationConfig, prompts: list[list[int]]
+) -> list[checks.Reply]:
+    """Publish other weights, sample, publish the right ones, and return replies that are sampled then."""
     asked = replace(generation, n_samples=max(2, REPLIES // len(prompts)), max_new_tokens=REPLY_TOKENS)
     workflow = RLVRWorkflow(lambda **_: 0.0, asked, tokenizer=None)
     rows = [{"input_ids": ids} for ids in prompts]
@@ -187,12 +198,7 @@ def check_served(
     engine.update_weights(rollout, 2)
     batch = rollout.rollout_batch(rows, workflow)
     bounds = batch.cu_seqlens.tolist()
-    replies = [
+    return [
         (batch["input_ids"][a:b].tolist(), batch["loss_mask"][a:b], batch["logprobs"][a:b])
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
-    with torch.no_grad():
-        logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
-    eos = DecoderConfig.read(Path(engine.config.model.path)).eos_token_ids
-    tolerance = max(1e-3, TOLERANCES[engine.config.model.dtype])
-    yield from checks.check_replies(replies, logits, asked, eos, tolerance)
