@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from megatron_rl.config import GenerationConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.output_head import Head
-from megatron_rl.tools.doctor import checks, doctor, states
+from megatron_rl.tools.doctor import doctor, states, surroundings
 from megatron_rl.tools.doctor.diagnosis import Finding
 from megatron_rl.tools.embedded_server import sampling, transformer
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
@@ -271,7 +271,7 @@ def in_sampling(name: str, *words: str, eos: tuple[int, ...] = (), **wrong: Any)
             with torch.no_grad():
                 logits.append(8.0 * model(torch.tensor([ids])).logits[0].float())
             replies.append((ids, torch.arange(len(ids)) >= 3, torch.tensor(told)))
-        return list(checks.check_replies(replies, logits, generation, eos, 1e-3))
+        return list(surroundings.check_replies(replies, logits, generation, eos, 1e-3))
 
     FAULTS[name] = Fault(find, ("server", *words))
 
@@ -313,7 +313,7 @@ class Words:
 
 def prompts_found(*rows: dict[str, Any], vocab: int = 90, context: int = 64) -> list[Finding]:
     sizes = {"vocab": vocab, "context": context, "longest_reply": 8}
-    return list(checks.check_prompts(rows, Words(), **sizes))
+    return list(surroundings.check_prompts(rows, Words(), **sizes))
 
 
 @in_data("BOS twice", "prompt 2", "BOS ('<s>') twice")
@@ -339,7 +339,7 @@ def _(folder: Path) -> list[Finding]:
 
 @in_data("end of turn that stops no reply", "stop tokens", "'<|im_end|>' (4)", "does not end a reply")
 def _(folder: Path) -> list[Finding]:
-    return list(checks.check_stop_tokens(Words(), GenerationConfig(), [2]))
+    return list(surroundings.check_stop_tokens(Words(), GenerationConfig(), [2]))
 
 
 def all_found(folder: Path) -> dict[str, list[str]]:

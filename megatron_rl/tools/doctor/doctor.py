@@ -23,7 +23,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.run.evaluate_command import where_it_is
 from megatron_rl.servers.supervisor import Supervisor
-from megatron_rl.tools.doctor import checks, states
+from megatron_rl.tools.doctor import states, surroundings
 from megatron_rl.tools.doctor.diagnosis import Finding, diagnose, wrong_weights
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.transformer import Decoder
@@ -51,7 +51,7 @@ def doctor(path: Path, overrides: list[str], *, say: Callable[[str], None] = pri
     prompts = training_prompts(config, tokenizer)
     found: list[Finding] = []
     for title, check in (
-        ("machine", lambda: checks.check_machine(Path(config.run.folder))),
+        ("machine", lambda: surroundings.check_machine(Path(config.run.folder))),
         ("data", lambda: of_data(config, prompts, tokenizer)),
         ("model", lambda: of_models(config, prompts, tokenizer)),
     ):
@@ -73,9 +73,9 @@ def of_data(
 ) -> Iterator[Finding]:
     model = DecoderConfig.read(Path(config.model.path))
     sizes = {"vocab": model.vocab_size, "context": model.max_positions}
-    yield from checks.check_prompts(prompts, tokenizer, **sizes, longest_reply=config.generation.max_new_tokens)
-    yield from checks.check_stop_tokens(tokenizer, config.generation, model.eos_token_ids)
-    yield from checks.check_rewards(config, prompts[0], tokenizer)
+    yield from surroundings.check_prompts(prompts, tokenizer, **sizes, longest_reply=config.generation.max_new_tokens)
+    yield from surroundings.check_stop_tokens(tokenizer, config.generation, model.eos_token_ids)
+    yield from surroundings.check_rewards(config, prompts[0], tokenizer)
 
 
 def of_models(
@@ -173,7 +173,7 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
             with torch.no_grad():
                 logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
             eos = DecoderConfig.read(folder).eos_token_ids
-            yield from checks.check_replies(replies, logits, config.generation, eos, SERVED[config.model.dtype])
+            yield from surroundings.check_replies(replies, logits, config.generation, eos, SERVED[config.model.dtype])
         finally:
             engine.close_publisher()
             rollout.destroy()
@@ -181,7 +181,7 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
 
 def served(
     rollout: RemoteSGLangEngine, engine: MegatronEngine, generation: GenerationConfig, prompts: list[list[int]]
-) -> list[checks.Reply]:
+) -> list[surroundings.Reply]:
     """Publish other weights, sample, publish the right ones, and return replies that are sampled then."""
     asked = replace(generation, n_samples=max(2, REPLIES // len(prompts)), max_new_tokens=REPLY_TOKENS)
     workflow = RLVRWorkflow(lambda **_: 0.0, asked, tokenizer=None)
