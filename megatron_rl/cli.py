@@ -1,6 +1,7 @@
 """The command `megatron-rl`.
 
-launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | algorithms | options
+launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | replay | doctor
+algorithms | options
 """
 
 from __future__ import annotations
@@ -101,6 +102,14 @@ def run(argv: list[str] | None = None) -> None:
         help="start a rollout server: megatron-rl serve MODEL --port 30000; --backend sglang starts SGLang",
         add_help=False,
     )
+    commands.add_parser(
+        "replay", help="take a recorded step of a run again, and name the first value that differs", add_help=False
+    )
+    sick = commands.add_parser(
+        "doctor", help="find the first place where trainer, transformers and rollout server compute something else"
+    )
+    sick.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
+    sick.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
     convert = commands.add_parser(
         "convert",
         help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder",
@@ -116,14 +125,22 @@ def run(argv: list[str] | None = None) -> None:
     watched = commands.add_parser("watch", help="serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     watched.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 picks a free one (default 8765)")
-    against = commands.add_parser("compare", help="compare several runs in a table, and in a page compare.html")
+    against = commands.add_parser(
+        "compare", help="compare several runs in a table and in a page compare.html, and say where they part"
+    )
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
+    against.add_argument(
+        "--bound",
+        type=float,
+        help="exit with 1 if a reply, or a metric that does not depend on time, differs from the first run's by more "
+        "than this relative difference, e.g. 1e-6; 0 asks for equal numbers",
+    )
     commands.add_parser("algorithms", help="list advantage estimators and losses, with formulas and sources")
     options = commands.add_parser("options", help="list every key of a config, with default, description and rule")
     options.add_argument("section", nargs="?", default="", help="a section such as algo, or one key; default: all")
     options.add_argument("--write", type=Path, metavar="PAGE", help="update the options in this page")
-    # launch, sft, preferences and serve parse the rest themselves. Imports are late: `options` needs no torch.
+    # launch, sft, preferences, replay and serve parse the rest themselves. Imports are late: `options` needs no torch.
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
@@ -135,6 +152,11 @@ def run(argv: list[str] | None = None) -> None:
 
         train(rest, kind="supervised" if args.command == "sft" else "preference")
         return
+    if args.command == "replay":
+        from megatron_rl.replay.replay_command import main as replay
+
+        replay(rest)
+        return
     if args.command == "serve":
         if any(word.startswith("--backend") for word in rest):
             from megatron_rl.tools.embedded_server.serve_command import main as serve
@@ -144,7 +166,7 @@ def run(argv: list[str] | None = None) -> None:
         with one_line("megatron-rl serve"):
             serve(rest)
         return
-    if args.command in ("plan", "rehearse", "eval"):  # argparse leaves arguments after an option to us
+    if args.command in ("plan", "rehearse", "eval", "doctor"):  # argparse leaves arguments after an option to us
         args.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
@@ -174,6 +196,14 @@ def run(argv: list[str] | None = None) -> None:
                 from megatron_rl.run.evaluate_command import evaluate
 
                 print(evaluate(args.config, args.overrides))
+            elif args.command == "doctor":
+                from megatron_rl import platform
+
+                platform.prepare(may_use_transformer_engine=False)  # layers of its own have no norms to look at
+                from megatron_rl.tools.doctor.doctor import doctor
+
+                if doctor(args.config, args.overrides):
+                    sys.exit(1)
             elif args.command == "algorithms":
                 from megatron_rl.algo.catalogue import table
 
@@ -189,11 +219,16 @@ def run(argv: list[str] | None = None) -> None:
             elif args.command == "compare":
                 from rich import print as show
 
-                from megatron_rl.tools.report.compare import compare
+                from megatron_rl.tools.report.compare import compare, partings
 
                 table, page = compare(args.runs, args.html)
                 show(table)
+                found = partings(args.runs, bound=args.bound or 0.0)
+                for lines in found.values():
+                    print(lines)
                 print(page)
+                if args.bound is not None and found:
+                    sys.exit(1)
             else:
                 from megatron_rl.tools.report.report import write_report
 

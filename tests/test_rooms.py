@@ -53,10 +53,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "weights",
     },
     # These put the parts together.
-    "run": EVERYTHING - {"__init__", "cli", "python_run", "tools", "train"},
-    "train": EVERYTHING - {"__init__", "cli", "python_run", "tools"},
-    "python_run": EVERYTHING - {"__init__", "cli", "tools"},
-    "tools": EVERYTHING - {"__init__", "cli", "python_run", "train"},
+    "run": EVERYTHING - {"__init__", "cli", "python_run", "replay", "tools", "train"},
+    "train": EVERYTHING - {"__init__", "cli", "python_run", "replay", "tools"},
+    "replay": EVERYTHING - {"__init__", "cli", "python_run", "tools"},
+    "python_run": EVERYTHING - {"__init__", "cli", "replay", "tools"},
+    "tools": EVERYTHING - {"__init__", "cli", "python_run", "replay", "train"},
     "cli": EVERYTHING,
     "__init__": EVERYTHING,
 }

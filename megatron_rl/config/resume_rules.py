@@ -77,7 +77,7 @@ _BY_SECTION: dict[str, dict[str, str]] = {
         SCHEDULED: "steps",
         FIXED: "seed",
     },
-    "telemetry": {TAKEN: "loggers project prometheus samples_logged trace_steps"},
+    "telemetry": {TAKEN: "loggers project prometheus samples_logged trace_steps record_steps"},
 }
 ON_RESUME: dict[str, str] = {
     f"{section}.{name}": rule

@@ -90,3 +90,20 @@ class TelemetryConfig(Section, name="telemetry"):
     )
     """Steps, counted from 0, whose timelines of trainer ranks, rollouts and servers are recorded. The timelines are
     written to trace/step-N.json.gz and can be opened at ui.perfetto.dev."""
+    record_steps: list[str] = ruled(
+        "each must be a step's number from 0, `every K` with K of at least 1, or on_alarm",
+        lambda steps: all(re.fullmatch(r"\d+|every [1-9]\d*|on_alarm", step) for step in steps),
+        default=[],
+        hint="e.g. [3, 12], 'every 100' or on_alarm",
+    )
+    """Steps that `megatron-rl replay` can repeat: numbers of steps from 0, `every K` for every K-th step, or on_alarm
+    for the steps since the oldest of the newest run.keep_checkpoints checkpoints, whatever ends the run. A record has
+    the step's trajectories and what the step computed from them, in run.folder/records. Steps given by number or
+    `every K` also record gradients and weights by tensor. Their checkpoints are kept in addition to
+    run.keep_checkpoints, and so are the trajectories of the steps between checkpoint and step."""
+
+    def records(self, first: int, end: float) -> bool:
+        """Return True if a step in [first, end) is to be recorded with its tensors."""
+        periods = [int(entry.removeprefix("every ")) for entry in self.record_steps if entry.startswith("every ")]
+        named = [int(entry) for entry in self.record_steps if entry.isdecimal()]
+        return any(first <= step < end for step in named) or any(-(-first // k) * k < end for k in periods)

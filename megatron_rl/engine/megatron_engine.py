@@ -7,7 +7,7 @@ Results do not depend on the layout or the microbatch split, as tests/megatron v
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, v
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
 from megatron_rl.engine.one_copy import one_copy
-from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, gradient_buffers
+from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, complete_gradients, gradient_buffers
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.routing import RoutingReplay
@@ -46,7 +46,7 @@ from megatron_rl.weights.adapter_rules import (
     is_peft_folder,
     write_peft_folder,
 )
-from megatron_rl.weights.mapping import weight_source
+from megatron_rl.weights.mapping import hf_shapes, weight_source
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
 from megatron_rl.weights.route_form import route_form
@@ -85,6 +85,8 @@ class MegatronEngine(ModelEngine):
         self._export: HFExport | None = None
         self._adapter_export: HFExport | None = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
+        self.on_gradients: Callable[[], None] | None = None
+        """If set, `train_batch` calls it on every rank between the backward pass and the optimizer's step."""
         self.shared_device = shared_device
         self._host_weights, self._host_states = HostCopy(), HostCopy()
 
@@ -224,6 +226,8 @@ class MegatronEngine(ModelEngine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         totals, logprobs = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=False)
+        if self.on_gradients is not None:
+            self.on_gradients()
         lr, loss = float(self.optimizer.param_groups[0]["lr"]), totals["loss"]
         applied, grad_norm = self.optimizer.step_if(lambda norm: self.is_sound(loss, norm))
         fault = self.note_update(applied, data, loss_fn, loss=loss, grad_norm=grad_norm, results=logprobs)
@@ -459,6 +463,30 @@ class MegatronEngine(ModelEngine):
             self._adapter_export = HFExport(self.chunks, self.arch, self.groups, lora)
         known = adapter_shapes(self.arch, lora)
         return [spec for spec in self._adapter_export.specs if spec.name in known]
+
+    def trained_tensors(self, shard_of: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `shard_of` returns for each trained parameter, as whole HF tensors, on global rank 0.
+
+        With adapters, only these are trained. Collective: every rank calls it and exhausts the stream.
+        """
+        self._activate(with_states=False)
+        self._gather_weights()
+        return self._trained_tensors(shard_of)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients of the trained parameters, as `trained_tensors` does, in the weights' dtype.
+
+        Call this only in `on_gradients`, because the optimizer's step clips the gradients.
+        """
+        for chunk in self.wrapped if self.config.optimizer.distributed else ():
+            complete_gradients(chunk)
+        return self._trained_tensors(lambda it: it.main_grad.to(it.dtype) if it.requires_grad else torch.zeros_like(it))
+
+    def _trained_tensors(self, shard_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        lora = self.config.lora if self.adapters is not None else None
+        trained = hf_shapes(self.arch) if lora is None else adapter_shapes(self.arch, lora)
+        stream = HFExport(self.chunks, self.arch, self.groups, lora, shard_of=shard_of).stream()
+        return ((name, tensor) for name, tensor in stream if name in trained)
 
     def _load_adapters(self, source: WeightSource) -> None:
         load_shards(self.chunks, source, self.arch, self.groups, self.config.lora)

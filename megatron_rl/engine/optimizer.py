@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -100,6 +101,18 @@ def gradient_buffers(config: OptimizerConfig) -> DistributedDataParallelConfig:
         overlap_param_gather=config.overlap,
         **options | {key: value for key, value in config.megatron.items() if key in BUFFERS},
     )
+
+
+def complete_gradients(chunk: Any) -> None:
+    """Give every rank the whole reduced gradients of a DDP-wrapped chunk with the distributed optimizer.
+
+    That optimizer reduces to each rank only the part that the rank updates. Collective: every rank calls it.
+    """
+    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+        size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
+        for bucket in group.buckets if size > 1 else ():
+            own = bucket.grad_data.chunk(size)[rank].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group.intra_distributed_optimizer_instance_group)
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -> CheckedOptimizer:

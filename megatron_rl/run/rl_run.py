@@ -37,6 +37,7 @@ from megatron_rl.run.step_metrics import (
     trained_tokens,
     user_metrics,
 )
+from megatron_rl.run.step_records import StepRecorder
 from megatron_rl.run.step_traces import StepTraces
 from megatron_rl.run.warm_start import WarmStart
 from megatron_rl.telemetry import stats_tracker
@@ -120,6 +121,7 @@ class RLRun(Run):
         )
         self.is_built = True
         self.traces = StepTraces(config, self.groups, self.timers, self.engine, process, say=self.say)
+        self.records = StepRecorder(config, self.groups, self.trained, self.timers, say=self.say)
         self.warm_start = WarmStart(
             config,
             self.groups,
@@ -208,9 +210,13 @@ class RLRun(Run):
 
     def _continue(self, state: dict[str, Any]) -> None:
         self.load_checkpoint()
+        self.evaluations.scores = state["held_out_scores"]
+        self._continue_algorithm(state)
+
+    def _continue_algorithm(self, state: dict[str, Any]) -> None:
+        """Restore what a step depends on besides the trained engines."""
         self.actor.load_state_dict(state["algorithm"])
         self.demonstrations.load_state_dict(state)
-        self.evaluations.scores = state["held_out_scores"]
         if isinstance(self.reference, MegatronEngine) and self.config.warm_start.updates > 0:
             self.warm_start.load(self.reference)
 
@@ -272,7 +278,8 @@ class RLRun(Run):
             )
             if self.config.generation.support_size:
                 support.check_complete(batch.tokens.get(support.COLUMN), batch["input_ids"], batch["loss_mask"])
-            return batch
+        self.records.begin(step, batch, oldest_checkpoint=lambda: self.checkpoints.oldest)
+        return batch
 
     def add_reward_model_scores(self, batch: StepBatch) -> StepBatch:
         """Add the reward model's scores, if there is one, to the rewards. Return the trajectories to train on."""
@@ -391,6 +398,7 @@ class RLRun(Run):
         if self.groups.is_main:
             samples = decode_samples(self.tokenizer, shown, prompts=self.prompts.prompts)
         self.log_file.log_step(step, metrics, samples)
+        self.records.end(batch, shares, {"policy": stats, "critic": critic_stats})
         # These may end the run, so they follow the log, which shows why.
         is_skipped = bool(stats) and not stats[0].applied
         mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)

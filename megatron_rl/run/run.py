@@ -143,7 +143,8 @@ class Run(ABC):
         if fault := groups.on_main(keep_folder):  # before anything is read there, as another run may be changing it
             raise ValueError(f"run.folder = {str(self.folder)!r}: {fault}")
         wait_for_earlier_processes(self.folder, groups)
-        self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups)
+        leads = self.config.telemetry.records
+        self.checkpoints = RunCheckpoints(self.folder, keep=options.keep_checkpoints, groups=groups, is_needed=leads)
         self.at_end.callback(self.checkpoints.close)
         with self.timers("resume"):
             self.resumed_from = self.checkpoints.choose(self.resume)

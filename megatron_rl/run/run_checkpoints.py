@@ -43,8 +43,16 @@ IS_PLACE = "must have number and count, whole numbers of at least 0"
 class RunCheckpoints:
     """Writes, finds and prunes the checkpoints of one run. Checkpoints are written one at a time, in the background."""
 
-    def __init__(self, run_folder: str | Path, *, keep: int, groups: ParallelGroups) -> None:
-        self.folder, self.keep, self.groups = Path(run_folder) / FOLDER, keep, groups
+    def __init__(
+        self,
+        run_folder: str | Path,
+        *,
+        keep: int,
+        groups: ParallelGroups,
+        is_needed: Callable[[int, int], bool] = lambda step, next_step: False,
+    ) -> None:
+        """is_needed: called with the steps of two consecutive checkpoints; True keeps the first, however old it is."""
+        self.folder, self.keep, self.groups, self.is_needed = Path(run_folder) / FOLDER, keep, groups, is_needed
         self.engines: dict[str, MegatronEngine] = {}
         self.aside: Path | None = None
         self.step = 0
@@ -104,8 +112,10 @@ class RunCheckpoints:
             manifest.write(aside)  # last file: a folder that has it is complete
             replace_folder(aside, self.folder / f"step-{self.step}")
             # Only now, so that there are never fewer good checkpoints than before.
-            for old in sorted(self._steps())[: -self.keep]:
-                shutil.rmtree(self.folder / f"step-{old}")
+            steps = sorted(self._steps())
+            for old, following in list(itertools.pairwise(steps))[: len(steps) - self.keep]:
+                if not self.is_needed(old, following):
+                    shutil.rmtree(self.folder / f"step-{old}")
 
         self._on_main(publish, self.step)
         self.newest = self.step
@@ -134,8 +144,8 @@ class RunCheckpoints:
 
     @property
     def oldest(self) -> int:
-        """Step of the oldest checkpoint that could be resumed, on the main rank. 0 if there is none."""
-        return min(self._steps(), default=0)
+        """Step of the oldest of the newest `keep` checkpoints, on the main rank. 0 if there is none."""
+        return min(sorted(self._steps())[-self.keep :], default=0)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class WarmStart:
         """
         if self.options.updates == 0:
             return False
-        if self._is_kept():
+        if self.is_kept():
             self.engine.load(self.folder)
             self._say(f"warm start: loaded {self.folder}, which an earlier run made with the same settings")
             return True
@@ -95,7 +95,7 @@ class WarmStart:
 
     def load(self, engine: MegatronEngine) -> None:
         """Load the weights of the run's warm start. Raises ValueError if they no longer exist."""
-        if self.options.folder and not self._is_kept():
+        if self.options.folder and not self.is_kept():
             raise ValueError(
                 f"warm_start.folder = {str(self.folder)!r}: no longer holds the warm start of this run, which the "
                 f"resumed run's reference is; bring it back, or start a new run."
@@ -131,7 +131,8 @@ class WarmStart:
         settings |= {"reward": config.rollout.reward, "recipe": config.rollout.recipe}
         return json.dumps(settings | {"seed": config.run.seed}, indent=2, sort_keys=True)
 
-    def _is_kept(self) -> bool:
+    def is_kept(self) -> bool:
+        """Return True if warm_start.folder has the weights of a warm start with these settings. Collective."""
         kept = [False]
         if self.groups.is_main and self.options.folder:
             path = self.folder / SETTINGS

@@ -121,6 +121,8 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
+        self.watch: Callable[[int, str, Tensor], object] = lambda layer, place, states: None
+        """Called with each layer's number and intermediate results, in the order in which they are computed."""
         self.changes = 0
         """Number of times that a weight was changed, or that its memory was given away to be written."""
         self._checksums: dict[str, str] = {}
@@ -375,12 +377,14 @@ class Decoder:
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taken: Tensor, rows: Tensor) -> Tensor:
         """Run all layers; return hidden states. taken: the cache's routes, which are set at [rows, positions]."""
-        c = self.config
+        c, see = self.config, self.watch
         hidden = self.embedding[tokens]
+        see(0, "embedding", hidden)
         cos, sin = self.cos[positions], self.sin[positions]
         rotated = c.num_heads + c.num_kv_heads
         for i, layer in enumerate(self.layers):
             x = F.rms_norm(hidden, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
+            see(i, "first norm", x)
             qkv = _linear(x, layer.qkv, layer.qkv_bias).view(len(tokens), -1, c.head_dim)
             qk, v = qkv[:, :rotated], qkv[:, rotated:]
             if layer.qk_norm is not None:
@@ -389,14 +393,18 @@ class Decoder:
             first, second = qk.chunk(2, -1)
             qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
             out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
-            hidden = hidden + _linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
+            out = _linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
+            see(i, "attention", out)
+            hidden = hidden + out
             x = F.rms_norm(hidden, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
+            see(i, "second norm", x)
             if layer.router is not None:
                 out, taken[rows, positions, i] = _mixture(x, layer, c.experts)
-                hidden = hidden + out
-                continue
-            gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            hidden = hidden + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            else:
+                gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+                out = _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            see(i, "feed-forward", out)
+            hidden = hidden + out
         return F.rms_norm(hidden, (c.hidden_size,), self.norm, c.rms_norm_eps)
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from megatron_rl.telemetry.run_log import TEXT, RunRecord, clock, is_number, read_run
 from megatron_rl.tools.report.charts import LONG_CURVE, Series, line_chart, short, smooth
+from megatron_rl.tools.report.parting import parting
 from megatron_rl.tools.report.report import TITLES, figure, html_page, render_legend
 from megatron_rl.tools.report.summary import AIMS, change_of, column, evaluation_curves, has_values, numbers
 
@@ -42,6 +43,19 @@ def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Pat
     target = target or Path(os.path.commonpath([folder.resolve().parent for folder in folders])) / "compare.html"
     target.write_text(render(names, runs, reached, different), **TEXT)
     return table, target
+
+
+def partings(folders: list[Path], *, bound: float = 0.0) -> dict[str, str]:
+    """Say where each run parts from the first one, by name. Runs that agree in all common steps are left out.
+
+    bound: largest relative difference of a metric that counts as equal.
+    """
+    names, runs = distinct_names(folders), [read_run(folder) for folder in folders]
+    found = {}
+    for name, run, folder in zip(names[1:], runs[1:], folders[1:], strict=True):
+        if (place := parting((runs[0], run), (folders[0], folder), bound=bound)) is not None:
+            found[name] = f"{names[0]} and {name} {place}"
+    return found
 
 
 def distinct_names(folders: list[Path]) -> list[str]:

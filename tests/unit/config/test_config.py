@@ -187,7 +187,7 @@ OUR_KEYS = {
         "threads_per_rank",
         "offload",
     ],
-    "telemetry": ["loggers", "project", "prometheus", "samples_logged", "trace_steps"],
+    "telemetry": ["loggers", "project", "prometheus", "samples_logged", "trace_steps", "record_steps"],
 }
 """A new option is a decision: add it here too, and say in the change which two runs need different values."""
 
@@ -542,6 +542,9 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("run.evaluate_every_steps=-1", "run.evaluate_every_steps = -1: must be at least 0"),
         ("run.save_every_steps=-1", "run.save_every_steps = -1: must be at least 0"),
         ("run.threads_per_rank=-1", "run.threads_per_rank = -1: must be at least 0"),
+        ("telemetry.record_steps=[often]", "telemetry.record_steps = .'often'.: each must be a step's number from 0"),
+        ("telemetry.record_steps=every 0", "telemetry.record_steps = .'every 0'.: each must be a step's number"),
+        ("telemetry.record_steps=on_alarm", "telemetry.record_steps = .*: on_alarm keeps the steps since a checkpoint"),
     ],
 )
 def test_wrong_option_is_refused_with_the_way_out(load, override, message):
@@ -916,6 +919,12 @@ def test_every_option_is_described_with_its_default_its_rule_and_the_text_below_
     assert (steps.type, steps.default, steps.rule) == ("int", "2", "must be at least 1")
     assert steps.doc == "Number of newest checkpoints to keep." and tracing.default == "[]"
     assert described["model", "path"].default == "required" and described["critic", "optimizer"].default == ""
+
+
+def test_steps_to_record_are_numbers_and_periods(load):
+    telemetry = load("telemetry.record_steps=[3, every 10]").telemetry
+    assert [step for step in range(25) if telemetry.records(step, step + 1)] == [0, 3, 10, 20]
+    assert telemetry.records(4, 11) and not telemetry.records(4, 10) and telemetry.records(21, float("inf"))
 
 
 def test_servers_of_a_large_model_had_five_minutes_to_read_it(tmp_path):

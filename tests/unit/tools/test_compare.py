@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from megatron_rl import cli
-from megatron_rl.telemetry.run_log import RunLog, read_run
-from megatron_rl.tools.report.compare import compare, distinct_names, what_they_reached
+from megatron_rl.telemetry.run_log import RunLog, Sample, read_run
+from megatron_rl.tools.report.compare import compare, distinct_names, partings, what_they_reached
 from tests.kit.waiting import LATE_S
 
 
@@ -38,6 +38,35 @@ def test_table_shows_what_runs_reached_and_where_their_configs_differ(tmp_path, 
     assert [float(cell) for cell in cells["optimizer.lr"]] == [1e-6, 1e-5]
     assert "optimizer.eps" not in cells and "run.folder" not in cells
     assert str(tmp_path / "compare.html") in out.replace("\n", "")
+
+
+def write_replies(folder: Path, *replies: str, reward: float = 1.0) -> Path:
+    """A run with one sample a step."""
+    with RunLog(folder, len(replies), console=Console(file=io.StringIO())) as log:
+        for step, reply in enumerate(replies):
+            samples = [Sample(prompt="1+1=", reply=reply, reward=reward)]
+            log.log_step(step, {"reward/mean": reward, "time/step": 2.0 + len(str(folder))}, samples)
+    return folder
+
+
+def test_runs_that_part_are_named_with_step_and_replies_and_a_bound_makes_it_an_error(tmp_path, capsys):
+    one, other = write_replies(tmp_path / "one", "2", "is 2."), write_replies(tmp_path / "other", "2", "is 3.")
+    cli.main(["compare", str(one), str(other)])
+    out = capsys.readouterr().out
+    assert "one and other part at step 1\nsample 0: the replies part at character 3\n" in out
+    assert "  prompt: '1+1='\n  'is 2.'\n  'is 3.'\n" in out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", str(one), str(other), "--bound", "0.5"])
+    assert ended.value.code == 1 and capsys.readouterr().out
+    cli.main(["compare", str(one), str(write_replies(tmp_path / "same", "2", "is 2.")), "--bound", "0"])
+    assert " part at step" not in capsys.readouterr().out
+
+
+def test_the_bound_is_for_numbers_that_do_not_depend_on_time(tmp_path):
+    runs = [write_replies(tmp_path / str(reward), "2", reward=reward) for reward in (1.0, 1.25)]
+    (text,) = partings(runs).values()
+    assert "part at step 0: reward/mean 1.0 and 1.25" in text and "the same reply has reward 1.0 and 1.25" in text
+    assert partings(runs, bound=0.5) == {}
 
 
 def test_runs_of_every_aim_are_compared_by_what_they_work_towards(tmp_path):

@@ -1,0 +1,325 @@
+"""Takes recorded steps of a run again, from the checkpoint before them, on one process or more.
+
+The loop is `train.rl_steps` itself. Only what surrounds it is replaced: batches come from the records, and in place of
+metrics, the step's results are recorded again and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import yaml
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from megatron_rl import platform
+from megatron_rl.batch import exchange
+from megatron_rl.batch.step_batch import StepBatch
+from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.config.model_section import PIPELINE_CUTS
+from megatron_rl.data.tokens import load_tokenizer, training_prompts
+from megatron_rl.replay.differences import Compared, compare, compare_logprobs, first_of
+from megatron_rl.run.device_sharing import DeviceSharing
+from megatron_rl.run.rl_run import RLRun
+from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
+from megatron_rl.run.run_checkpoints import read_state
+from megatron_rl.run.step_records import FOLDER as RECORDS
+from megatron_rl.run.step_records import (
+    LOGPROBS,
+    StepRecord,
+    StepRecorder,
+    arithmetic,
+    machine,
+    read_record,
+    recorded_steps,
+)
+from megatron_rl.run.warm_start import WarmStart
+from megatron_rl.train import rl_steps
+from megatron_rl.types import StepStats, TrajectoryBatch
+
+TOLERANCES = {"float32": 1e-6, "bfloat16": 2e-2}
+"""Relative differences, by model.dtype, that other layouts, devices or packages may make."""
+AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+LAYOUTS = ("parallel", "critic.parallel", "reward_model.parallel")
+
+
+def path_to(run: Path, step: int, checkpoint: Path | None = None) -> tuple[int, Path | None]:
+    """Return the step from which a replay of `step` begins, and its checkpoint; (0, None) for the run's start.
+
+    checkpoint: a checkpoint of the run that lies elsewhere. Raises ValueError if records or checkpoint of the way there
+    are missing.
+    """
+    recorded = recorded_steps(run)
+    if step not in recorded:
+        shown = ", ".join(map(str, recorded[-20:])) or "none"
+        raise ValueError(
+            f"--step {step}: {run} has no record of it, but of {shown}; record steps with telemetry.record_steps."
+        )
+    found = [checkpoint] if checkpoint is not None else list((run / CHECKPOINTS).glob("step-*"))
+    starts = {int(match[1]): path for path in found if (match := re.fullmatch(r"step-(\d+)", path.name))}
+    start = max((number for number in starts if number <= step), default=0)
+    if missing := sorted(set(range(start, step)) - set(recorded)):
+        raise ValueError(
+            f"--step {step}: the last state before it is that of step {start}, and steps {missing[0]} to {missing[-1]} "
+            f"have no record; keep the checkpoint before the step, with run.keep_checkpoints, or name it by "
+            f"--checkpoint if it lies elsewhere."
+        )
+    return start, starts.get(start)
+
+
+def config_for(
+    record: StepRecord, overrides: list[str], *, steps: list[int], folder: Path, as_recorded: bool
+) -> TrainConfig:
+    """Return the recorded config for a replay into `folder`, on one rank unless `as_recorded` or overrides say more."""
+    given = OmegaConf.create(yaml.safe_load(record.facts["config"]))
+    own: dict[str, Any] = {
+        "run.folder": str(folder),
+        "run.offload": False,
+        "run.checkpoint_every_steps": 1,  # for on_alarm, which records every step; none is written
+        "rollout.colocated": False,
+        "telemetry.record_steps": ["on_alarm", *map(str, steps)],
+        "telemetry.trace_steps": [],
+    }
+    if not as_recorded:
+        own |= {f"{layout}.{axis}": 1 for layout in LAYOUTS for axis in AXES}
+        own |= {f"{layout}.sequence": None for layout in LAYOUTS}
+        own |= {f"megatron.{name}": None for name in PIPELINE_CUTS if name in given.megatron}
+    if not platform.has_cuda():
+        own |= {"model.transformer_impl": "auto", "model.flash_attention": "torch", "model.shared_keys": "copied"}
+    if record.facts["arithmetic"]["machine"] == machine():
+        own["run.threads_per_rank"] = record.facts["arithmetic"]["threads"]
+    for key, value in own.items():
+        OmegaConf.update(given, key, value, merge=False, force_add=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"config-{os.environ.get('RANK', '0')}.yaml"
+    path.write_text(OmegaConf.to_yaml(given), encoding="utf-8")
+    return load_config(path, overrides)
+
+
+class _NoServers:
+    """Stands in for the run's rollouts: nothing is published in a replay."""
+
+    def publish(self) -> None:
+        pass
+
+
+class ReplayedRun(RLRun):
+    """The models of a recorded run, which take its steps again. Collective: every rank calls every method.
+
+    For example:
+
+        steps = {"first": 10, "last": 12, "checkpoint": Path("runs/demo/checkpoints/step-10")}
+        with ReplayedRun(config, Path("runs/demo"), **steps, tolerance=None, say=print) as run:
+            for _ in rl_steps(run):
+                pass
+        run.difference  # of the first step that differs
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: Path,
+        *,
+        first: int,
+        last: int,
+        checkpoint: Path | None,
+        tolerance: float | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """first, last: steps to take. tolerance: None derives it from what the record says about its arithmetic."""
+        super().__init__(config)
+        self.recorded_run, self.first_step, self.last, self.start = run, first, last, checkpoint
+        self.tolerance, self._say_line = tolerance, say
+        self.difference: Compared | None = None
+        """The first difference of the last step that was taken, on the main rank."""
+        self.is_different = False
+
+    def say(self, text: str) -> None:
+        if self.groups.is_main:
+            self._say_line(text)
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as at_end:
+            self.at_end = at_end
+            self._start()
+            self.at_end = at_end.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.at_end.__exit__(kind, error, trace)
+
+    def _start(self) -> None:
+        config = self.config
+        self._join()
+        self.tokenizer = load_tokenizer(config.model.path, config.data.template_args)
+        needs_prompts = config.teacher.is_there or (self.start is None and config.warm_start.updates > 0)
+        prompts = training_prompts(config, self.tokenizer) if needs_prompts else []
+        self.devices = DeviceSharing(config, self.groups, self.timers, None, None)
+        self._build_models(prompts, self.tokenizer)
+        self.records = StepRecorder(config, self.groups, self.trained, self.timers, say=self.say)
+        self.warm_start = WarmStart(
+            config,
+            self.groups,
+            self.engine,
+            prompts,
+            self.tokenizer,
+            measure=None,
+            say=self.say,
+            check=lambda stats: self.check_updates("policy", [stats]),
+        )
+        self.rollouts = _NoServers()  # type: ignore[assignment]
+
+    # -- what surrounds the loop --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Load the state before the first step."""
+        if self.start is None:
+            options = self.config.warm_start
+            if options.updates > 0 and not self.warm_start.is_kept():
+                raise ValueError(
+                    f"warm_start.folder = {options.folder!r}: the run began with a warm start that is not there, and "
+                    f"no checkpoint leads to the step; set warm_start.folder, or record a step after a checkpoint."
+                )
+            self._begin_from_warm_start()
+            return
+        state = read_state(self.start)
+        for name, engine in self.trained.items():
+            engine.load(self.start / name, with_optimizer=True)
+        self._continue_algorithm(state)
+
+    def next_batch(self, step: int) -> StepBatch:
+        self.record = read_record(self.recorded_run / RECORDS / f"step-{step}")
+        self.trained_version = self.engine.get_version()
+        batch = self.record.batch(self.groups)
+        self.records.begin(step, batch)
+        return batch
+
+    def save(self, *, step: int) -> None:
+        pass
+
+    def evaluate(self, *, step: int) -> None:
+        pass
+
+    def log(
+        self,
+        step: int,
+        batch: StepBatch,
+        shares: list[TrajectoryBatch],
+        stats: list[StepStats],
+        critic_stats: list[StepStats],
+    ) -> None:
+        """Record the step again and compare the two records."""
+        self.records.end(batch, shares, {"policy": stats, "critic": critic_stats})
+        if self.groups.is_main:
+            self._compare(step)
+        self.is_different = self.groups.any(self.difference is not None)
+
+    def _compare(self, step: int) -> None:
+        if self.record.computed is None:
+            self.say(f"step {step}: taken; the run ended within it, so that there is nothing to compare")
+            return
+        replayed = read_record(self.records.folder / f"step-{step}")
+        tolerance = self.tolerance_for(self.record)
+        found = list(compare(self.record, replayed, tolerance=tolerance))
+        self.difference = first_of(found)
+        if self.difference is None:
+            how = "to the bit" if tolerance == 0 else f"within {tolerance:g}"
+            self.say(f"step {step}: the same {how}")
+        else:
+            self.say(f"step {step}: DIFFERS. {self.difference}")
+        if step == self.last or self.difference is not None:
+            for compared in found:
+                self.say(f"  {'*' if compared is self.difference else ' '} {compared}")
+
+    def compare_groups(self, groups: list[int]) -> Compared | None:
+        """Compute the log-probs of some groups in the step's first update, and compare them with the record's.
+
+        Returns the difference, if there is one, on all ranks. Needs no memory for the rest of the step.
+        """
+        record = self.record = read_record(self.recorded_run / RECORDS / f"step-{self.last}")
+        trained, update = record.trained_batch(), record.update
+        if update is None or record.trained is None or LOGPROBS not in record.trained:
+            raise ValueError(f"--step {self.last}: the run ended within it, so its record has no log-probs to compare.")
+        is_chosen = torch.isin(trained["group"], torch.tensor(groups))
+        if missing := sorted(set(groups) - set(trained["group"].tolist())):
+            raise ValueError(
+                f"--groups: the step has no group {missing[0]}; it has 0 to {int(trained['group'].max())}."
+            )
+        is_first = is_chosen & (update == 0)
+        chosen = is_first.nonzero()[:, 0].tolist()
+        computed = exchange.by_token(trained.select(chosen), self.groups, self._first_logprobs)
+        rows, column = trained.spread(is_first), record.trained[LOGPROBS].clone()
+        column[rows] = computed.where(trained["loss_mask"][rows], 0.0)
+        tolerance = TOLERANCES[self.config.model.dtype] if self.tolerance is None else self.tolerance
+        found = compare_logprobs(record, column, count=int(rows.sum()), tolerance=tolerance)
+        self.say(
+            f"step {self.last}, in part: log-probs of {len(chosen)} of {len(trained)} trajectories. Left out are other "
+            f"groups, {int(is_chosen.sum()) - len(chosen)} trajectories of these that a later update trains, and "
+            f"advantages, losses, gradients and weights, which depend on the whole step."
+        )
+        self.say(f"  {found}")
+        return found if found.differing else None
+
+    def _first_logprobs(self, share: TrajectoryBatch) -> Tensor:
+        return self.engine.forward(share, temperature=self.config.generation.temperature)
+
+    def tolerance_for(self, record: StepRecord) -> float:
+        """Return 0 if this replay must have the record's bits, otherwise the tolerance of its dtype."""
+        if self.tolerance is not None:
+            return self.tolerance
+        is_same = record.facts["arithmetic"] == arithmetic(self.groups) and not platform.has_cuda()
+        return 0.0 if is_same else TOLERANCES[self.config.model.dtype]
+
+    def checkpoint(self, *, step: int) -> bool:
+        return self.is_different or step > self.last
+
+    def finish(self) -> None:
+        pass
+
+
+def replay(
+    run: Path,
+    step: int,
+    *,
+    folder: Path,
+    overrides: list[str],
+    as_recorded: bool = False,
+    tolerance: float | None = None,
+    checkpoint: Path | None = None,
+    groups: list[int] | None = None,
+    say: Callable[[str], None] = print,
+) -> Compared | None:
+    """Take a recorded step again, and every step between it and the checkpoint before it. Return the first difference.
+
+    Collective: every rank calls it, and the main rank gets the result. folder: gets the records of this replay.
+    groups: if given, only the log-probs of these groups are computed, and no update.
+    """
+    first, checkpoint = path_to(run, step, checkpoint)
+    if groups is not None and first != step:
+        raise ValueError(
+            f"--groups {','.join(map(str, groups))}: computes nothing but log-probs, and the state before step {step} "
+            f"is that after {first} steps, which the steps between would have to change; take step {first}."
+        )
+    way = [read_record(run / RECORDS / f"step-{number}") for number in range(first, step + 1)]
+    with_tensors = [it.facts["step"] for it in way if it.computed is not None and it.computed["tensors"]]
+    config = config_for(way[-1], overrides, steps=with_tensors, folder=folder, as_recorded=as_recorded)
+    config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+    place = {"first": first, "last": step, "checkpoint": checkpoint}
+    with ReplayedRun(config, run, **place, tolerance=tolerance, say=say) as replayed:
+        start = "the run's start" if checkpoint is None else f"the checkpoint of step {first}"
+        replayed.say(f"from {start}, {replayed.groups.world_size} ranks; records of this replay are in {folder}")
+        if groups is not None:
+            replayed.begin()
+            return replayed.compare_groups(groups)
+        for _ in rl_steps(replayed):
+            pass
+        return replayed.difference

@@ -1,0 +1,130 @@
+"""`megatron-rl replay RUN --step N`: parses the command, starts its ranks, and exits with 1 if the step differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+from megatron_rl.launch.local import Places, run
+from megatron_rl.launch.start_up import importing
+from megatron_rl.life.last_words import one_line
+from megatron_rl.life.process_exit import exit_with
+
+RESULT = "replay.json"
+AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+RECORDED = "recorded"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "megatron-rl replay",
+        description="Take a recorded step of a run again and name the first value that differs from the record.",
+        epilog="Further arguments are key=value settings, such as model.path=... where the model lies elsewhere.",
+    )
+    parser.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo, or a file that --export has written")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
+    parser.add_argument("--step", type=int, required=True, help="step to replay, counted from 0")
+    parser.add_argument(
+        "--layout", default="", help="e.g. tensor=2,pipeline=2, or `recorded` for the run's own; default: one process"
+    )
+    parser.add_argument("--ranks", type=int, help="processes; default: as few as hold the layout, or as recorded")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest relative difference that counts as equal; default: 0 in the recorded layout on the same kind of "
+        "machine, otherwise 1e-6 with float32 and 2e-2 with bfloat16",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="checkpoint from which to begin, if it lies elsewhere: .../step-N"
+    )
+    parser.add_argument(
+        "--groups",
+        type=lambda text: [int(part) for part in text.split(",")],
+        help="compute only the log-probs of these groups, e.g. 3,17, if the step is larger than this machine",
+    )
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE", help="write what a replay needs into a file, replay.tar.zst or .tar.gz"
+    )
+    parser.add_argument(
+        "--with-weights", action="store_true", help="--export with the checkpoint or the model's weights"
+    )
+    parser.add_argument("--folder", type=Path, help="folder for the replay's own records; default: RUN/replay")
+    parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
+    args = parser.parse_intermixed_args(argv)
+    folder = args.folder or (
+        args.run.with_name(f"{args.run.name}.replay") if args.run.is_file() else args.run / "replay"
+    )
+    with one_line("megatron-rl replay"):
+        layout, is_rank = layout_of(args.layout), "WORLD_SIZE" in os.environ
+        settings, run_folder = (
+            [*args.overrides, *(f"parallel.{axis}={size}" for axis, size in layout.items())],
+            args.run,
+        )
+        if args.run.is_file():
+            run_folder = folder / "unpacked"
+        with importing():
+            from megatron_rl import platform
+
+            platform.prepare(may_use_transformer_engine=platform.has_cuda())
+            from megatron_rl.replay import replay_file
+            from megatron_rl.replay.replay import replay
+        if args.run.is_file():
+            if not is_rank:
+                replay_file.unpack(args.run, run_folder)
+            settings += replay_file.model_of(run_folder, settings)
+        if args.export:
+            options = {"with_weights": args.with_weights, "checkpoint": args.checkpoint}
+            print(replay_file.write_replay_file(run_folder, args.step, args.export, **options))
+            return
+        ranks = args.ranks or ranks_of(run_folder, args.step, args.layout, layout)
+        if ranks > 1 and not is_rank:
+            words = sys.argv[1:] if argv is None else argv
+            sys.exit(run(Places(ranks=ranks), ["megatron_rl.replay", *words]) or differs(folder))
+        if args.exit_with:
+            exit_with(args.exit_with)
+        found = replay(
+            run_folder,
+            args.step,
+            folder=folder,
+            overrides=settings,
+            as_recorded=args.layout == RECORDED,
+            tolerance=args.tolerance,
+            checkpoint=args.checkpoint,
+            groups=args.groups,
+            say=lambda text: print(text, flush=True),
+        )
+        if os.environ.get("RANK", "0") == "0":
+            (folder / RESULT).write_text(json.dumps({"differs": None if found is None else str(found)}))
+        if "WORLD_SIZE" not in os.environ:
+            sys.exit(differs(folder))
+
+
+def differs(folder: Path) -> int:
+    """Return the exit code of a replay: 1 if it has found a difference."""
+    return int(json.loads((folder / RESULT).read_text())["differs"] is not None)
+
+
+def layout_of(text: str) -> dict[str, int]:
+    """Parse --layout. Raises ValueError for an unknown axis or size."""
+    if text in ("", RECORDED):
+        return {}
+    sizes = dict(part.partition("=")[::2] for part in text.split(","))
+    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if axis not in AXES or not size.isdecimal()]:
+        raise ValueError(
+            f"--layout {text!r}: {wrong[0]} must be one of {', '.join(AXES)}, = and its size, or recorded."
+        )
+    return {axis: int(size) for axis, size in sizes.items()}
+
+
+def ranks_of(run_folder: Path, step: int, text: str, layout: dict[str, int]) -> int:
+    """Return the number of ranks: as recorded, or as few as hold the layout."""
+    if text == RECORDED:
+        facts = json.loads((run_folder / "records" / f"step-{step}" / "record.json").read_text())
+        sizes = facts["arithmetic"]["layout"]
+        return math.prod(sizes[axis] for axis in ("tensor", "pipeline", "context", "data"))
+    dense = math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+    return math.lcm(dense, math.prod(layout.get(axis, 1) for axis in ("expert", "expert_tensor", "pipeline")))

@@ -1,0 +1,319 @@
+"""Records of steps for `megatron-rl replay`: what a step consumed, and what it computed from that.
+
+`run.folder/records/step-N` is written by each replica's first rank: the tokens of the trajectories that it trains, and
+later the columns that it computed for them. The main rank adds the numbers of all trajectories, the plan that divides
+them, the run's options, and the losses, gradients and weights of the step. A step that fails leaves what it consumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import platform as host
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rl import platform
+from megatron_rl.batch import share_plan
+from megatron_rl.batch.step_batch import SharePlan, StepBatch
+from megatron_rl.config import TrainConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.parallel import ParallelGroups
+from megatron_rl.telemetry.provenance import provenance
+from megatron_rl.telemetry.timers import PhaseTimers
+from megatron_rl.types import StepStats, TrajectoryBatch
+from megatron_rl.weights.update_group import checksum
+
+FOLDER = "records"
+FACTS, COMPUTED, CONSUMED_NUMBERS, COMPUTED_NUMBERS = "record.json", "computed.json", "consumed", "computed"
+"""Names of files in a record's folder. The last two are safetensors; those of a replica's tokens end in its number."""
+ON_ALARM = "on_alarm"
+FORMAT = 1
+LOGPROBS = "update_logprobs"
+"""Computed column: log p of each trained token in the forward pass of its own update."""
+PLAN = ("lengths", "update", "owner", "group")
+PACKAGES = ("torch", "megatron-core", "transformers", "tensordict", "numpy", "safetensors")
+
+
+class StepRecorder:
+    """Records the steps that telemetry.record_steps asks for. Collective: every rank calls every method.
+
+    recorder = StepRecorder(config, groups, {"policy": engine}, timers, say=print)
+    recorder.begin(3, batch)  # before anything is computed from the batch
+    ...
+    recorder.end(batch, updates, {"policy": stats})
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        groups: ParallelGroups,
+        engines: dict[str, MegatronEngine],
+        timers: PhaseTimers,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.groups, self.engines, self.timers, self._say = config, groups, engines, timers, say
+        self.folder = Path(config.run.folder) / FOLDER
+        self._step: Path | None = None
+        """Folder of the step in progress; None if it is not recorded."""
+        self._consumed: frozenset[str] = frozenset()
+        """Token columns that the step consumed."""
+        self._watches: dict[str, _TensorWatch] = {}
+
+    def is_kept(self, step: int) -> bool:
+        """Return True if the step is recorded: for itself, for a later step before the next checkpoint, or on alarm."""
+        telemetry, every = self.config.telemetry, self.config.run.checkpoint_every_steps
+        next_checkpoint = (step // every + 1) * every if every else float("inf")
+        return ON_ALARM in telemetry.record_steps or telemetry.records(step, next_checkpoint)
+
+    def begin(self, step: int, batch: StepBatch, *, oldest_checkpoint: Callable[[], int] = lambda: 0) -> None:
+        """Write what the step consumes, if the step is recorded.
+
+        oldest_checkpoint: called on the main rank. With on_alarm, records of steps before the step that it returns are
+        removed, unless another entry asks for them.
+        """
+        self._step = None
+        if not (self.config.telemetry.record_steps and self.is_kept(step)):
+            return
+        with self.timers("record"):
+            self._step = self.folder / f"step-{step}"
+            self._consumed = frozenset(batch.tokens)
+            if self._failed(self.groups.on_main(lambda: self._make_room(oldest_checkpoint()))):
+                return
+            own = batch.own().columns()
+            tokens = {name: column for name, column in own.items() if not name.startswith("sequences.")}
+            if self._failed(self._write(CONSUMED_NUMBERS, batch, tokens, {FACTS: self._facts(step)})):
+                return
+            if self.config.telemetry.records(step, step + 1):
+                self._watches = {name: _TensorWatch(engine) for name, engine in self.engines.items()}
+
+    def end(self, batch: StepBatch, shares: list[TrajectoryBatch], stats: dict[str, list[StepStats]]) -> None:
+        """Write what the step computed, if the step is recorded.
+
+        batch: the trajectories that were trained. shares: this rank's updates. stats: by model, of each update.
+        """
+        if self._step is None:
+            return
+        with self.timers("record"):
+            own = batch.own()
+            columns = {name: column for name, column in own.tokens.items() if name not in self._consumed}
+            logprobs = [update.logprobs for update in stats["policy"]]
+            if logprobs and all(column is not None for column in logprobs):
+                columns[LOGPROBS] = _of_updates(batch, own, logprobs)
+            computed: dict[str, Any] = {
+                "updates": {model: [_numbers(update) for update in updates] for model, updates in stats.items()},
+                "tensors": {model: watch.result() for model, watch in self._watches.items()},
+            }
+            self._watches = {}
+            tokens = {f"tokens.{name}": column for name, column in columns.items()} | {"cu_seqlens": own.cu_seqlens}
+            self._failed(self._write(COMPUTED_NUMBERS, batch, tokens, {COMPUTED: computed}))
+            self._step = None
+
+    def _make_room(self, oldest_checkpoint: int) -> None:
+        assert self._step is not None
+        shutil.rmtree(self._step, ignore_errors=True)  # of a run that was killed and has resumed before this step
+        self._step.mkdir(parents=True)
+        for path in self.folder.glob("step-*") if ON_ALARM in self.config.telemetry.record_steps else ():
+            other = int(path.name.removeprefix("step-"))
+            every = self.config.run.checkpoint_every_steps
+            if other < oldest_checkpoint and not self.config.telemetry.records(other, (other // every + 1) * every):
+                shutil.rmtree(path)
+
+    def _write(self, kind: str, batch: StepBatch, tokens: dict[str, Tensor], facts: dict[str, Any]) -> str:
+        """Write this rank's files, and `facts` after all ranks have written. Returns a fault on all ranks, or ''."""
+        assert self._step is not None
+        folder, fault = self._step, ""
+        try:
+            if self.groups.is_rollout_rank:
+                _save(tokens, folder / f"{kind}-{self.groups.data.rank}.safetensors")
+            if self.groups.is_main:
+                plan = {f"plan.{name}": getattr(batch.plan, name) for name in PLAN}
+                plan |= {"plan.updates": torch.tensor([batch.plan.updates])}
+                plan |= {} if batch.plan.begin is None else {"plan.begin": batch.plan.begin}
+                numbers = {f"sequences.{name}": column for name, column in batch.sequences.items()}
+                _save(plan | numbers, folder / f"{kind}.safetensors")
+        except (OSError, SafetensorError) as error:
+            fault = str(error)
+        if self.groups.any(bool(fault)):
+            return fault or "another rank failed"
+
+        def write_facts() -> None:
+            for name, content in facts.items():
+                (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+        return self.groups.on_main(write_facts)
+
+    def _failed(self, fault: str) -> bool:
+        """Warn of a fault and stop recording this step: training is worth more than a record."""
+        if fault:
+            self._say(f"WARNING: the record {self._step} cannot be written: {fault}. Training goes on.")
+            self._step = None
+        return bool(fault)
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        own = {"format": FORMAT, "step": step, "version": self.engines["policy"].get_version()}
+        return own | {"replicas": self.groups.data.size} | self._facts_of_run
+
+    @functools.cached_property
+    def _facts_of_run(self) -> dict[str, Any]:
+        """What is equal in all records, because it takes a tenth of a second to find out."""
+        config = self.config.to_yaml()
+        return {"config": config, "made_by": provenance(), "arithmetic": arithmetic(self.groups)}
+
+
+def arithmetic(groups: ParallelGroups) -> dict[str, Any]:
+    """Return everything but the code that may change the last bits of a result."""
+    axes = ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")
+    layout = {axis: getattr(groups, axis).size for axis in axes}
+    return {"layout": layout, "threads": torch.get_num_threads(), "machine": machine()}
+
+
+def machine() -> dict[str, str]:
+    """Return this host's device and its versions of packages that compute."""
+    device = torch.cuda.get_device_name() if platform.has_cuda() else torch.backends.cpu.get_cpu_capability()
+    return {"device": f"{host.machine()} {device}"} | {name: metadata.version(name) for name in PACKAGES}
+
+
+class _TensorWatch:
+    """Gradients and changed weights of one model in each update, by HF tensor. Only rank 0 has the results.
+
+    Holds a copy of this rank's weights in host memory until `result`. Collective: every rank calls every method.
+    """
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        self.engine = engine
+        self.before = {name: checksum(tensor) for name, tensor in engine.trained_tensors()}
+        self.weights = {id(it): it.detach().to("cpu", copy=True) for it in engine.parameters() if it.requires_grad}
+        self.gradients: list[dict[str, tuple[float, str]]] = []
+        self.after: list[dict[str, tuple[float, str]]] = []
+        """For each update: by tensor, the norm of the change since the step began, and the weights' checksum."""
+        engine.on_gradients = self._note_gradients
+
+    def _note_gradients(self) -> None:
+        if self.gradients:
+            self._note_weights()  # those of the update before
+        self.gradients.append({name: (_norm(it), checksum(it)) for name, it in self.engine.gradients()})
+
+    def _note_weights(self) -> None:
+        changes = {name: _norm(tensor) for name, tensor in self.engine.trained_tensors(self._change)}
+        self.after.append({name: (changes[name], checksum(it)) for name, it in self.engine.trained_tensors()})
+
+    def result(self) -> dict[str, Any]:
+        self.engine.on_gradients = None
+        if self.gradients:
+            self._note_weights()
+        return {"before": self.before, "gradients": self.gradients, "after": self.after}
+
+    def _change(self, parameter: Tensor) -> Tensor:
+        before = self.weights.get(id(parameter))
+        return torch.zeros_like(parameter) if before is None else parameter.detach() - before.to(parameter.device)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _of_updates(batch: StepBatch, own: TrajectoryBatch, logprobs: list[Any]) -> Tensor:
+    """Join the updates' log-probs `[n]` to a column of this replica's tokens `[N]`. Demonstrations are left out."""
+    column = torch.zeros(len(own["input_ids"]))
+    update = own.spread(batch.plan.update[batch.plan.owner == batch.plan.groups.data.rank])
+    for number, values in enumerate(logprobs):
+        rows = (update == number).nonzero()[:, 0]
+        column[rows] = values[: len(rows)].cpu()
+    return column
+
+
+def _numbers(stats: StepStats) -> dict[str, Any]:
+    kept = {"loss": stats.loss, "weight": stats.weight, "grad_norm": stats.grad_norm, "lr": stats.lr}
+    return kept | {"applied": stats.applied, "fault": stats.fault, "sums": stats.sums}
+
+
+def _save(columns: dict[str, Tensor], path: Path) -> None:
+    """Write tensors to a file, which appears under its name when it is complete."""
+    aside = path.with_name(f".{path.name}.partial")
+    save_file({name: column.contiguous().clone() for name, column in columns.items()}, aside)
+    os.replace(aside, path)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepRecord:
+    """A step's record as data. Trajectories are in the step's order, whatever layout recorded them."""
+
+    folder: Path
+    facts: dict[str, Any]
+    consumed: TrajectoryBatch
+    plan: dict[str, Tensor]
+    """SharePlan's columns for the consumed trajectories."""
+    computed: dict[str, Any] | None
+    """Losses, gradients and weights; None if the step did not come to its end."""
+    trained: TrajectoryBatch | None
+    """Computed columns of the trajectories that were trained, which exclude greedy replies."""
+    update: Tensor | None
+    """`[B]` update of each trained trajectory."""
+
+    def batch(self, groups: ParallelGroups) -> StepBatch:
+        """Return this rank's view of what the step consumed, in any layout. The updates are those of the record."""
+        lengths, update, group = (self.plan[name] for name in ("lengths", "update", "group"))
+        columns = {"lengths": lengths, "update": update, "group": group, "begin": self.plan.get("begin")}
+        owner = share_plan.plan_owners(update, lengths, groups.data.size, group=group, begin=columns["begin"])
+        plan = SharePlan(groups=groups, updates=int(self.plan["updates"]), owner=owner, **columns)
+        own = self.consumed.select((owner == groups.data.rank).nonzero()[:, 0].tolist())
+        tokens = dataclasses.replace(own, sequences={})
+        return StepBatch.of_tokens(tokens, dict(self.consumed.sequences), plan)
+
+    def trained_batch(self) -> TrajectoryBatch:
+        """Return the trajectories that were trained, as they were consumed: all but greedy replies."""
+        consumed = self.consumed
+        if "is_greedy" not in consumed:
+            return consumed
+        return consumed.select((consumed["is_greedy"] == 0).nonzero()[:, 0].tolist())
+
+
+def read_record(folder: Path) -> StepRecord:
+    """Read a record. Raises ValueError if the folder has none, or one that is incomplete or of another format."""
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        if facts.get("format") != FORMAT:
+            raise ValueError(f"its format is {facts.get('format')!r}, and this version reads {FORMAT}")
+        consumed, plan = _read_batch(folder, CONSUMED_NUMBERS, facts["replicas"])
+        computed = trained = update = None
+        if (folder / COMPUTED).is_file():
+            computed = json.loads((folder / COMPUTED).read_text(encoding="utf-8"))
+            trained, of_trained = _read_batch(folder, COMPUTED_NUMBERS, facts["replicas"])
+            update = of_trained["update"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ValueError(f"record {str(folder)!r}: cannot be read ({error}); give a step that was recorded.") from error
+    return StepRecord(
+        folder=folder, facts=facts, consumed=consumed, plan=plan, computed=computed, trained=trained, update=update
+    )
+
+
+def _read_batch(folder: Path, kind: str, replicas: int) -> tuple[TrajectoryBatch, dict[str, Tensor]]:
+    numbers = load_file(folder / f"{kind}.safetensors")
+    plan = {name.removeprefix("plan."): column for name, column in numbers.items() if name.startswith("plan.")}
+    sequences = {name.removeprefix("sequences."): it for name, it in numbers.items() if name.startswith("sequences.")}
+    parts = [TrajectoryBatch.from_columns(load_file(folder / f"{kind}-{rank}.safetensors")) for rank in range(replicas)]
+    whole = TrajectoryBatch.cat(parts)
+    if replicas > 1:  # now by replica, and within a replica in the step's order
+        whole = whole.select(plan["owner"].argsort(stable=True).argsort().tolist())
+    return dataclasses.replace(whole, sequences=sequences), plan
+
+
+def recorded_steps(run_folder: Path) -> list[int]:
+    """Return the steps with a record, in order."""
+    found: Iterator[Path] = (run_folder / FOLDER).glob("step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in found if (path / FACTS).is_file())

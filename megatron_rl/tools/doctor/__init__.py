@@ -1,0 +1,1 @@
+"""Finds the first place where trainer, transformers and rollout servers compute something else from the same tokens."""

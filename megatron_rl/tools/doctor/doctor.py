@@ -1,0 +1,204 @@
+"""`megatron-rl doctor`: the same tokens through the trainer, Hugging Face's own model and a rollout server.
+
+The checks go from what is cheap to what needs a server. A wrong weight, layer, operator or option is named where it
+first shows. Only one process computes; a run's layout is not needed, because results do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from megatron_rl import parallel
+from megatron_rl.config import GenerationConfig, ParallelConfig, TrainConfig, load_config
+from megatron_rl.data.tokens import load_tokenizer, training_prompts
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
+from megatron_rl.run.evaluate_command import where_it_is
+from megatron_rl.servers.supervisor import Supervisor
+from megatron_rl.tools.doctor import states, surroundings
+from megatron_rl.tools.doctor.diagnosis import Finding, diagnose, wrong_weights
+from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
+from megatron_rl.tools.embedded_server.transformer import Decoder
+from megatron_rl.types import FinetuneSpec
+from megatron_rl.weights.hf_files import HFFolder
+from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.workflows import RLVRWorkflow
+from megatron_rl.workflows.rendering import prompt_ids
+
+TOKENS, PROMPTS = 64, 64
+"""Tokens of the sequence whose states are compared, and prompts from which it is taken."""
+ASKED, REPLIES, REPLY_TOKENS = 4, 32, 16
+"""Prompts that a server is sent, replies that it samples for all of them, and their tokens."""
+TOLERANCE = 1e-4
+"""Largest difference of float32 states, relative to their root mean square over a token, that counts as equal."""
+SERVED = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference of a served token's log-probability, in nats, by the run's dtype."""
+CPU = torch.device("cpu")
+
+
+def doctor(path: Path, overrides: list[str], *, say: Callable[[str], None] = print) -> list[Finding]:
+    """Check a config, or the newest weights of a run's folder. Say each finding, and return all of them."""
+    config = load_config(*where_it_is(path, overrides))
+    tokenizer = load_tokenizer(config.model.path, config.data.template_args)
+    prompts = training_prompts(config, tokenizer)
+    found: list[Finding] = []
+    for title, check in (
+        ("machine", lambda: surroundings.check_machine(Path(config.run.folder))),
+        ("data", lambda: of_data(config, prompts, tokenizer)),
+        ("model", lambda: of_models(config, prompts, tokenizer)),
+    ):
+        before = len(found)
+        for finding in check():
+            found.append(finding)
+            say(f"FAULT: {finding}")
+        if len(found) == before:
+            say(f"ok: {title}")
+    if not config.starts_servers:
+        say(
+            "not checked: replies of servers that the run does not start, because the doctor would change their weights"
+        )
+    return found
+
+
+def of_data(
+    config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Finding]:
+    model = DecoderConfig.read(Path(config.model.path))
+    sizes = {"vocab": model.vocab_size, "context": model.max_positions}
+    yield from surroundings.check_prompts(prompts, tokenizer, **sizes, longest_reply=config.generation.max_new_tokens)
+    yield from surroundings.check_stop_tokens(tokenizer, config.generation, model.eos_token_ids)
+    yield from surroundings.check_rewards(config, prompts[0], tokenizer)
+
+
+def of_models(
+    config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Finding]:
+    """Compare trainer, transformers and server. Stops at the first implementation that differs."""
+    groups = parallel.start(ParallelConfig(), seed=config.run.seed)
+    try:
+        # In float32, in which no rounding hides what is wrong. The server has the run's dtype.
+        model = replace(config.model, dtype="float32", transformer_impl="local")
+        alone = replace(config.actor, model=model, parallel=ParallelConfig(), publication="group")
+        engine = MegatronEngine(alone, groups=groups)
+        engine.initialize(None, FinetuneSpec(total_updates=1))
+        folder = Path(config.model.path)
+        if config.model.init == "random":
+            folder = Path(config.run.folder) / "doctor_model"
+            engine.save(folder)
+        rows = [prompt_ids(tokenizer, row) for row in prompts[:PROMPTS]]
+        context = engine.arch.max_positions
+        yield from compare(engine, folder, sequence(rows, 0, min(TOKENS, context)))
+        # long enough that a server keeps their keys for the next prompt with the same beginning
+        asked = [sequence(rows, start, min(TOKENS, context - REPLY_TOKENS)) for start in range(ASKED)]
+        yield from of_server(config, engine, folder, asked)
+    finally:
+        parallel.stop()
+
+
+def sequence(rows: list[list[int]], start: int, most: int) -> list[int]:
+    """Return the tokens of some prompts, joined: as real as tokens can be before a server has sampled any."""
+    return [token for ids in [*rows[start:], *rows[:start]] for token in ids][:most]
+
+
+def compare(engine: MegatronEngine, folder: Path, ids: list[int]) -> Iterator[Finding]:
+    """Compare the trainer and the embedded server's model with transformers, which has the folder's weights."""
+    config = DecoderConfig.read(folder)
+    reference = load_reference(folder)
+    true = folder_weights(folder, engine)
+    expected = states.of_transformers(reference, ids)
+    held = {name: tensor.float().clone() for name, tensor in engine.hf_tensors()}
+    if finding := wrong_weights("trainer", held, true):
+        yield finding
+        return
+    if finding := diagnose("trainer", states.of_trainer(engine, ids), expected, true, config, ids, TOLERANCE):
+        yield finding
+    decoder = Decoder(config, dtype=torch.float32, device=CPU, context_length=max(len(ids), 64))
+    decoder.load(folder)
+    yield from compare_decoder(decoder, held, expected, ids, config=config)
+
+
+def compare_decoder(
+    decoder: Decoder,
+    held: dict[str, Tensor],
+    expected: states.States,
+    ids: list[int],
+    *,
+    config: DecoderConfig,
+) -> Iterator[Finding]:
+    """Compare an embedded server's model with the trainer's weights `held` and with the expected states.
+
+    config: of the model's folder.
+    """
+    if finding := wrong_weights("server", decoder.parameters, held):
+        yield finding
+    elif finding := diagnose("server", states.of_embedded(decoder, ids), expected, held, config, ids, TOLERANCE):
+        yield finding
+
+
+def load_reference(folder: Path) -> PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def folder_weights(folder: Path, engine: MegatronEngine) -> dict[str, Tensor]:
+    names = hf_shapes(engine.arch)
+    files = HFFolder(folder, names)
+    return {name: files.read(name, 0, 0, None).float() for name in names}
+
+
+def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts: list[list[int]]) -> Iterator[Finding]:
+    """Publish the trainer's weights to a server, as a run does, and compare its replies with transformers.
+
+    The server is asked once before, with other weights, so that keys that it keeps over a publication show.
+    """
+    if not config.starts_servers:
+        return
+    options = replace(config.rollout, server_count=1, publication="group")
+    supervisor = Supervisor(options, folder, Path(config.run.folder) / "doctor_servers", dtype=config.model.dtype)
+    with supervisor:
+        rollout = RemoteSGLangEngine(replace(options, token_file=str(supervisor.token_file)), seed=config.run.seed)
+        rollout.initialize(supervisor.urls)
+        try:
+            replies = served(rollout, engine, config.generation, prompts)
+            reference = load_reference(folder)
+            with torch.no_grad():
+                logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
+            eos = DecoderConfig.read(folder).eos_token_ids
+            yield from surroundings.check_replies(replies, logits, config.generation, eos, SERVED[config.model.dtype])
+        finally:
+            engine.close_publisher()
+            rollout.destroy()
+
+
+def served(
+    rollout: RemoteSGLangEngine, engine: MegatronEngine, generation: GenerationConfig, prompts: list[list[int]]
+) -> list[surroundings.Reply]:
+    """Publish other weights, sample, publish the right ones, and return replies that are sampled then."""
+    asked = replace(generation, n_samples=max(2, REPLIES // len(prompts)), max_new_tokens=REPLY_TOKENS)
+    workflow = RLVRWorkflow(lambda **_: 0.0, asked, tokenizer=None)
+    rows = [{"input_ids": ids} for ids in prompts]
+    weights = [parameter.detach().clone() for parameter in engine.parameters()]
+    with torch.no_grad():
+        for parameter in engine.parameters():
+            parameter.mul_(1.1)
+    engine.update_weights(rollout, 1)
+    rollout.rollout_batch(rows, workflow)
+    with torch.no_grad():
+        for parameter, weight in zip(engine.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    engine.update_weights(rollout, 2)
+    batch = rollout.rollout_batch(rows, workflow)
+    bounds = batch.cu_seqlens.tolist()
+    return [
+        (batch["input_ids"][a:b].tolist(), batch["loss_mask"][a:b], batch["logprobs"][a:b])
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]

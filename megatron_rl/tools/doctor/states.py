@@ -1,0 +1,111 @@
+"""Intermediate results of one sequence of tokens, by place, from each of the three implementations of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
+from megatron_rl.types import TrajectoryBatch
+
+States = dict[str, Tensor]
+"""Place -> `[T, ...]` float32. The last place, `log-probs`, is `[T - 1]`: log p of each token but the first."""
+LAYER_PLACES = ("first norm", "attention", "second norm", "feed-forward")
+
+
+def places(layers: int) -> list[str]:
+    """Return all places in the order of the forward pass."""
+    inner = [place_of(layer, place) for layer in range(layers) for place in LAYER_PLACES]
+    return ["embedding", *inner, "last norm", "logits", "log-probs"]
+
+
+def place_of(layer: int, place: str) -> str:
+    return place if place in ("embedding", "last norm", "logits") else f"layer {layer}: {place}"
+
+
+@torch.no_grad()
+def of_transformers(model: PreTrainedModel, ids: list[int]) -> States:
+    """Return the states of Hugging Face's own model."""
+    body, found = model.model, States()
+    modules = {"embedding": body.embed_tokens, "last norm": body.norm}
+    for number, layer in enumerate(body.layers):
+        parts = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
+        modules |= {place_of(number, place): part for place, part in zip(LAYER_PLACES, parts, strict=True)}
+    with _hooked(modules, found):
+        logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits
+    return found | _ends(logits[0].float().cpu(), ids)
+
+
+@torch.no_grad()
+def of_embedded(decoder: Decoder, ids: list[int]) -> States:
+    """Return the states of an embedded server's model, in a cache of its own."""
+    found = States()
+    cache = KVCache(decoder.config, decoder.dtype, decoder.device)
+    cache.resize(rows=1, capacity=len(ids), kept=[])
+    decoder.watch = lambda layer, place, states: found.update({place_of(layer, place): _kept(states)})
+    try:
+        hidden = decoder.prefill(torch.tensor(ids, device=decoder.device), [Span(0, 0, len(ids))], cache)
+        logits = decoder.logits(hidden)
+    finally:
+        decoder.watch = lambda layer, place, states: None
+    return found | {"last norm": _kept(hidden)} | _ends(logits.float().cpu(), ids)
+
+
+@torch.no_grad()
+def of_trainer(engine: MegatronEngine, ids: list[int]) -> States:
+    """Return the states of the trainer, which must run on one process with Megatron's local layers."""
+    found, chunk = States(), engine.chunks[0]
+    modules = {"embedding": chunk.embedding, "last norm": chunk.decoder.final_layernorm}
+    for number, layer in enumerate(chunk.decoder.layers):
+        parts = (layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp)
+        modules |= {place_of(number, place): part for place, part in zip(LAYER_PLACES, parts, strict=True)}
+    batch = TrajectoryBatch.from_padded(
+        {
+            "input_ids": torch.tensor([ids]),
+            "attention_mask": torch.ones(1, len(ids)),
+            "loss_mask": torch.tensor([[0] + [1] * (len(ids) - 1)]),
+        }
+    )
+
+    def keep(logits: Tensor, rows: Any) -> Tensor:
+        found["logits"] = _kept(logits.as_subclass(Tensor))
+        return logits.as_subclass(Tensor)[:, 0] * 0.0
+
+    engine.eval()
+    with _hooked(modules, found):
+        engine.forward(batch, post_hook=keep)
+    return found | {"log-probs": engine.forward(batch)[1:].float().cpu()}
+
+
+def _kept(states: Tensor) -> Tensor:
+    return states.detach().float().cpu().clone()  # residuals may be added in place later
+
+
+def _ends(logits: Tensor, ids: list[int]) -> States:
+    rows = logits[:-1].log_softmax(-1)
+    return {"logits": logits, "log-probs": rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]}
+
+
+@contextlib.contextmanager
+def _hooked(modules: dict[str, nn.Module], found: States) -> Iterator[None]:
+    """Keep what the modules return. Both libraries may return tuples, of which the first entry counts."""
+
+    def keep(place: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            states = output[0] if isinstance(output, tuple) else output
+            found[place] = _kept(states).reshape(-1, states.shape[-1])
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(place)) for place, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
