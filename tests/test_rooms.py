@@ -53,10 +53,26 @@ MAY_IMPORT: dict[str, set[str]] = {
         "weights",
     },
     # These put the parts together.
-    "run": EVERYTHING - {"__init__", "cli", "python_run", "tools", "train"},
-    "train": EVERYTHING - {"__init__", "cli", "python_run", "tools"},
-    "python_run": EVERYTHING - {"__init__", "cli", "tools"},
-    "tools": EVERYTHING - {"__init__", "cli", "python_run", "train"},
+    "run": EVERYTHING - {"__init__", "cli", "python_run", "tools", "train", "training_server"},
+    "train": EVERYTHING - {"__init__", "cli", "python_run", "tools", "training_server"},
+    "python_run": EVERYTHING - {"__init__", "cli", "tools", "training_server"},
+    "tools": EVERYTHING - {"__init__", "cli", "python_run", "train", "training_server"},
+    "training_server": {
+        *(
+            "adapter_sums",
+            "api",
+            "batch",
+            "config",
+            "engine",
+            "launch",
+            "life",
+            "parallel",
+            "platform",
+            "servers",
+            "tools",
+        ),
+        *("types", "weights"),
+    },
     "cli": EVERYTHING,
     "__init__": EVERYTHING,
 }
@@ -65,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, set[str]] = {
     "megatron": {"engine", "parallel", "platform", "tools"},
     "transformer_engine": {"engine", "parallel", "platform", "tools"},
-    "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "workflows"},
+    "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "training_server", "workflows"},
     "requests": set(),
     "sglang": {"servers"},
 }
