@@ -152,7 +152,7 @@ def run(argv: list[str] | None = None) -> None:
             serve(rest)
         return
     if args.command == "serve-training":
-        from megatron_rl.training_server.serve_command import main as serve_training
+        from megatron_rl.training_server.training_command import main as serve_training
 
         serve_training(rest)
         return

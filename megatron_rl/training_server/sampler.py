@@ -108,17 +108,19 @@ class Sampler:
         """Yield a server that has these weights, and their name there. They stay loaded until the block ends."""
         name = BASE if weights is None else str(weights)
         server = self._choose(name)
+        is_first_in_line = not server.waiting  # otherwise a stream of requests for what is loaded would keep others out
         while True:
             async with server.changing:
-                if name in server.loaded or (name == BASE and self._has_base_beside):
+                if is_first_in_line and (name in server.loaded or (name == BASE and self._has_base_beside)):
                     break
-                if await self._make_room(server):
+                if is_first_in_line and await self._make_room(server):
                     await self._load(server, name)
                     server.loaded[name] = 0
                     break
             freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             server.waiting.append(freed)
             await freed
+            is_first_in_line = True
         server.loaded[name] = server.loaded.pop(name, 0) + 1  # the most recently used comes last
         try:
             yield server, name

@@ -31,9 +31,10 @@ from typing import Any
 
 import orjson
 
-from megatron_rl.training_server import checks, wire
-from megatron_rl.training_server.journal import JournalFile
+from megatron_rl.training_server import request_checks as checks
+from megatron_rl.training_server import wire
 from megatron_rl.training_server.ranks import FAILURES, Ranks
+from megatron_rl.training_server.request_journal import JournalFile
 from megatron_rl.training_server.shared_engine import Adapted
 
 logger = logging.getLogger(__name__)

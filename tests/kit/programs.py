@@ -42,7 +42,6 @@ with start_up.importing():
     from megatron_rl.rollout import process as rollout_process
     from megatron_rl.servers import server_process
     from megatron_rl.tools.embedded_server import server as embedded_server
-    from megatron_rl.training_server import serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +58,6 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
     "megatron_rl.tools.embedded_server.server": embedded_server.main,
     "megatron_rl.train": train.main,
-    "megatron_rl.training_server": serve_command.main,
     "script": script,
 }
 STARTERS = (local, rollout_process, server_process, megatron_rl.run.run)

@@ -22,11 +22,11 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.config.loading import read_sections
 from megatron_rl.launch import file_lock, own_gpu, start_up
 from megatron_rl.launch.cores import free_cores
+from megatron_rl.launch.listening import is_loopback, listen, port_number
 from megatron_rl.launch.placement import ranks_of_step
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.life import process_exit
 from megatron_rl.life.last_words import one_line
-from megatron_rl.tools.embedded_server.run_arguments import is_loopback, listen, port_number
 
 PREFIX = "tml-"
 """The client refuses API keys that begin otherwise."""
@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         config = config_for(args)
         own_gpu.set_variables(config)
         with start_up.importing():
+            import torch
+
             from megatron_rl import platform
 
             platform.prepare(may_use_transformer_engine=config.may_use_transformer_engine)
@@ -74,6 +76,9 @@ def main(argv: list[str] | None = None) -> None:
             from megatron_rl.training_server.shared_engine import SharedEngine
         engine = SharedEngine(config.actor, megatron=config.megatron)
         engine.initialize()
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        # Equal on all ranks: other summation orders make replicas drift.
+        torch.set_num_threads(engine.groups.least(config.run.threads_per_rank or max(1, free_cores() // local_ranks)))
         ranks = Ranks(engine)
         if engine.groups.is_main:
             serve(args, config, ranks)
