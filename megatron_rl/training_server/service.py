@@ -43,6 +43,7 @@ REST_S = 60.0
 """After this long without a request, rank 0 wakes the other ranks, whose wait would time out at some point."""
 QUIET_S = 600.0
 """A session without a heartbeat for this long loses its models as soon as another client needs their place."""
+MOST_QUEUED = 4096
 MOST_QUEUED_BYTES = 512 * 1024**2
 """Of one tenant's requests that wait. Further ones are refused with 429, which the client sends again later."""
 KEPT_RESULTS = 256
@@ -149,10 +150,12 @@ class Service:
                 self.samplers[event["id"]] = (event["tenant"], event["path"])
             elif event["kind"] == "ended":
                 ended.add(event["id"])
+        self._journal.records.clear()
         for path in sorted((folder / "models").glob("*/model.json")):
             said = json.loads(path.read_text())
             if said["id"] not in ended:
-                self._reopen(path.parent, said)
+                with self._changed:
+                    self._reopen(path.parent, said)
 
     # -- the HTTP thread: sessions
 
@@ -215,16 +218,15 @@ class Service:
         """Accept a request to a model and return its id. A request that is sent again has the same id and runs once."""
         with self._changed:
             model = self.model(tenant, name)
-            if type(seq) is not int or seq < 0:
-                raise Refused(f"seq_id = {seq!r}: must be an integer of at least 0.", 400)
+            if type(seq) is not int or not 0 <= seq < 2**31:
+                raise Refused(f"seq_id = {seq!r}: must be an integer in [0, 2^31).", 400)
             if seq not in model.futures:
                 if seq <= model.seq:
                     raise Refused(f"seq_id = {seq}: its result is no longer kept.", 410)
-                waiting = sum(
-                    len(r.body) for m in self.models.values() if m.tenant == tenant for r in m.pending.values()
-                )
-                if waiting and waiting + len(body) > MOST_QUEUED_BYTES:
-                    raise Refused(f"{waiting:,} bytes of requests wait for the engine; send this one again later.", 429)
+                waits = [r for m in self.models.values() if m.tenant == tenant for r in m.pending.values()]
+                size = sum(len(request.body) for request in waits)
+                if len(waits) >= MOST_QUEUED or (waits and size + len(body) > MOST_QUEUED_BYTES):
+                    raise Refused(f"{len(waits):,} requests of {size:,} bytes wait; send this one again later.", 429)
                 event = {key: value for key, value in event.items() if key not in ("seq", "kind")}
                 model.journal.add({"seq": seq, "kind": kind, **event}, body)
                 self._enqueue(model, Request(seq, kind, event, body))

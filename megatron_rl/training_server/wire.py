@@ -6,6 +6,7 @@ whole tensors, so a decoder in Python costs little, and the server needs neither
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
 NO_LOGPROB = float("nan")
 MOST_DIMENSIONS = 2
+MOST_CELLS = 2**26
+"""Of one tensor, empty cells of a sparse one included."""
 
 
 @dataclass
@@ -107,9 +110,11 @@ def read_tensor(message: memoryview, key: str) -> Tensor:
         raise ValueError(f"{key}: has dtype number {dtype}; send float32 or int64.")
     if len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"{key}: has {len(shape)} dimensions; send [T], or [T, K] for several targets of a token.")
+    if math.prod(shape) > MOST_CELLS:
+        raise ValueError(f"{key}: has shape {shape}; send at most {MOST_CELLS:,} cells.")
     if sparse is None:
         found = array(dense, dtype)
-        if shape and int(np.prod(shape)) != len(found):
+        if shape and math.prod(shape) != len(found):
             raise ValueError(f"{key}: has shape {shape} and {len(found)} numbers; send as many as the shape says.")
         return found.view(shape) if shape else found
     values, rows, columns = (

@@ -178,3 +178,147 @@ def test_losses_and_a_step_are_those_of_the_engine_alone(service, folder, model)
             torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-6)
             change = tensor - first[name]
             assert (mine[name] - first[name] - change).norm() <= 1e-4 * change.norm(), (loss, name)
+
+
+def trained(client, steps=3, seed=1, rank=2, begin=0):
+    """Train a model of a client for some steps, with a request in flight while the next is sent."""
+    model = client.create_lora_training_client("tiny", rank=rank, seed=seed).result()
+    return model, [one.result() for one in sent(model, range(begin, steps))]
+
+
+def sent(model, steps):
+    futures = []
+    for step in steps:
+        futures.append(model.forward_backward(some_data("cross_entropy", seed=step)[0], "cross_entropy"))
+        model.optim_step(types.AdamParams(learning_rate=1e-2))
+    return futures
+
+
+def losses_in(outputs):
+    return [output.metrics["loss:sum"] for output in outputs]
+
+
+def test_models_of_two_tenants_at_once_have_the_results_of_each_alone_to_the_bit(service, other):
+    models = [client.create_lora_training_client("tiny", rank=2, seed=1).result() for client in (service, other)]
+    both = [sent(model, range(3)) for model in models]
+    together = [[logprobs_in(future.result()) for future in futures] for futures in both]
+    _, outputs = trained(service)
+    for found in together:
+        assert all(torch.equal(one, logprobs_in(alone)) for one, alone in zip(found, outputs, strict=True))
+
+
+def test_a_tenant_sees_nothing_of_another(service, other, url):
+    model, _ = trained(service, steps=1)
+    path = model.save_state("mine").result().path
+    with pytest.raises(tinker.NotFoundError, match="there are no such weights"):
+        other.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.NotFoundError, match="there is no such model"):
+        other.holder.run_coroutine_threadsafe(info_of(other, model.model_id)).result()
+    with pytest.raises(tinker.AuthenticationError, match="API key"):
+        tinker.ServiceClient(base_url=url, api_key="tml-somebody-elses-key").create_lora_training_client(
+            "tiny"
+        ).result()
+
+
+async def info_of(client, model_id):
+    from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+
+    with client.holder.aclient(ClientConnectionPoolType.TRAIN) as connection:
+        return await connection.models.get_info(request=types.GetInfoRequest(model_id=model_id))
+
+
+def test_state_is_saved_and_loaded_with_and_without_the_optimizer(service):
+    model, _ = trained(service)
+    path = model.save_state("a.1").result().path
+    with pytest.raises(tinker.RequestFailedError, match="there are weights of this name"):
+        model.save_state("a.1").result()
+    with pytest.raises(tinker.RequestFailedError, match="name = '../a'"):
+        model.save_state("../a").result()
+    resumed = service.create_training_client_from_state_with_optimizer(path).result()
+    fresh = service.create_training_client_from_state(path).result()
+    assert resumed.get_info().lora_rank == 2
+    here, there, anew = (losses_in([f.result() for f in sent(one, range(3, 6))]) for one in (model, resumed, fresh))
+    assert here == there
+    assert anew[0] == here[0] and anew[2] != here[2]  # Adam's moments matter from the first step on
+
+
+def test_a_custom_loss_has_the_gradient_of_the_built_in_one(service):
+    data, _ = some_data("cross_entropy")
+    weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+
+    def negative_log_likelihood(data, logprobs):
+        loss = -sum((weight * row).sum() for weight, row in zip(weights, logprobs, strict=True))
+        return loss, {"rows": float(len(data))}
+
+    norms = []
+    for is_custom in (False, True):
+        model = service.create_lora_training_client("tiny", rank=2, seed=9).result()
+        if is_custom:
+            output = model.forward_backward_custom(data, negative_log_likelihood)
+        else:
+            output = model.forward_backward(data, "cross_entropy")
+        norms.append(
+            (output.result().metrics["loss:sum"], model.optim_step(types.AdamParams()).result().metrics["grad_norm"])
+        )
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_saved_weights_sample_with_the_log_probabilities_of_the_engine(service):
+    model, _ = trained(service)
+    (datum, *_), _ = some_data("cross_entropy")
+    tokens = datum.model_input.to_ints()
+    output = model.forward([datum], "cross_entropy").result()
+    own = logprobs_in(output)[:-1]  # the last target is not in the prompt
+    base = service.create_sampling_client(base_model="tiny").result()
+    sampler = model.save_weights_and_get_sampling_client().result()
+    futures = [one.compute_logprobs(datum.model_input) for one in (sampler, base, sampler, base)]  # in turn
+    found = [torch.tensor(future.result()[1:]) for future in futures]
+    torch.testing.assert_close(found[0], own, rtol=0, atol=1e-4)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert (found[0] - found[1]).abs().max() > 1e-3
+    params = types.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
+    replies = sampler.sample(datum.model_input, 2, params, include_prompt_logprobs=True).result()
+    assert [reply.tokens for reply in replies.sequences] == [replies.sequences[0].tokens] * 2
+    assert replies.sequences[0].stop_reason == "length" and len(replies.sequences[0].logprobs) == 4
+    assert replies.prompt_logprobs[0] is None and len(replies.prompt_logprobs) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": "stable_reinforce"}, "loss_fn = 'stable_reinforce': this server has cross_entropy"),
+        ({"loss": "ppo"}, "data[0].loss_fn_inputs['logprobs']: is missing"),
+        ({"options": {"clip": 1.0}}, "loss_fn_config['clip']: cross_entropy has no options"),
+        ({"tokens": [VOCAB] * 5}, f"data[0].model_input: has the id {VOCAB}"),
+        ({"tokens": [1] * 4}, "data[0].loss_fn_inputs['target_tokens']: has shape [5], and model_input has 4"),
+    ],
+)
+def test_wrong_data_is_refused_by_name_and_the_model_goes_on(change, message, service, refused):
+    (datum, *_), _ = some_data("cross_entropy")
+    if "tokens" in change:
+        datum = types.Datum(types.ModelInput.from_ints(change["tokens"]), datum.loss_fn_inputs)
+    future = refused.forward_backward([datum], change.get("loss", "cross_entropy"), change.get("options"))
+    with pytest.raises(tinker.RequestFailedError) as error:
+        future.result()
+    assert message in str(error.value)
+    assert refused.forward(some_data("cross_entropy")[0], "cross_entropy").result().metrics["loss:sum"]
+
+
+@pytest.fixture(scope="module")
+def refused(service):
+    return service.create_lora_training_client("tiny", rank=2).result()
+
+
+def test_after_a_kill_each_request_has_its_result_and_no_step_counts_twice(tmp_path, model):
+    arguments = ("--checkpoint-every", "2", "--slots", "2")
+    with serving(tmp_path, model, *arguments) as (url, process):
+        client = client_of(url, tmp_path / "run" / "api_key")
+        killed, outputs = trained(client)
+        futures = sent(killed, range(3, 5))
+        futures[0].future().add_done_callback(lambda _: process.kill())  # while the second runs, or waits
+        outputs.append(futures[0].result())
+        process.wait()
+    with serving(tmp_path, model, *arguments, port=int(url.rpartition(":")[2])):
+        outputs += [future.result() for future in [*futures[1:], *sent(killed, range(5, 6))]]
+        _, expected = trained(client, steps=6)
+    assert losses_in(outputs) == losses_in(expected)
