@@ -70,6 +70,10 @@ def by_the_engine_alone(folder, names):
     return found
 
 
+def whole_step(folder, layout, distributed):
+    return of_one_step(folder, layout, ["ppo"], rank=0, distributed=distributed)
+
+
 def check_changes(found, expected):
     for key, change in expected.items():
         assert (found[key] - change).norm() <= 1e-4 * change.norm() + 1e-12, key
@@ -110,3 +114,11 @@ def test_each_layout_has_the_results_of_one_process(layout, folder, by_one):
         assert numbers == pytest.approx(by_one[name][0], rel=1e-5), name
         torch.testing.assert_close(logprobs, by_one[name][1], rtol=1e-5, atol=1e-5)
         check_changes(changes, by_one[name][2])
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.thorough)])
+def test_a_whole_model_takes_the_same_step_in_each_layout(layout, folder):
+    (alone,) = run_ranks(1, whole_step, folder, "1", False)
+    found, *_ = run_ranks(LAYOUTS[layout][0], whole_step, folder, layout, layout == "dp2")
+    assert found["ppo"][0] == pytest.approx(alone["ppo"][0], rel=1e-5)
+    check_changes(found["ppo"][2], alone["ppo"][2])

@@ -1,12 +1,14 @@
 """The training server, driven by the package `tinker`: the service's own client, with nothing of it replaced."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +72,12 @@ def serving(folder, model, *arguments, port=0, ranks=1):
         started.wait()
 
 
+def quickstart():
+    """The program of docs/training_server.md."""
+    page = (ROOT / "docs" / "training_server.md").read_text(encoding="utf-8")
+    return page.partition("```python\n")[2].partition("```")[0]
+
+
 def client_of(url, key_file):
     return tinker.ServiceClient(base_url=url, api_key=key_file.read_text().strip())
 
@@ -126,6 +134,19 @@ def some_data(loss, seed=0):
         own.append(Datum(ids[:-1], inputs))
         data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs))
     return data, own
+
+
+def test_the_quickstart_runs_as_it_is_on_the_page(folder, url, capsys):
+    said = {"http://127.0.0.1:8000": url, "runs/served/api_key": str(folder / "a.key")}
+    program = functools.reduce(lambda text, pair: text.replace(*pair), said.items(), quickstart())
+    program = program.replace('"models/smollm2-135m-instruct", rank=16', f'"tiny", rank={RANK}')
+    # The tiny model knows few ids, and its name is no folder with a tokenizer.
+    tokenizer = SimpleNamespace(encode=lambda text: list(range(1, 20)), decode=lambda ids: f"decoded {len(ids)}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tinker.TrainingClient, "get_tokenizer", lambda self: tokenizer)
+        exec(compile(program, "quickstart", "exec"), {})
+    *losses, reply = capsys.readouterr().out.splitlines()
+    assert len(losses) == 10 and float(losses[-1]) < float(losses[0]) and reply == "decoded 8"
 
 
 def logprobs_in(output):
@@ -322,3 +343,29 @@ def test_after_a_kill_each_request_has_its_result_and_no_step_counts_twice(tmp_p
         outputs += [future.result() for future in [*futures[1:], *sent(killed, range(5, 6))]]
         _, expected = trained(client, steps=6)
     assert losses_in(outputs) == losses_in(expected)
+
+
+def test_a_whole_model_is_trained_and_sampled(tmp_path, model, service):
+    with serving(tmp_path, model, "lora.rank=0") as (url, _):
+        client = client_of(url, tmp_path / "run" / "api_key")
+        whole, outputs = trained(client)
+        assert not whole.get_info().is_lora
+        (datum, *_), _ = some_data("cross_entropy")
+        own = logprobs_in(whole.forward([datum], "cross_entropy").result())[:-1]
+        sampler = whole.save_weights_and_get_sampling_client().result()
+        found = torch.tensor(sampler.compute_logprobs(datum.model_input).result()[1:])
+        torch.testing.assert_close(found, own, rtol=0, atol=1e-4)
+        base = client.create_sampling_client(base_model="tiny").result()
+        before = torch.tensor(base.compute_logprobs(datum.model_input).result()[1:])
+        assert (before - own).abs().max() > 1e-2
+    _, of_adapters = trained(service, steps=1)
+    assert losses_in(outputs)[0] == pytest.approx(losses_in(of_adapters)[0], rel=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2", "parallel.tensor=1"])
+def test_several_ranks_serve_what_one_does(layout, tmp_path, model, service):
+    with serving(tmp_path, model, layout, "--checkpoint-every", "2", ranks=2) as (url, _):
+        _, found = trained(client_of(url, tmp_path / "run" / "api_key"))
+    _, expected = trained(service)
+    assert losses_in(found) == pytest.approx(losses_in(expected), rel=1e-4)
