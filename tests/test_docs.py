@@ -41,6 +41,7 @@ TRIED = {
     ".venv/bin/megatron-rl launch ": "tests/unit/launch/test_local_launch.py",
     "python -m megatron_rl.train ": "tests/end_to_end/test_data_runs.py",
     "sbatch ": "tests/slurm",
+    ".venv/bin/megatron-rl serve-training ": "tests/servers/test_training_server.py",
     ".venv/bin/megatron-rl sft ": "tests/end_to_end/test_examples.py",
     ".venv/bin/python examples/": "tests/end_to_end/test_examples.py",
     ".venv/bin/python benchmarks/": "tests/end_to_end/test_benchmarks.py",
@@ -57,6 +58,7 @@ RUN_BY = {
 TRIED_BY = {
     ("algorithms.md", "@estimator"): "tests/unit/algo/test_algorithms_page.py",
     ("algorithms.md", "MegatronEngine"): "tests/test_readme.py, in a process of its own",
+    ("training_server.md", "# quickstart"): "tests/servers/test_training_server.py",
     ("workflows.md", "import openai"): "tests/unit/agents/test_agent_proxy.py",
     ("workflows.md", "ShortAnswers"): "tests/test_readme.py",
     ("workflows.md", "class Guess"): "tests/unit/workflows/test_conversations.py",

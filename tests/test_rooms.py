@@ -53,11 +53,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "weights",
     },
     # These put the parts together.
-    "run": EVERYTHING - {"__init__", "cli", "python_run", "replay", "tools", "train"},
-    "train": EVERYTHING - {"__init__", "cli", "python_run", "replay", "tools"},
-    "replay": EVERYTHING - {"__init__", "cli", "python_run", "tools"},
-    "python_run": EVERYTHING - {"__init__", "cli", "replay", "tools"},
-    "tools": EVERYTHING - {"__init__", "cli", "python_run", "replay", "train"},
+    "run": EVERYTHING - {"__init__", "cli", "python_run", "replay", "tools", "train", "training_server"},
+    "train": EVERYTHING - {"__init__", "cli", "python_run", "replay", "tools", "training_server"},
+    "replay": EVERYTHING - {"__init__", "cli", "python_run", "tools", "training_server"},
+    "python_run": EVERYTHING - {"__init__", "cli", "replay", "tools", "training_server"},
+    "tools": EVERYTHING - {"__init__", "cli", "python_run", "replay", "train", "training_server"},
+    "training_server": {
+        *("adapter_sums", "api", "batch", "config", "engine", "launch", "life", "platform", "servers", "types"),
+        "weights",
+    },
     "cli": EVERYTHING,
     "__init__": EVERYTHING,
 }
@@ -66,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, set[str]] = {
     "megatron": {"engine", "parallel", "platform", "tools"},
     "transformer_engine": {"engine", "parallel", "platform", "tools"},
-    "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "workflows"},
+    "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "training_server", "workflows"},
     "requests": set(),
     "sglang": {"servers"},
 }

@@ -24,6 +24,7 @@ import orjson
 import torch
 from aiohttp import web
 
+from megatron_rl.launch.listening import listen, port_number
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import Lease, Registration
 from megatron_rl.life import process_exit
@@ -43,8 +44,6 @@ from megatron_rl.tools.embedded_server.responses import json_response, read_obje
 from megatron_rl.tools.embedded_server.run_arguments import (
     add_run_arguments,
     check_run_arguments,
-    listen,
-    port_number,
     token_file_of,
 )
 from megatron_rl.tools.embedded_server.transformer import Decoder

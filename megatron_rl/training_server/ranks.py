@@ -1,0 +1,93 @@
+"""Work on the engine that all ranks do together. Rank 0 calls it, and the other ranks follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.training_server.losses import make_loss
+from megatron_rl.training_server.shared_engine import AdamStep, Adapted, ModelState, SharedEngine
+from megatron_rl.training_server.wire import Datum
+
+FAILURES = (ValueError, CheckpointError)
+"""What an operation raises on all ranks alike. It ends the request; anything else ends the server."""
+
+
+class Ranks:
+    """The models in the engine, by id, on each rank.
+
+    ranks = Ranks(engine)
+    if engine.groups.is_main:
+        ranks.call("create", "a:train:0", Adapted(rank=8, seed=0))
+        ranks.call("stop")
+    else:
+        ranks.follow()
+    """
+
+    def __init__(self, engine: SharedEngine) -> None:
+        self.engine = engine
+        self.models: dict[str, ModelState] = {}
+        self._operations = {
+            "create": self._create,
+            "drop": self._drop,
+            "forward": self._forward,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save": self._save,
+            "load": self._load,
+            "export": self._export,
+            "rest": lambda: None,
+            "stop": lambda: None,
+        }
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Run an operation on all ranks and return rank 0's result. Rank 0 alone calls this."""
+        dist.broadcast_object_list([(name, arguments)], src=0, group=self.engine.groups.control)
+        return self._operations[name](*arguments)
+
+    def follow(self) -> None:
+        """Run what rank 0 calls, until it calls `stop`. All other ranks call this."""
+        name = ""
+        while name != "stop":
+            told: list[Any] = [None]
+            dist.broadcast_object_list(told, src=0, group=self.engine.groups.control)
+            name, arguments = told[0]
+            try:
+                self._operations[name](*arguments)
+            except FAILURES:
+                pass  # rank 0 has the same error, and tells the client
+
+    def _create(self, model: str, adapted: Adapted) -> None:
+        self.models[model] = self.engine.new_model(adapted)
+
+    def _drop(self, model: str) -> None:
+        self.engine.drop(self.models.pop(model))
+
+    def _forward(
+        self, model: str, data: list[Datum], loss: str, options: dict[str, float]
+    ) -> tuple[float, list[Tensor]]:
+        return self.engine.logprobs(self.models[model], data, make_loss(loss, options))
+
+    def _forward_backward(
+        self, model: str, data: list[Datum], loss: str, options: dict[str, float]
+    ) -> tuple[float, list[Tensor]]:
+        return self.engine.add_gradients(self.models[model], data, make_loss(loss, options))
+
+    def _optim_step(self, model: str, step: AdamStep) -> tuple[bool, float]:
+        state = self.models[model]
+        if state.gradients is None:
+            raise ValueError("optim_step: no forward_backward since the last one has succeeded; call that first.")
+        return self.engine.optimizer_step(state, step)
+
+    def _save(self, model: str, folder: Path) -> None:
+        self.engine.save_model(self.models[model], folder)
+
+    def _load(self, model: str, folder: Path, with_optimizer: bool) -> None:
+        self.engine.load_model(self.models[model], folder, with_optimizer=with_optimizer)
+
+    def _export(self, model: str, folder: Path) -> None:
+        self.engine.export_model(self.models[model], folder)

@@ -1,0 +1,154 @@
+"""Checks of what clients send, before any rank works on it.
+
+Each raises ValueError with key, value, rule and way out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.training_server.losses import CLIPS, LOSSES
+from megatron_rl.training_server.shared_engine import TARGETS, AdamStep, Adapted
+from megatron_rl.training_server.wire import Datum
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+"""Names of saved weights. They become names of folders."""
+CLIENT_SIDE = "call forward_backward_custom with a function, whose gradient the client computes"
+
+
+def checked_data(
+    data: Sequence[Datum], loss: str, options: Mapping[str, Any], *, vocab: int, longest: int
+) -> list[Datum]:
+    """Return the data with the inputs that its loss reads, as float32."""
+    check_loss(loss, options)
+    if not data:
+        raise ValueError("data: is empty; send at least one datum.")
+    wanted = LOSSES[loss].inputs
+    extra = [key for key in CLIPS if key in LOSSES[loss].options and any(key in datum.inputs for datum in data)]
+    found = []
+    for number, datum in enumerate(data):
+        place, length = f"data[{number}]", len(datum.tokens)
+        if not 1 <= length <= longest:
+            raise ValueError(f"{place}.model_input: has {length} tokens, and must have 1 to {longest}; cut it.")
+        check_ids(f"{place}.model_input", datum.tokens, vocab)
+        inputs = {TARGETS: _column(datum, TARGETS, number, loss).long()}
+        check_ids(f"{place}.loss_fn_inputs['{TARGETS}']", inputs[TARGETS], vocab)
+        for key in (*wanted, *extra):
+            inputs[key] = _column(datum, key, number, loss).float()
+            if not bool(torch.isfinite(inputs[key]).all()):
+                raise ValueError(
+                    f"{place}.loss_fn_inputs[{key!r}]: has numbers that are NaN or infinite; correct them."
+                )
+        found.append(Datum(datum.tokens, inputs))
+    return found
+
+
+def check_loss(loss: str, options: Mapping[str, Any]) -> None:
+    if loss not in LOSSES:
+        raise ValueError(
+            f"loss_fn = {loss!r}: this server has {', '.join(LOSSES)}; take one of them, or {CLIENT_SIDE}."
+        )
+    known = LOSSES[loss].options
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(f"loss_fn_config[{key!r}]: {loss} has {', '.join(known) or 'no options'}; leave it out.")
+        if isinstance(value, str) or not math.isfinite(value):
+            raise ValueError(f"loss_fn_config[{key!r}] = {value!r}: must be a finite number.")
+
+
+def check_ids(key: str, ids: Tensor, vocab: int) -> None:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise ValueError(f"{key}: has the id {worst}, and the vocabulary has {vocab}; take the tokenizer of the model.")
+
+
+def _column(datum: Datum, key: str, number: int, loss: str) -> Tensor:
+    place = f"data[{number}].loss_fn_inputs[{key!r}]"
+    if key not in datum.inputs:
+        raise ValueError(f"{place}: is missing, and {loss} needs it for each token of model_input; add it.")
+    column = datum.inputs[key]
+    if column.shape != datum.tokens.shape:
+        several = " Several targets of one token are not supported." if column.ndim > 1 else ""
+        raise ValueError(
+            f"{place}: has shape {list(column.shape)}, and model_input has {len(datum.tokens)} tokens; send as many "
+            f"entries as tokens.{several}"
+        )
+    return column
+
+
+def adam_step(given: Mapping[str, Any]) -> AdamStep:
+    """Return the step of an `optim_step` request."""
+    if "adam_params" not in given:
+        kind = dict(given.get("optimizer_params") or {}).get("type")
+        raise ValueError(f"optim_params = {kind!r}: this server has Adam alone; send AdamParams.")
+    usual = {
+        "learning_rate": 1e-4,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-12,
+        "weight_decay": 0.0,
+        "grad_clip_norm": 0.0,
+    }
+    found = {
+        key: number(f"adam_params.{key}", dict(given["adam_params"]).get(key), default)
+        for key, default in usual.items()
+    }
+    for key in ("beta1", "beta2"):
+        if not 0 <= found[key] < 1:
+            raise ValueError(f"adam_params.{key} = {found[key]}: must be in [0, 1).")
+    for key in ("learning_rate", "eps", "weight_decay"):
+        if found[key] < 0:
+            raise ValueError(f"adam_params.{key} = {found[key]}: must be at least 0.")
+    return AdamStep(
+        lr=found["learning_rate"],
+        betas=(found["beta1"], found["beta2"]),
+        eps=found["eps"],
+        weight_decay=found["weight_decay"],
+        clip=max(0.0, found["grad_clip_norm"]),
+    )
+
+
+def number(key: str, value: Any, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key} = {value!r}: must be a finite number.")
+    return float(value)
+
+
+def adapted_of(lora: Any, *, rank: int, seed: int) -> Adapted:
+    """Return what a client's lora_config asks for. rank: the engine's, 0 if it trains whole models."""
+    if rank == 0:
+        return Adapted(0, seed)
+    given = lora if isinstance(lora, dict) else {}
+    asked = given.get("rank", rank)
+    if type(asked) is not int or not 1 <= asked <= rank:
+        raise ValueError(
+            f"lora_config.rank = {asked!r}: this server has room for adapters of rank 1 to {rank} (its lora.rank); ask "
+            f"for one of them, or start the server with a higher lora.rank."
+        )
+    own = given.get("seed")
+    own = seed if own is None else own
+    if type(own) is not int or not 0 <= own < 2**31:
+        raise ValueError(f"lora_config.seed = {own!r}: must be an integer in [0, 2^31).")
+    found = Adapted(asked, own, bool(given.get("train_attn", True)), bool(given.get("train_mlp", True)))
+    if not (found.attention or found.mlp):
+        raise ValueError(
+            "lora_config: train_attn and train_mlp are false; the output layer has no adapter here, so set one."
+        )
+    return found
+
+
+def check_name(name: Any) -> str:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"name = {name!r}: must have 1 to 128 letters, digits, dots, hyphens and underscores, and no dot or hyphen "
+            f"first."
+        )
+    return name

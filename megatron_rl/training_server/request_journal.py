@@ -1,0 +1,72 @@
+"""Append-only files of what a training server has accepted, so that a restarted server knows it.
+
+A record is an event in JSON and a body of bytes, written before the client hears that its request was accepted. It
+outlives the process as soon as it is written; power failures are not covered. A record that was cut off by the
+process's end is dropped when the file is opened again, since no client heard of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_HEAD = struct.Struct("<4sIQI")
+"""Magic, bytes of the event, bytes of the body, CRC-32 of both."""
+_MAGIC = b"mts1"
+
+
+class JournalFile:
+    """One file, open for appending.
+
+    journal = JournalFile(path)
+    for event, body in journal.records: ...  # what was in it
+    journal.add({"kind": "session", "id": "a"})
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.records, end = read(path)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        os.ftruncate(self._file, end)
+
+    def add(self, event: dict[str, Any], body: bytes = b"") -> None:
+        """Write a record. Raises OSError if it cannot be written whole; the file then ends before it."""
+        said = json.dumps(event, separators=(",", ":")).encode()
+        head = _HEAD.pack(_MAGIC, len(said), len(body), zlib.crc32(body, zlib.crc32(said)))
+        end = os.fstat(self._file).st_size
+        record = memoryview(b"".join((head, said, body)))
+        try:
+            while record:
+                record = record[os.write(self._file, record) :]
+        except OSError:
+            os.ftruncate(self._file, end)
+            raise
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
+    """Return the file's whole records, and where they end. A file that does not exist has none."""
+    content = memoryview(path.read_bytes() if path.exists() else b"")
+    records, end = [], 0
+    for event, body, after in _records(content):
+        records.append((event, body))
+        end = after
+    return records, end
+
+
+def _records(content: memoryview) -> Iterator[tuple[dict[str, Any], bytes, int]]:
+    at = 0
+    while at + _HEAD.size <= len(content):
+        magic, said, size, crc = _HEAD.unpack(content[at : at + _HEAD.size])
+        start, at = at + _HEAD.size, at + _HEAD.size + said + size
+        if magic != _MAGIC or at > len(content) or zlib.crc32(content[start:at]) != crc:
+            return
+        yield json.loads(bytes(content[start : start + said])), bytes(content[start + said : at]), at

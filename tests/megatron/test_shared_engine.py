@@ -1,0 +1,124 @@
+"""The engine that clients' models share: losses, log-probs and steps are those of the engine alone, in every layout."""
+
+import pytest
+import torch
+
+from megatron_rl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from megatron_rl.training_server.losses import LOSSES, make_loss
+from megatron_rl.training_server.shared_engine import AdamStep, Adapted, SharedEngine, batch_of
+from megatron_rl.training_server.wire import Datum
+from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model, start
+from tests.kit.ranks import run_ranks
+
+STEP = AdamStep(lr=1e-2, betas=(0.0, 0.0), eps=1e3, weight_decay=0.0, clip=0.0)
+"""With eps far above the gradients, Adam's step is SGD's, lr / eps of the gradient."""
+LENGTHS = (5, 12, 7, 3)
+
+
+def shared(folder, layout="1", rank=4, **optimizer):
+    config = EngineConfig(
+        model=ModelConfig(path=str(folder)),
+        parallel=LAYOUTS[layout][1],
+        optimizer=OptimizerConfig(**optimizer),
+        lora=LoraConfig(rank=rank, alpha=8.0),
+        tokens_per_microbatch=16,
+    )
+    return start(SharedEngine(config))
+
+
+def some_data(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    data = []
+    for length in LENGTHS:
+        tokens = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+        draw = lambda: torch.randn(length, generator=generator)  # noqa: B023, E731
+        inputs = {"target_tokens": tokens[1:], "weights": draw(), "advantages": draw(), "logprobs": -4.5 + 0.1 * draw()}
+        inputs["sequence_ratio_mask"] = (torch.arange(length) >= 2).float()
+        data.append(Datum(tokens[:-1], inputs))
+    return data
+
+
+def of_one_step(folder, layout, names, **options):
+    """Results by loss: both losses, log-probs, and what one step after two passes changed, on rank 0."""
+    engine, found = shared(folder, layout, **options), {}
+    stream = engine.adapter_tensors if engine.adapters else engine.hf_tensors
+    for name in names:
+        model, loss = engine.new_model(Adapted(engine.config.lora.rank, seed=1)), make_loss(name, {})
+        before = {key: tensor.clone() for key, tensor in stream()}
+        first, second = (engine.add_gradients(model, some_data(seed), loss) for seed in (0, 1))
+        assert engine.logprobs(model, some_data(1), loss)[0] == pytest.approx(second[0], rel=1e-6)
+        applied, norm = engine.optimizer_step(model, STEP)
+        assert applied
+        changes = {key: tensor - before[key] for key, tensor in stream()}
+        found[name] = (first[0], second[0], norm), torch.cat([*first[1], *second[1]]), changes
+    return found
+
+
+def by_the_engine_alone(folder, names):
+    """The same from MegatronEngine.train_batch, one batch of all data."""
+    found = {}
+    for name in names:
+        options = {"lr": STEP.lr, "beta1": 0.0, "beta2": 0.0, "eps": STEP.eps, "clip_grad": 0.0}
+        engine = make_engine(folder, LAYOUTS["1"][1], lora=LoraConfig(rank=4, alpha=8.0), **options)
+        engine.load(folder / "adapter")
+        before = {key: tensor.clone() for key, tensor in engine.adapter_tensors()}
+        data = some_data() + some_data(1)
+        stats = engine.train_batch(batch_of(data), make_loss(name, {}), lambda rows: torch.tensor(0))
+        changes = {key: tensor - before[key] for key, tensor in engine.adapter_tensors()}
+        logprobs = torch.cat([part[1:] for part in stats.logprobs.split([len(d.tokens) + 1 for d in data])])
+        found[name] = (stats.loss, stats.grad_norm), logprobs, changes
+    return found
+
+
+def whole_step(folder, layout, distributed):
+    return of_one_step(folder, layout, ["ppo"], rank=0, distributed=distributed)
+
+
+def check_changes(found, expected):
+    for key, change in expected.items():
+        assert (found[key] - change).norm() <= 1e-4 * change.norm() + 1e-12, key
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    make_model("qwen3", folder, 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_one(folder):
+    return run_ranks(1, of_one_step, folder, "1", list(LOSSES))[0]
+
+
+def written(folder):
+    """The adapters that a client's model of seed 1 starts with, in PEFT's format."""
+    engine = shared(folder)
+    engine.export_model(engine.new_model(Adapted(4, seed=1)), folder / "adapter")
+
+
+def test_losses_gradients_and_a_step_are_those_of_the_engine_alone(folder, by_one):
+    run_ranks(1, written, folder)
+    for name, (numbers, logprobs, changes) in run_ranks(1, by_the_engine_alone, folder, list(LOSSES))[0].items():
+        (first, second, norm), found, own = by_one[name]
+        assert first + second == pytest.approx(numbers[0], rel=1e-6), name
+        assert norm == pytest.approx(numbers[1], rel=1e-5), name
+        torch.testing.assert_close(found, logprobs, rtol=1e-6, atol=1e-6)
+        check_changes(own, changes)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", pytest.param("tp2_dp2", marks=pytest.mark.thorough)])
+def test_each_layout_has_the_results_of_one_process(layout, folder, by_one):
+    found = run_ranks(LAYOUTS[layout][0], of_one_step, folder, layout, ["cross_entropy", "gspo"])[0]
+    for name, (numbers, logprobs, changes) in found.items():
+        assert numbers == pytest.approx(by_one[name][0], rel=1e-5), name
+        torch.testing.assert_close(logprobs, by_one[name][1], rtol=1e-5, atol=1e-5)
+        check_changes(changes, by_one[name][2])
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.thorough)])
+def test_a_whole_model_takes_the_same_step_in_each_layout(layout, folder):
+    (alone,) = run_ranks(1, whole_step, folder, "1", False)
+    found, *_ = run_ranks(LAYOUTS[layout][0], whole_step, folder, layout, layout == "dp2")
+    assert found["ppo"][0] == pytest.approx(alone["ppo"][0], rel=1e-5)
+    check_changes(found["ppo"][2], alone["ppo"][2])
