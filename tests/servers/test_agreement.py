@@ -303,20 +303,24 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
     arguments += ("generation.n_samples=4", "batch.updates_per_step=1")
     arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=120")
-    steps = grpo(tiny_model, embedded_servers, tmp_path, *arguments, "run.steps=3")
-    assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"
-    met = met_by_new_weights(trained_replies(tmp_path, 3))
-    if mode == "in_place":  # odd versions flush the cache all the same
-        met = [reply for reply in met if reply[-1][-1] % 2 == 0]
+    # Which replies meet new weights depends on the machine's speed, so a run without one is repeated.
+    for folder in (tmp_path / str(number) for number in range(5)):
+        steps = grpo(tiny_model, embedded_servers, folder, *arguments, "run.steps=3")
+        assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"
+        met = met_by_new_weights(trained_replies(folder, 3))
+        if mode == "in_place":  # odd versions flush the cache all the same
+            met = [reply for reply in met if reply[-1][-1] % 2 == 0]
+        if met:
+            break
     assert met
     for prompt, tokens, logprobs, versions in met[:: len(met) // 4 + 1]:
-        old, new = (tmp_path / f"step-{v}" if v else tiny_model for v in (versions[0], versions[-1]))
+        old, new = (folder / f"step-{v}" if v else tiny_model for v in (versions[0], versions[-1]))
         before = versions.count(versions[0])
         assert versions == [versions[0]] * before + [versions[0] + 1] * (len(versions) - before)
         if mode == "in_place":
             expected = reference_logprobs_on_old_keys(old, new, prompt, tokens, before)
         else:
-            first, second = (reference_logprobs(folder, prompt, tokens) for folder in (old, new))
+            first, second = (reference_logprobs(weights, prompt, tokens) for weights in (old, new))
             expected = first[:before] + second[before:]
         assert logprobs == pytest.approx(expected, abs=1e-3)
 
