@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl import platform
@@ -89,7 +90,7 @@ class StepRecorder:
         with self.timers("record"):
             self._step = self.folder / f"step-{step}"
             self._consumed = frozenset(batch.tokens)
-            if self._failed(self.groups.on_main(lambda: self._make_room(oldest_checkpoint()))):
+            if self._failed(self._all_do(lambda: self._make_room(oldest_checkpoint()), on_main_only=True)):
                 return
             own = batch.own().columns()
             tokens = {name: column for name, column in own.items() if not name.startswith("sequences.")}
@@ -133,8 +134,9 @@ class StepRecorder:
     def _write(self, kind: str, batch: StepBatch, tokens: dict[str, Tensor], facts: dict[str, Any]) -> str:
         """Write this rank's files, and `facts` after all ranks have written. Returns a fault on all ranks, or ''."""
         assert self._step is not None
-        folder, fault = self._step, ""
-        try:
+        folder = self._step
+
+        def write() -> None:
             if self.groups.is_rollout_rank:
                 _save(tokens, folder / f"{kind}-{self.groups.data.rank}.safetensors")
             if self.groups.is_main:
@@ -143,16 +145,22 @@ class StepRecorder:
                 plan |= {} if batch.plan.begin is None else {"plan.begin": batch.plan.begin}
                 numbers = {f"sequences.{name}": column for name, column in batch.sequences.items()}
                 _save(plan | numbers, folder / f"{kind}.safetensors")
-        except (OSError, SafetensorError) as error:
-            fault = str(error)
-        if self.groups.any(bool(fault)):
-            return fault or "another rank failed"
 
         def write_facts() -> None:
             for name, content in facts.items():
                 (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
-        return self.groups.on_main(write_facts)
+        return self._all_do(write) or self._all_do(write_facts, on_main_only=True)
+
+    def _all_do(self, act: Callable[[], None], *, on_main_only: bool = False) -> str:
+        """Run `act` and wait until all ranks have. Returns the fault of this or another rank, on all ranks, or ''."""
+        fault = ""
+        try:
+            if self.groups.is_main or not on_main_only:
+                act()
+        except (OSError, SafetensorError) as error:
+            fault = str(error)
+        return (fault or "another rank failed") if self.groups.any(bool(fault)) else ""
 
     def _failed(self, fault: str) -> bool:
         """Warn of a fault and stop recording this step: training is worth more than a record."""
@@ -242,7 +250,7 @@ def _numbers(stats: StepStats) -> dict[str, Any]:
 def _save(columns: dict[str, Tensor], path: Path) -> None:
     """Write tensors to a file, which appears under its name when it is complete."""
     aside = path.with_name(f".{path.name}.partial")
-    save_file({name: column.contiguous().clone() for name, column in columns.items()}, aside)
+    save_file({name: column.contiguous().numpy() for name, column in columns.items()}, aside)  # faster than torch's
     os.replace(aside, path)
 
 
