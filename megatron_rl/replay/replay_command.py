@@ -47,6 +47,9 @@ def main(argv: list[str] | None = None) -> None:
         help="compute only the log-probs of these groups, e.g. 3,17, if the step is larger than this machine",
     )
     parser.add_argument(
+        "--rewards", action="store_true", help="compute the rewards again too, which calls the run's reward functions"
+    )
+    parser.add_argument(
         "--export", type=Path, metavar="FILE", help="write what a replay needs into a file, replay.tar.zst or .tar.gz"
     )
     parser.add_argument(
@@ -95,6 +98,7 @@ def main(argv: list[str] | None = None) -> None:
             tolerance=args.tolerance,
             checkpoint=args.checkpoint,
             groups=args.groups,
+            rewards=args.rewards,
             say=lambda text: print(text, flush=True),
         )
         if os.environ.get("RANK", "0") == "0":
