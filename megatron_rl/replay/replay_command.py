@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from megatron_rl.launch.local import Places, run
 from megatron_rl.launch.start_up import importing
@@ -67,15 +68,10 @@ def main(argv: list[str] | None = None) -> None:
             [*args.overrides, *(f"parallel.{axis}={size}" for axis, size in layout.items())],
             args.run,
         )
+        if args.run.is_file() or args.export:
+            replay_file = import_replay_file()
         if args.run.is_file():
             run_folder = folder / "unpacked"
-        with importing():
-            from megatron_rl import platform
-
-            platform.prepare(may_use_transformer_engine=platform.has_cuda())
-            from megatron_rl.replay import replay_file
-            from megatron_rl.replay.replay import replay
-        if args.run.is_file():
             if not is_rank:
                 replay_file.unpack(args.run, run_folder)
             settings += replay_file.model_of(run_folder, settings)
@@ -89,6 +85,10 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(run(Places(ranks=ranks), ["megatron_rl.replay", *words]) or differs(folder))
         if args.exit_with:
             exit_with(args.exit_with)
+        with importing():
+            prepare()
+            from megatron_rl.replay.replay import replay
+
         found = replay(
             run_folder,
             args.step,
@@ -105,6 +105,20 @@ def main(argv: list[str] | None = None) -> None:
             (folder / RESULT).write_text(json.dumps({"differs": None if found is None else str(found)}))
         if "WORLD_SIZE" not in os.environ:
             sys.exit(differs(folder))
+
+
+def prepare() -> None:
+    """Make megatron.core importable. Takes seconds, so a process that only starts ranks does without it."""
+    from megatron_rl import platform
+
+    platform.prepare(may_use_transformer_engine=platform.has_cuda())
+
+
+def import_replay_file() -> ModuleType:
+    prepare()
+    from megatron_rl.replay import replay_file
+
+    return replay_file
 
 
 def differs(folder: Path) -> int:

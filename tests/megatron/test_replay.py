@@ -16,6 +16,7 @@ from megatron_rl.replay.replay_file import unpack, write_replay_file
 from megatron_rl.run.step_records import read_record, recorded_steps
 from megatron_rl.telemetry.run_log import RunRecord
 from megatron_rl.tools.report.parting import parting
+from tests.kit.programs import fork_programs
 from tests.kit.ranks import fork
 from tests.kit.records import make_records, take_again
 
@@ -202,6 +203,15 @@ def test_a_step_becomes_one_file_that_is_replayed_elsewhere(recorded, tmp_path, 
     words = ("--folder", folder, "optimizer.lr=0.5")
     code, said = command("replay", file, "--step", 1, *words, output=tmp_path / "other.txt")
     assert code == 1 and "step 0: DIFFERS. update 0 of the policy: gradient norm, learning rate, applied" in said, said
+
+
+def test_the_command_starts_the_ranks_of_a_layout_and_says_what_they_find(recorded, tmp_path, monkeypatch):
+    fork_programs(monkeypatch)
+    words = ("replay", recorded, "--step", 0, "--layout", "tensor=2", "--folder", tmp_path / "replay")
+    code, said = command(*words, output=tmp_path / "same.txt")
+    assert code == 0 and "2 ranks" in said and "step 0: the same within 1e-06" in said, said
+    code, said = command(*words, "optimizer.lr=0.5", output=tmp_path / "other.txt")
+    assert code == 1 and said.count("step 0: DIFFERS. ") == 1, said
 
 
 def test_a_file_of_another_kind_or_name_is_refused(recorded, tmp_path):
