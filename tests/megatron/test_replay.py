@@ -19,6 +19,7 @@ from megatron_rl.tools.report.parting import parting
 from tests.kit.programs import fork_programs
 from tests.kit.ranks import fork
 from tests.kit.records import make_records, take_again
+from tests.kit.talkative_model import make_talkative_model
 
 # Adam turns a gradient of rounding errors into a whole step, unless eps is larger; another layout has other errors.
 REFERENCE = ("algo.kl_coefficient=0.1", "algo.kl_in=loss", "optimizer.distributed=true", "optimizer.eps=1e-4")
@@ -59,6 +60,30 @@ def test_what_two_replicas_recorded_is_taken_again_by_one_process_and_by_two(tmp
     assert difference == ""
     lines, difference = take_again(run, 1, to=tmp_path / "two", ranks=2, as_recorded=True)
     assert difference == "" and "step 1: the same to the bit" in lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        (("lora.rank=2", "optimizer.distributed=true"), 1),
+        (("parallel.pipeline=2", "parallel.tensor=1", "batch.share_prompts=true"), 2),
+    ],
+    ids=["adapters", "stages"],
+)
+def test_other_kinds_of_training_are_recorded_and_taken_again_on_one_process(tmp_path, settings, ranks):
+    if "lora.rank=2" in settings:
+        settings += (f"model.path={make_talkative_model(tmp_path / 'model')}", "model.init=hf")
+    run = make_records(tmp_path / "run", *settings, "optimizer.eps=1e-4", ranks=ranks)
+    lines, difference = take_again(run, 1, to=tmp_path / "replay", tolerance=1e-6)
+    assert difference == "" and any("gradients: " in line and "0 tensors" not in line for line in lines), lines
+
+
+def test_a_record_that_cannot_be_written_costs_no_run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "records").write_text("a file in the way")
+    make_records(folder)
+    assert recorded_steps(folder) == []
 
 
 # -- planted differences ----------------------------------------------------------------------------------------------
