@@ -85,6 +85,14 @@ def compare(recorded: StepRecord, replayed: StepRecord, *, tolerance: float) -> 
                     yield _tensors(f"{where}: {name}", *pair, _same_norm(*pair, tolerance), order)
 
 
+def compare_sequences(record: StepRecord, name: str, column: Tensor, tolerance: float) -> Compared:
+    """Compare a column `[B]` of the consumed trajectories with the record's."""
+    recorded = record.consumed.sequences[name]
+    return _values(
+        f"{name} of trajectories, computed again", recorded, column, tolerance, _sequence_namer(record.consumed)
+    )
+
+
 def compare_logprobs(record: StepRecord, column: Tensor, *, count: int, tolerance: float) -> Compared:
     """Compare a column of log-probs `[N]` with the record's. count: number of tokens that were computed."""
     assert record.trained is not None

@@ -26,6 +26,7 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.config.model_section import PIPELINE_CUTS
 from megatron_rl.data.tokens import load_tokenizer, training_prompts
 from megatron_rl.replay.differences import Compared, compare, compare_logprobs, first_of
+from megatron_rl.replay.rewards_again import compare_rewards
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
@@ -240,6 +241,12 @@ class ReplayedRun(RLRun):
             for compared in found:
                 self.say(f"  {'*' if compared is self.difference else ' '} {compared}")
 
+    def compare_rewards(self, record: StepRecord) -> Compared | None:
+        """Compute the rewards of a step again. Return the difference, if there is one. Only the main rank calls it."""
+        found = compare_rewards(record, self.config, self.tokenizer, tolerance=self.tolerance_for(record))
+        self.say(f"step {self.last}: {found}")
+        return found if found.differing else None
+
     def compare_groups(self, groups: list[int]) -> Compared | None:
         """Compute the log-probs of some groups in the step's first update, and compare them with the record's.
 
@@ -296,12 +303,14 @@ def replay(
     tolerance: float | None = None,
     checkpoint: Path | None = None,
     groups: list[int] | None = None,
+    rewards: bool = False,
     say: Callable[[str], None] = print,
 ) -> Compared | None:
     """Take a recorded step again, and every step between it and the checkpoint before it. Return the first difference.
 
     Collective: every rank calls it, and the main rank gets the result. folder: gets the records of this replay.
-    groups: if given, only the log-probs of these groups are computed, and no update.
+    groups: if given, only the log-probs of these groups are computed, and no update. rewards: compute the rewards of
+    the step again, which calls the run's reward functions.
     """
     first, checkpoint = path_to(run, step, checkpoint)
     if groups is not None and first != step:
@@ -320,6 +329,7 @@ def replay(
         if groups is not None:
             replayed.begin()
             return replayed.compare_groups(groups)
+        again = replayed.compare_rewards(way[-1]) if rewards and replayed.groups.is_main else None
         for _ in rl_steps(replayed):
             pass
-        return replayed.difference
+        return replayed.difference or again

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from megatron_rl.launch.local import Places, run
 from megatron_rl.launch.start_up import importing
@@ -47,6 +48,9 @@ def main(argv: list[str] | None = None) -> None:
         help="compute only the log-probs of these groups, e.g. 3,17, if the step is larger than this machine",
     )
     parser.add_argument(
+        "--rewards", action="store_true", help="compute the rewards again too, which calls the run's reward functions"
+    )
+    parser.add_argument(
         "--export", type=Path, metavar="FILE", help="write what a replay needs into a file, replay.tar.zst or .tar.gz"
     )
     parser.add_argument(
@@ -64,15 +68,10 @@ def main(argv: list[str] | None = None) -> None:
             [*args.overrides, *(f"parallel.{axis}={size}" for axis, size in layout.items())],
             args.run,
         )
+        if args.run.is_file() or args.export:
+            replay_file = import_replay_file()
         if args.run.is_file():
             run_folder = folder / "unpacked"
-        with importing():
-            from megatron_rl import platform
-
-            platform.prepare(may_use_transformer_engine=platform.has_cuda())
-            from megatron_rl.replay import replay_file
-            from megatron_rl.replay.replay import replay
-        if args.run.is_file():
             if not is_rank:
                 replay_file.unpack(args.run, run_folder)
             settings += replay_file.model_of(run_folder, settings)
@@ -86,6 +85,10 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(run(Places(ranks=ranks), ["megatron_rl.replay", *words]) or differs(folder))
         if args.exit_with:
             exit_with(args.exit_with)
+        with importing():
+            prepare()
+            from megatron_rl.replay.replay import replay
+
         found = replay(
             run_folder,
             args.step,
@@ -95,12 +98,27 @@ def main(argv: list[str] | None = None) -> None:
             tolerance=args.tolerance,
             checkpoint=args.checkpoint,
             groups=args.groups,
+            rewards=args.rewards,
             say=lambda text: print(text, flush=True),
         )
         if os.environ.get("RANK", "0") == "0":
             (folder / RESULT).write_text(json.dumps({"differs": None if found is None else str(found)}))
         if "WORLD_SIZE" not in os.environ:
             sys.exit(differs(folder))
+
+
+def prepare() -> None:
+    """Make megatron.core importable. Takes seconds, so a process that only starts ranks does without it."""
+    from megatron_rl import platform
+
+    platform.prepare(may_use_transformer_engine=platform.has_cuda())
+
+
+def import_replay_file() -> ModuleType:
+    prepare()
+    from megatron_rl.replay import replay_file
+
+    return replay_file
 
 
 def differs(folder: Path) -> int:

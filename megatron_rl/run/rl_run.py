@@ -278,7 +278,8 @@ class RLRun(Run):
             )
             if self.config.generation.support_size:
                 support.check_complete(batch.tokens.get(support.COLUMN), batch["input_ids"], batch["loss_mask"])
-        self.records.begin(step, batch, oldest_checkpoint=lambda: self.checkpoints.oldest)
+        rows = self.prompts.prompts
+        self.records.begin(step, batch, prompts=rows, oldest_checkpoint=lambda: self.checkpoints.oldest)
         return batch
 
     def add_reward_model_scores(self, batch: StepBatch) -> StepBatch:

@@ -2,7 +2,8 @@
 
 `run.folder/records/step-N` is written by each replica's first rank: the tokens of the trajectories that it trains, and
 later the columns that it computed for them. The main rank adds the numbers of all trajectories, the plan that divides
-them, the run's options, and the losses, gradients and weights of the step. A step that fails leaves what it consumed.
+them, the prompts' rows, the run's options, and the losses, gradients and weights of the step. A step that fails leaves
+what it consumed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import json
 import os
 import platform as host
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl import platform
@@ -35,7 +37,13 @@ from megatron_rl.types import StepStats, TrajectoryBatch
 from megatron_rl.weights.update_group import checksum
 
 FOLDER = "records"
-FACTS, COMPUTED, CONSUMED_NUMBERS, COMPUTED_NUMBERS = "record.json", "computed.json", "consumed", "computed"
+FACTS, ROWS, COMPUTED, CONSUMED_NUMBERS, COMPUTED_NUMBERS = (
+    "record.json",
+    "rows.json",
+    "computed.json",
+    "consumed",
+    "computed",
+)
 """Names of files in a record's folder. The last two are safetensors; those of a replica's tokens end in its number."""
 ON_ALARM = "on_alarm"
 FORMAT = 1
@@ -77,9 +85,17 @@ class StepRecorder:
         next_checkpoint = (step // every + 1) * every if every else float("inf")
         return ON_ALARM in telemetry.record_steps or telemetry.records(step, next_checkpoint)
 
-    def begin(self, step: int, batch: StepBatch, *, oldest_checkpoint: Callable[[], int] = lambda: 0) -> None:
+    def begin(
+        self,
+        step: int,
+        batch: StepBatch,
+        *,
+        prompts: Sequence[dict[str, Any]] = (),
+        oldest_checkpoint: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Write what the step consumes, if the step is recorded.
 
+        prompts: the rows that the batch's `prompt_index` refers to; those of this step are recorded.
         oldest_checkpoint: called on the main rank. With on_alarm, records of steps before the step that it returns are
         removed, unless another entry asks for them.
         """
@@ -89,11 +105,13 @@ class StepRecorder:
         with self.timers("record"):
             self._step = self.folder / f"step-{step}"
             self._consumed = frozenset(batch.tokens)
-            if self._failed(self.groups.on_main(lambda: self._make_room(oldest_checkpoint()))):
+            if self._failed(self._all_do(lambda: self._make_room(oldest_checkpoint()), on_main_only=True)):
                 return
             own = batch.own().columns()
             tokens = {name: column for name, column in own.items() if not name.startswith("sequences.")}
-            if self._failed(self._write(CONSUMED_NUMBERS, batch, tokens, {FACTS: self._facts(step)})):
+            places = set(batch["prompt_index"].tolist()) if prompts and "prompt_index" in batch else set()
+            facts = {ROWS: {place: prompts[place] for place in sorted(places)}, FACTS: self._facts(step)}
+            if self._failed(self._write(CONSUMED_NUMBERS, batch, tokens, facts)):
                 return
             if self.config.telemetry.records(step, step + 1):
                 self._watches = {name: _TensorWatch(engine) for name, engine in self.engines.items()}
@@ -133,8 +151,9 @@ class StepRecorder:
     def _write(self, kind: str, batch: StepBatch, tokens: dict[str, Tensor], facts: dict[str, Any]) -> str:
         """Write this rank's files, and `facts` after all ranks have written. Returns a fault on all ranks, or ''."""
         assert self._step is not None
-        folder, fault = self._step, ""
-        try:
+        folder = self._step
+
+        def write() -> None:
             if self.groups.is_rollout_rank:
                 _save(tokens, folder / f"{kind}-{self.groups.data.rank}.safetensors")
             if self.groups.is_main:
@@ -143,16 +162,22 @@ class StepRecorder:
                 plan |= {} if batch.plan.begin is None else {"plan.begin": batch.plan.begin}
                 numbers = {f"sequences.{name}": column for name, column in batch.sequences.items()}
                 _save(plan | numbers, folder / f"{kind}.safetensors")
-        except (OSError, SafetensorError) as error:
-            fault = str(error)
-        if self.groups.any(bool(fault)):
-            return fault or "another rank failed"
 
         def write_facts() -> None:
             for name, content in facts.items():
-                (folder / name).write_text(json.dumps(content), encoding="utf-8")
+                (folder / name).write_text(json.dumps(content, default=repr), encoding="utf-8")
 
-        return self.groups.on_main(write_facts)
+        return self._all_do(write) or self._all_do(write_facts, on_main_only=True)
+
+    def _all_do(self, act: Callable[[], None], *, on_main_only: bool = False) -> str:
+        """Run `act` and wait until all ranks have. Returns the fault of this or another rank, on all ranks, or ''."""
+        fault = ""
+        try:
+            if self.groups.is_main or not on_main_only:
+                act()
+        except (OSError, SafetensorError) as error:
+            fault = str(error)
+        return (fault or "another rank failed") if self.groups.any(bool(fault)) else ""
 
     def _failed(self, fault: str) -> bool:
         """Warn of a fault and stop recording this step: training is worth more than a record."""
@@ -242,7 +267,7 @@ def _numbers(stats: StepStats) -> dict[str, Any]:
 def _save(columns: dict[str, Tensor], path: Path) -> None:
     """Write tensors to a file, which appears under its name when it is complete."""
     aside = path.with_name(f".{path.name}.partial")
-    save_file({name: column.contiguous().clone() for name, column in columns.items()}, aside)
+    save_file({name: column.contiguous().numpy() for name, column in columns.items()}, aside)  # faster than torch's
     os.replace(aside, path)
 
 
@@ -255,6 +280,8 @@ class StepRecord:
 
     folder: Path
     facts: dict[str, Any]
+    rows: dict[str, dict[str, Any]]
+    """Rows of the step's prompts, by `prompt_index`. Values that JSON does not know are text."""
     consumed: TrajectoryBatch
     plan: dict[str, Tensor]
     """SharePlan's columns for the consumed trajectories."""
@@ -289,6 +316,7 @@ def read_record(folder: Path) -> StepRecord:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         if facts.get("format") != FORMAT:
             raise ValueError(f"its format is {facts.get('format')!r}, and this version reads {FORMAT}")
+        rows = json.loads((folder / ROWS).read_text(encoding="utf-8"))
         consumed, plan = _read_batch(folder, CONSUMED_NUMBERS, facts["replicas"])
         computed = trained = update = None
         if (folder / COMPUTED).is_file():
@@ -297,9 +325,8 @@ def read_record(folder: Path) -> StepRecord:
             update = of_trained["update"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"record {str(folder)!r}: cannot be read ({error}); give a step that was recorded.") from error
-    return StepRecord(
-        folder=folder, facts=facts, consumed=consumed, plan=plan, computed=computed, trained=trained, update=update
-    )
+    known = {"folder": folder, "facts": facts, "rows": rows, "consumed": consumed, "plan": plan}
+    return StepRecord(**known, computed=computed, trained=trained, update=update)
 
 
 def _read_batch(folder: Path, kind: str, replicas: int) -> tuple[TrajectoryBatch, dict[str, Tensor]]:

@@ -27,6 +27,11 @@ STEPS = (
 )
 
 
+def odd(prompt, completions, prompt_ids, completion_ids, answer, **data):
+    """The reward of `parity_reward:even`, mistaken."""
+    return float(sum(completion_ids) % 2)
+
+
 def experiment(overrides):
     os.chdir(ROOT)
     train(load_config(COUNT, list(overrides)))
@@ -43,9 +48,13 @@ def test_a_step_of_a_run_is_taken_again_from_the_checkpoint_before_it(server, tm
     assert recorded_steps(folder) == [0, 1, 2, 3]
     kept = {path.name for path in (folder / CHECKPOINTS).iterdir()}
     assert kept == {"step-2", "step-6"}, "the checkpoint before step 3 is kept, and run.keep_checkpoints=1 more"
-    lines, difference = take_again(folder, 3, to=tmp_path / "replay")
+    lines, difference = take_again(folder, 3, to=tmp_path / "replay", rewards=True)
     assert difference == "" and lines[0].startswith("from the checkpoint of step 2, ")
-    assert [line for line in lines if line.startswith("step")] == [f"step {n}: the same to the bit" for n in (2, 3)]
+    assert lines[1] == "step 3: rewards of trajectories, computed again: 16 values, equal to the bit"
+    assert [line for line in lines[2:] if line.startswith("step")] == [f"step {n}: the same to the bit" for n in (2, 3)]
+    other = "rollout.reward=tests.end_to_end.test_replayed_runs:odd"
+    _, difference = take_again(folder, 3, other, to=tmp_path / "replay", rewards=True)
+    assert difference.startswith("rewards of trajectories, computed again: 16 of 16 values differ; the first: ")
     shutil.rmtree(folder / CHECKPOINTS)
     lines, difference = take_again(folder, 3, to=tmp_path / "replay")
     assert difference == "" and lines[0].startswith("from the run's start, ")

@@ -39,6 +39,7 @@ with start_up.importing():
     import megatron_rl.tools.report.report  # noqa: F401
     from megatron_rl import cli, train
     from megatron_rl.launch import local
+    from megatron_rl.replay import replay_command
     from megatron_rl.rollout import process as rollout_process
     from megatron_rl.servers import server_process
     from megatron_rl.tools.embedded_server import server as embedded_server
@@ -55,6 +56,7 @@ def script() -> None:
 PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.cli": cli.main,
     "megatron_rl.launch": local.main,
+    "megatron_rl.replay": replay_command.main,
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
     "megatron_rl.tools.embedded_server.server": embedded_server.main,
     "megatron_rl.train": train.main,

@@ -16,8 +16,10 @@ from megatron_rl.replay.replay_file import unpack, write_replay_file
 from megatron_rl.run.step_records import read_record, recorded_steps
 from megatron_rl.telemetry.run_log import RunRecord
 from megatron_rl.tools.report.parting import parting
+from tests.kit.programs import fork_programs
 from tests.kit.ranks import fork
 from tests.kit.records import make_records, take_again
+from tests.kit.talkative_model import make_talkative_model
 
 # Adam turns a gradient of rounding errors into a whole step, unless eps is larger; another layout has other errors.
 REFERENCE = ("algo.kl_coefficient=0.1", "algo.kl_in=loss", "optimizer.distributed=true", "optimizer.eps=1e-4")
@@ -58,6 +60,30 @@ def test_what_two_replicas_recorded_is_taken_again_by_one_process_and_by_two(tmp
     assert difference == ""
     lines, difference = take_again(run, 1, to=tmp_path / "two", ranks=2, as_recorded=True)
     assert difference == "" and "step 1: the same to the bit" in lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        (("lora.rank=2", "optimizer.distributed=true"), 1),
+        (("parallel.pipeline=2", "parallel.tensor=1", "batch.share_prompts=true"), 2),
+    ],
+    ids=["adapters", "stages"],
+)
+def test_other_kinds_of_training_are_recorded_and_taken_again_on_one_process(tmp_path, settings, ranks):
+    if "lora.rank=2" in settings:
+        settings += (f"model.path={make_talkative_model(tmp_path / 'model')}", "model.init=hf")
+    run = make_records(tmp_path / "run", *settings, "optimizer.eps=1e-4", ranks=ranks)
+    lines, difference = take_again(run, 1, to=tmp_path / "replay", tolerance=1e-6)
+    assert difference == "" and any("gradients: " in line and "0 tensors" not in line for line in lines), lines
+
+
+def test_a_record_that_cannot_be_written_costs_no_run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "records").write_text("a file in the way")
+    make_records(folder)
+    assert recorded_steps(folder) == []
 
 
 # -- planted differences ----------------------------------------------------------------------------------------------
@@ -202,6 +228,15 @@ def test_a_step_becomes_one_file_that_is_replayed_elsewhere(recorded, tmp_path, 
     words = ("--folder", folder, "optimizer.lr=0.5")
     code, said = command("replay", file, "--step", 1, *words, output=tmp_path / "other.txt")
     assert code == 1 and "step 0: DIFFERS. update 0 of the policy: gradient norm, learning rate, applied" in said, said
+
+
+def test_the_command_starts_the_ranks_of_a_layout_and_says_what_they_find(recorded, tmp_path, monkeypatch):
+    fork_programs(monkeypatch)
+    words = ("replay", recorded, "--step", 0, "--layout", "tensor=2", "--folder", tmp_path / "replay")
+    code, said = command(*words, output=tmp_path / "same.txt")
+    assert code == 0 and "2 ranks" in said and "step 0: the same within 1e-06" in said, said
+    code, said = command(*words, "optimizer.lr=0.5", output=tmp_path / "other.txt")
+    assert code == 1 and said.count("step 0: DIFFERS. ") == 1, said
 
 
 def test_a_file_of_another_kind_or_name_is_refused(recorded, tmp_path):
