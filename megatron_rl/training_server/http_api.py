@@ -332,16 +332,18 @@ def sampling_of(body: Mapping[str, Any]) -> Sampling:
         if body.get(key):
             raise ValueError(f"{key} = {body[key]!r}: is not supported by this server; leave it out.")
     ids: list[int] = []
-    for chunk in dict(body.get("prompt") or {}).get("chunks", []):
-        if chunk.get("type") != "encoded_text":
-            raise ValueError(f"prompt: has a chunk of type {chunk.get('type')!r}; send encoded_text alone.")
-        ids += chunk["tokens"]
+    chunks = _object("prompt", body.get("prompt")).get("chunks")
+    for chunk in chunks if isinstance(chunks, list) else []:
+        tokens = _object("prompt.chunks", chunk).get("tokens")
+        if chunk.get("type") != "encoded_text" or not isinstance(tokens, list):
+            raise ValueError(f"prompt: has a chunk of type {chunk.get('type')!r}; send encoded_text with tokens alone.")
+        ids += tokens
     if not ids:
         raise ValueError("prompt: is empty; send at least one token.")
     count = body.get("num_samples", 1)
     if type(count) is not int or count < 1:
         raise ValueError(f"num_samples = {count!r}: must be an integer of at least 1.")
-    given = dict(body.get("sampling_params") or {})
+    given = _object("sampling_params", body.get("sampling_params"))
     names = {"max_tokens": "max_new_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
     options = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None}
     options.setdefault("max_new_tokens", 2**20)  # servers stop at their context length
@@ -354,11 +356,16 @@ def sampling_of(body: Mapping[str, Any]) -> Sampling:
         options["stop_token_ids"] = stop
     elif stop is not None:
         options |= {"stop": stop, "no_stop_trim": True}
-    wants, tops = (
-        bool(body.get("prompt_logprobs")),
-        (body.get("topk_prompt_logprobs", 0), body.get("topk_sample_logprobs", 0)),
-    )
-    return Sampling(ids, options, count, wants, *tops)
+    tops = [body.get(key, 0) for key in ("topk_prompt_logprobs", "topk_sample_logprobs")]
+    if not all(type(top) is int and top >= 0 for top in tops):
+        raise ValueError(f"topk_prompt_logprobs, topk_sample_logprobs = {tops}: must be integers of at least 0.")
+    return Sampling(ids, options, count, bool(body.get("prompt_logprobs")), *tops)
+
+
+def _object(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} = {str(value)[:100]!r}: must be an object.")
+    return value
 
 
 async def _body(http: web.Request) -> dict[str, Any]:

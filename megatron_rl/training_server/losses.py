@@ -95,7 +95,9 @@ LOSSES = {
 
 def make_loss(name: str, given: Mapping[str, float]) -> LogprobLoss:
     """Return the engine's loss for a name of LOSSES with these options, which have been checked."""
-    return LogprobLoss(functools.partial(_sum, LOSSES[name], LOSSES[name].options | given), by_row=LOSSES[name].by_row)
+    return LogprobLoss(
+        functools.partial(_sum, LOSSES[name], LOSSES[name].options | dict(given)), by_row=LOSSES[name].by_row
+    )
 
 
 def _sum(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,9 +85,8 @@ def _column(datum: Datum, key: str, number: int, loss: str) -> Tensor:
 
 def adam_step(given: Mapping[str, Any]) -> AdamStep:
     """Return the step of an `optim_step` request."""
-    if "adam_params" not in given:
-        kind = dict(given.get("optimizer_params") or {}).get("type")
-        raise ValueError(f"optim_params = {kind!r}: this server has Adam alone; send AdamParams.")
+    if not isinstance(params := given.get("adam_params"), dict):
+        raise ValueError(f"adam_params = {params!r}: this server has Adam alone; send AdamParams.")
     usual = {
         "learning_rate": 1e-4,
         "beta1": 0.9,
@@ -95,10 +95,7 @@ def adam_step(given: Mapping[str, Any]) -> AdamStep:
         "weight_decay": 0.0,
         "grad_clip_norm": 0.0,
     }
-    found = {
-        key: number(f"adam_params.{key}", dict(given["adam_params"]).get(key), default)
-        for key, default in usual.items()
-    }
+    found = {key: number(f"adam_params.{key}", params.get(key), default) for key, default in usual.items()}
     for key in ("beta1", "beta2"):
         if not 0 <= found[key] < 1:
             raise ValueError(f"adam_params.{key} = {found[key]}: must be in [0, 1).")
@@ -122,8 +119,12 @@ def number(key: str, value: Any, default: float) -> float:
     return float(value)
 
 
-def adapted_of(lora: Any, *, rank: int, seed: int) -> Adapted:
-    """Return what a client's lora_config asks for. rank: the engine's, 0 if it trains whole models."""
+def adapted_of(lora: Any, rank: int, model: str) -> Adapted:
+    """Return what a client's lora_config asks for. Without a seed, it follows from the model's id.
+
+    rank: the engine's, 0 if it trains whole models.
+    """
+    seed = zlib.crc32(model.encode()) >> 1
     if rank == 0:
         return Adapted(0, seed)
     given = lora if isinstance(lora, dict) else {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -19,8 +20,7 @@ import orjson
 
 from megatron_rl.training_server.wire import Reply, Top
 
-ATTEMPTS = 3
-RETRY_S = 1.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 TIMEOUT_S = 3600.0
 SGLANG_PLACES = 2
 """Adapters that an SGLang server can use at once: its --max-loras-per-batch, see servers/server_process.py."""
@@ -68,13 +68,21 @@ class Sampler:
     """Belongs to the event loop that calls it.
 
     starts: returns {URL: process id} of the servers; a server with another id has lost its weights. is_whole: weights
-    are whole models, not adapters. base: folder of the model that the servers start with.
+    are whole models, not adapters. base: folder of the model that the servers start with. patience_s: how long to wait
+    for a server that is restarted.
     """
 
     def __init__(
-        self, starts: Callable[[], dict[str, int]], token: str, *, backend: str, is_whole: bool, base: Path
+        self,
+        starts: Callable[[], dict[str, int]],
+        token: str,
+        *,
+        backend: str,
+        is_whole: bool,
+        base: Path,
+        patience_s: float,
     ) -> None:
-        self._starts, self._base, self._is_whole = starts, base, is_whole
+        self._starts, self._base, self._is_whole, self._patience_s = starts, base, is_whole, patience_s
         self._has_base_beside = backend == "sglang" and not is_whole
         self._places = SGLANG_PLACES if self._has_base_beside else 1
         self._is_sglang = backend == "sglang"
@@ -91,36 +99,36 @@ class Sampler:
 
         Raises ValueError for a request that a server refuses, and SamplingFailed.
         """
-        for attempt in range(ATTEMPTS):
+        deadline, failures = time.monotonic() + self._patience_s, 0
+        while True:
             try:
                 async with self._server_with(weights) as (server, name):
                     return await self._ask(server, name, asked)
             except (aiohttp.ClientError, TimeoutError) as error:
-                if attempt == ATTEMPTS - 1:
-                    raise SamplingFailed(
-                        f"the rollout servers failed {ATTEMPTS} times: {error or type(error)}"
-                    ) from error
-                await asyncio.sleep(RETRY_S * 2**attempt)
-        raise AssertionError("unreachable")
+                if time.monotonic() > deadline:
+                    raise SamplingFailed(f"the rollout servers do not answer: {error or type(error)}") from error
+            await asyncio.sleep(min(FIRST_RETRY_S * 2**failures, LONGEST_RETRY_S))
+            failures += 1
 
     @contextlib.asynccontextmanager
     async def _server_with(self, weights: Path | None) -> AsyncIterator[tuple[Server, str]]:
         """Yield a server that has these weights, and their name there. They stay loaded until the block ends."""
-        name = BASE if weights is None else str(weights)
-        server = self._choose(name)
-        is_first_in_line = not server.waiting  # otherwise a stream of requests for what is loaded would keep others out
+        name, has_waited = BASE if weights is None else str(weights), False
         while True:
-            async with server.changing:
-                if is_first_in_line and (name in server.loaded or (name == BASE and self._has_base_beside)):
-                    break
-                if is_first_in_line and await self._make_room(server):
-                    await self._load(server, name)
-                    server.loaded[name] = 0
-                    break
+            server = self._choose(name)
+            # Behind those that wait; otherwise a stream of requests for what is loaded would keep others out.
+            if has_waited or not server.waiting:
+                async with server.changing:
+                    if name in server.loaded or (name == BASE and self._has_base_beside):
+                        break
+                    if await self._make_room(server):
+                        await self._load(server, name)
+                        server.loaded[name] = 0
+                        break
             freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             server.waiting.append(freed)
             await freed
-            is_first_in_line = True
+            has_waited = True
         server.loaded[name] = server.loaded.pop(name, 0) + 1  # the most recently used comes last
         try:
             yield server, name

@@ -22,6 +22,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -46,6 +47,8 @@ QUIET_S = 600.0
 MOST_QUEUED = 4096
 MOST_QUEUED_BYTES = 512 * 1024**2
 """Of one tenant's requests that wait. Further ones are refused with 429, which the client sends again later."""
+MOST_TRIES = 8
+"""How often the server may end while it runs a request, before the request is given up in its stead."""
 KEPT_RESULTS = 256
 """Results of a model that stay available after they were fetched, for a client that lost the answer."""
 TINKER = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
@@ -102,6 +105,8 @@ class Model:
     """Optimizer steps since the last checkpoint."""
     pending: dict[int, Request] = field(default_factory=dict)
     futures: dict[int, Future[Result]] = field(default_factory=dict)
+    tries: Counter[int] = field(default_factory=Counter)
+    """How often a request was begun and the process ended before its result."""
 
     @property
     def head(self) -> Request | None:
@@ -128,7 +133,7 @@ class Service:
         self.folder, self.ranks, self.base_model = folder, ranks, base_model
         self.slots, self.checkpoint_every, self.quiet_s = slots, checkpoint_every, quiet_s
         engine = ranks.engine
-        self.lora, self.seed, self.vocab = engine.config.lora, engine.config.seed, engine.arch.vocab
+        self.lora, self.vocab = engine.config.lora, engine.arch.vocab
         self.longest = engine.arch.max_positions
         if not engine.config.allow_longer_sequences:
             self.longest = min(self.longest, engine.config.tokens_per_microbatch - 1)
@@ -194,10 +199,10 @@ class Service:
         named = body.get("base_model")
         if named not in (None, self.base_model):
             raise Refused(f"base_model = {named!r}: this server has {self.base_model!r} alone; ask for that.", 400)
-        if dict(body.get("optimizer_config") or {}).get("type", "adamw") != "adamw":
+        if body.get("optimizer_config") not in (None, {"type": "adamw"}):
             raise Refused("optimizer_config: this server has adamw alone; leave it out.", 400)
         if kind == "create":
-            checks.adapted_of(body.get("lora_config"), rank=self.lora.rank, seed=self.seed)
+            checks.adapted_of(body.get("lora_config"), self.lora.rank, "")
         else:
             self.weights(tenant, body.get("path"), "weights")
         with self._changed:
@@ -314,6 +319,8 @@ class Service:
         self._resume_all()
         while (chosen := self._next()) is not None:
             model, request = chosen
+            with self._changed:
+                model.journal.add({"kind": "begun", "seq": request.seq})
             try:
                 result = self._run(model, request)
             except (*FAILURES, Refused) as error:
@@ -337,8 +344,8 @@ class Service:
             while not self._is_stopping:
                 self._end_finished()
                 if self._turn is None or not self._is_ready(self._turn):
-                    ready = [model for model in self.models.values() if self._is_ready(model)]
-                    self._turn = ready[0] if ready else None
+                    # A list, because placing a model may end another.
+                    self._turn = next((model for model in list(self.models.values()) if self._is_ready(model)), None)
                 if self._turn is not None:
                     # The last in the order of the dictionary has its next turn last.
                     self.models[self._turn.id] = self.models.pop(self._turn.id)
@@ -356,10 +363,11 @@ class Service:
         """Return True if a model can be placed, after ending those of clients that are gone if need be."""
         while sum(model.is_placed for model in self.models.values()) >= self.slots:
             quiet = time.monotonic() - self.quiet_s
-            gone = [m for m in self.models.values() if m.is_placed and self.sessions[m.session].seen < quiet]
-            if not gone:
+            idle = [model for model in self.models.values() if model.is_placed and model.head is None]
+            gone = next((model for model in idle if self.sessions[model.session].seen < quiet), None)
+            if gone is None:
                 return False
-            self._end(gone[0])
+            self._end(gone)
         return True
 
     def _end_finished(self) -> None:
@@ -369,6 +377,8 @@ class Service:
     def _end(self, model: Model) -> None:
         """Forget a model whose session is over. What the client has saved by name stays."""
         self._journal.add({"kind": "ended", "id": model.id})
+        if self._turn is model:
+            self._turn = None
         if model.is_placed:
             self.ranks.call("drop", model.id)
         del self.models[model.id]
@@ -400,14 +410,18 @@ class Service:
             del model.futures[seq]
         if is_saved:
             self._begin_journal(model, result)
+        else:
+            model.journal.add({"kind": "done", "seq": request.seq})
         model.futures[request.seq].set_result(result)
 
     # -- what requests do
 
     def _run(self, model: Model, request: Request) -> Result:
         kind, event = request.kind, request.event
+        if model.tries[request.seq] >= MOST_TRIES:
+            raise ValueError(f"{kind}: the server has ended {MOST_TRIES} times while it ran this request; send less.")
         if kind == "create":
-            self._place(model, checks.adapted_of(event.get("lora_config"), rank=self.lora.rank, seed=self.seed))
+            self._place(model, checks.adapted_of(event.get("lora_config"), self.lora.rank, model.id))
             return _json(type="create_model", model_id=model.id)
         if kind == "load":
             folder = self.weights(model.tenant, event.get("path"), "weights")
@@ -507,6 +521,8 @@ class Service:
             elif kind == "result":
                 model.futures[seq] = Future()
                 model.futures[seq].set_result(Result(body, event["is_proto"]))
+            elif kind in ("begun", "done"):
+                model.tries[seq] = 0 if kind == "done" else model.tries[seq] + 1
             else:
                 self._enqueue(model, Request(seq, kind, event, body))
         model.journal.records.clear()

@@ -191,6 +191,7 @@ def serve(args: argparse.Namespace, config: TrainConfig, ranks: object) -> None:
             backend=supervisor.backend,
             is_whole=config.lora.rank == 0,
             base=Path(config.model.path),
+            patience_s=rollout.start_timeout_s,
         )
 
         async def serve_clients() -> None:

@@ -3,16 +3,19 @@
 import pytest
 import torch
 
-from megatron_rl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from megatron_rl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.training_server.losses import LOSSES, make_loss
 from megatron_rl.training_server.shared_engine import AdamStep, Adapted, SharedEngine, batch_of
 from megatron_rl.training_server.wire import Datum
-from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model, start
+from tests.kit import models
+from tests.kit.models import VOCAB, make_engine, make_model, start
 from tests.kit.ranks import run_ranks
 
 STEP = AdamStep(lr=1e-2, betas=(0.0, 0.0), eps=1e3, weight_decay=0.0, clip=0.0)
 """With eps far above the gradients, Adam's step is SGD's, lr / eps of the gradient."""
 LENGTHS = (5, 12, 7, 3)
+EXPERTS = "tp2_dp2_ep2"
+LAYOUTS = models.LAYOUTS | {EXPERTS: (4, ParallelConfig(tensor=2, expert=2))}
 
 
 def shared(folder, layout="1", rank=4, **optimizer):
@@ -122,3 +125,14 @@ def test_a_whole_model_takes_the_same_step_in_each_layout(layout, folder):
     found, *_ = run_ranks(LAYOUTS[layout][0], whole_step, folder, layout, layout == "dp2")
     assert found["ppo"][0] == pytest.approx(alone["ppo"][0], rel=1e-5)
     check_changes(found["ppo"][2], alone["ppo"][2])
+
+
+@pytest.mark.thorough
+def test_adapters_of_experts_have_the_results_of_one_process(tmp_path):
+    make_model("qwen3_moe", tmp_path, 2)
+    (alone,) = run_ranks(1, of_one_step, tmp_path, "1", ["cross_entropy"])
+    found = run_ranks(LAYOUTS[EXPERTS][0], of_one_step, tmp_path, EXPERTS, ["cross_entropy"])[0]
+    numbers, logprobs, changes = found["cross_entropy"]
+    assert numbers == pytest.approx(alone["cross_entropy"][0], rel=1e-5)
+    torch.testing.assert_close(logprobs, alone["cross_entropy"][1], rtol=1e-5, atol=1e-5)
+    check_changes(changes, alone["cross_entropy"][2])

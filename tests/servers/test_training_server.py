@@ -1,18 +1,13 @@
 """The training server, driven by the package `tinker`: the service's own client, with nothing of it replaced."""
 
-import contextlib
 import functools
 import json
-import os
-import signal
 import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from megatron_rl.config import LoraConfig
@@ -22,12 +17,11 @@ from megatron_rl.training_server.wire import Datum
 from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model
 from tests.kit.optional import later
 from tests.kit.ranks import run_ranks
-from tests.kit.runs import ROOT, environment, family
-from tests.kit.waiting import wait_until
+from tests.kit.runs import ROOT, family
+from tests.kit.training_servers import ALPHA, RANK, serving
 
 tinker = later("tinker", reason="needs the package tinker; make installs it")
 types = later("tinker.types", reason="needs the package tinker; make installs it")
-RANK, ALPHA = 4, 8.0
 STEP = dict(learning_rate=1e-2, beta1=0.0, beta2=0.0, eps=1e3)
 """With eps far above the gradients, Adam's step is SGD's, lr / eps of the gradient."""
 POLICY = ("logprobs", "advantages")
@@ -40,36 +34,7 @@ INPUTS = {
     "gspo": (*POLICY, "sequence_ratio_mask"),
 }
 LENGTHS = (5, 12, 7)
-
-
-@contextlib.contextmanager
-def serving(folder, model, *arguments, port=0, ranks=1):
-    """A training server in processes of its own; yields its URL and the process that started it."""
-    ready, log = folder / "url", folder / "log"
-    ready.unlink(missing_ok=True)
-    config = folder / "config.yaml"
-    sections = {
-        "model": {"path": str(model)},
-        "lora": {"rank": RANK, "alpha": ALPHA},
-        "rollout": {"backend": "embedded"},
-        "batch": {"tokens_per_microbatch": 64},
-        "run": {"folder": str(folder / "run"), "threads_per_rank": 1},
-    }
-    config.write_text(yaml.safe_dump(sections))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "megatron_rl.training_server", str(config), "--port", str(port)]
-    command += ["--model-name", "tiny", "--ready-file", str(ready), *arguments]
-    with log.open("ab") as output:
-        started = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=output)
-    try:
-        wait_until(lambda: ready.exists() or started.poll() is not None, log.read_text)
-        assert ready.exists(), log.read_text()
-        yield ready.read_text(), started
-    finally:
-        for process in family(started.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        started.wait()
+KILLS = 5
 
 
 def quickstart():
@@ -345,8 +310,14 @@ def test_after_a_kill_each_request_has_its_result_and_no_step_counts_twice(tmp_p
     assert losses_in(outputs) == losses_in(expected)
 
 
-def test_a_whole_model_is_trained_and_sampled(tmp_path, model, service):
-    with serving(tmp_path, model, "lora.rank=0") as (url, _):
+def test_a_whole_model_is_trained_and_sampled_over_https_by_one_client_after_another(tmp_path, model, monkeypatch):
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    options = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=tests -addext subjectAltName=IP:127.0.0.1"
+    command = ["openssl", *options.split(), "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with serving(tmp_path, model, "lora.rank=0", "--tls", str(certificate), str(key)) as (url, _):
+        assert url.startswith("https://")
         client = client_of(url, tmp_path / "run" / "api_key")
         whole, outputs = trained(client)
         assert not whole.get_info().is_lora
@@ -358,8 +329,11 @@ def test_a_whole_model_is_trained_and_sampled(tmp_path, model, service):
         base = client.create_sampling_client(base_model="tiny").result()
         before = torch.tensor(base.compute_logprobs(datum.model_input).result()[1:])
         assert (before - own).abs().max() > 1e-2
-    _, of_adapters = trained(service, steps=1)
-    assert losses_in(outputs)[0] == pytest.approx(losses_in(of_adapters)[0], rel=1e-6)
+        second = client_of(url, tmp_path / "run" / "api_key")
+        waits = second.create_lora_training_client("tiny")  # there is one slot for whole models
+        client.close("success").result()
+        anew = [future.result() for future in sent(waits.result(), range(3))]
+        assert losses_in(anew) == losses_in(outputs)
 
 
 @pytest.mark.thorough
@@ -369,3 +343,36 @@ def test_several_ranks_serve_what_one_does(layout, tmp_path, model, service):
         _, found = trained(client_of(url, tmp_path / "run" / "api_key"))
     _, expected = trained(service)
     assert losses_in(found) == pytest.approx(losses_in(expected), rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_after_many_kills_nothing_is_lost_and_nothing_counts_twice(tmp_path, model):
+    arguments, port, outputs = ("--checkpoint-every", "3", "--slots", "2"), 0, []
+    with serving(tmp_path, model, *arguments) as (url, process):
+        port = int(url.rpartition(":")[2])
+        client = client_of(url, tmp_path / "run" / "api_key")
+        killed = client.create_lora_training_client("tiny", rank=2, seed=1).result()
+        process.kill()
+    for life in range(KILLS):
+        with serving(tmp_path, model, *arguments, port=port) as (_, process):
+            futures = sent(killed, range(2 * life, 2 * life + 2))
+            futures[life % 2].future().add_done_callback(lambda _, process=process: process.kill())
+            process.wait()
+            outputs += futures
+    with serving(tmp_path, model, *arguments, port=port):
+        outputs = [future.result() for future in outputs]
+        _, expected = trained(client, steps=2 * KILLS)
+    assert losses_in(outputs) == losses_in(expected)
+
+
+def test_samples_come_from_a_rollout_server_that_was_restarted(tmp_path, model):
+    with serving(tmp_path, model) as (url, process):
+        client = client_of(url, tmp_path / "run" / "api_key")
+        own, _ = trained(client, steps=1)
+        sampler = own.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints([1, 2, 3])
+        before = sampler.compute_logprobs(prompt).result()
+        for child in family(process.pid)[1:]:
+            if "embedded_server" in " ".join(child.cmdline()):
+                child.kill()
+        assert sampler.compute_logprobs(prompt).result() == before
