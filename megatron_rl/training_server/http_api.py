@@ -299,6 +299,11 @@ class TrainingAPI:
             return _answer(body, 408)
         if waiting.cancelled():
             raise Refused(f"request_id = {name!r}: was cancelled.", 404)
+        if (error := waiting.exception()) is not None:  # a bug of this server: the client must not poll for ever
+            logger.error("request %s failed", name, exc_info=error)
+            return web.Response(
+                body=_failure(f"internal error: {error!r}", "server").body, content_type="application/json"
+            )
         result = waiting.result()
         result.was_fetched = True
         return web.Response(body=result.body, content_type=PROTO if result.is_proto else "application/json")

@@ -142,7 +142,7 @@ class Sampler:
     def _choose(self, name: str) -> Server:
         starts = self._starts()
         if not starts:
-            raise SamplingFailed("no rollout server runs; see the server's log.")
+            raise aiohttp.ClientConnectionError("no rollout server runs now; see their logs in run.folder/servers")
         for url, pid in starts.items():
             if self._servers.get(url, Server(url)).pid != pid:
                 self._servers[url] = Server(url, pid)
