@@ -310,6 +310,7 @@ def test_after_a_kill_each_request_has_its_result_and_no_step_counts_twice(tmp_p
     assert losses_in(outputs) == losses_in(expected)
 
 
+@pytest.mark.thorough
 def test_a_whole_model_is_trained_and_sampled_over_https_by_one_client_after_another(tmp_path, model, monkeypatch):
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     options = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=tests -addext subjectAltName=IP:127.0.0.1"
@@ -365,6 +366,7 @@ def test_after_many_kills_nothing_is_lost_and_nothing_counts_twice(tmp_path, mod
     assert losses_in(outputs) == losses_in(expected)
 
 
+@pytest.mark.thorough
 def test_samples_come_from_a_rollout_server_that_was_restarted(tmp_path, model):
     with serving(tmp_path, model) as (url, process):
         client = client_of(url, tmp_path / "run" / "api_key")

@@ -46,13 +46,36 @@ def test_a_request_is_read_as_it_was_written():
     assert datum.inputs["weights"].tolist() == [0.0, 1.0, 0.5]
 
 
+def sparse(rows, columns, values=(2.0, 3.0)):
+    """Return a matrix of three rows and two columns."""
+    places = (np.asarray(one, dtype=np.int64).tobytes() for one in (rows, columns))
+    cells = [np.asarray(values, dtype=np.float32).tobytes(), *places]
+    content = b"".join(encoded(number, cell) for number, cell in enumerate(cells, 1))
+    return encoded(2, content) + encoded(3, FLOAT32) + encoded(4, 3) + encoded(4, 2)
+
+
 def test_a_sparse_matrix_is_read_with_zeros_in_its_empty_cells():
-    rows, columns = (np.asarray(one, dtype=np.int64).tobytes() for one in ([0, 1, 1, 2], [1, 0]))
-    values = np.asarray([2.0, 3.0], dtype=np.float32).tobytes()
-    sparse = encoded(2, encoded(1, values) + encoded(2, rows) + encoded(3, columns))
-    content = sparse + encoded(3, FLOAT32) + encoded(4, 3) + encoded(4, 2)
-    found = read_forward_backward(request(content)).data[0].inputs["weights"]
+    found = read_forward_backward(request(sparse([0, 1, 1, 2], [1, 0]))).data[0].inputs["weights"]
     assert found.tolist() == [[0.0, 2.0], [0.0, 0.0], [3.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ([0, 1, 2], [1, 0]),  # of two rows
+        ([1, 1, 1, 2], [1, 0]),
+        ([0, 2, 1, 2], [1, 0]),
+        ([0, 1, 1, 3], [1, 0]),
+        ([0, 1, 1, 2], [1, 0, 0]),
+        ([0, 1, 1, 2], [2, 0]),
+        ([0, 1, 1, 2], [1, -1]),
+        ([0, 2, 2, 2], [1, 1]),
+        ([], []),
+    ],
+)
+def test_a_sparse_matrix_that_cannot_be_is_refused(rows, columns):
+    with pytest.raises(ValueError, match=r"is no sparse matrix of shape \[3, 2\]"):
+        read_forward_backward(request(sparse(rows, columns)))
 
 
 @pytest.mark.parametrize(
