@@ -22,6 +22,7 @@ from tests.kit.training_servers import ALPHA, RANK, serving
 
 tinker = later("tinker", reason="needs the package tinker; make installs it")
 types = later("tinker.types", reason="needs the package tinker; make installs it")
+client_parts = later("tinker.lib.internal_client_holder", reason="needs the package tinker; make installs it")
 STEP = dict(learning_rate=1e-2, beta1=0.0, beta2=0.0, eps=1e3)
 """With eps far above the gradients, Adam's step is SGD's, lr / eps of the gradient."""
 POLICY = ("logprobs", "advantages")
@@ -48,12 +49,22 @@ def client_of(url, key_file):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_is_reported():
-    """The client reports its errors to its server; here nobody reads them."""
+def quiet_clients():
+    """Clients report their errors to their server, where nobody reads them, and give signs of life until closed."""
+    holders = client_parts.InternalClientHolder
+    made, start = [], holders.__init__
+
+    def start_noted(holder, *args, **options):
+        made.append(holder)
+        start(holder, *args, **options)
+
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("TINKER_TELEMETRY", "0")
+        patch.setattr(holders, "__init__", start_noted)
         yield
+        for holder in made:
+            holder.close()
 
 
 @pytest.fixture(scope="module")
