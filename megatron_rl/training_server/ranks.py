@@ -14,7 +14,7 @@ from megatron_rl.training_server.shared_engine import AdamStep, Adapted, ModelSt
 from megatron_rl.training_server.wire import Datum
 
 FAILURES = (ValueError, CheckpointError)
-"""What an operation raises on all ranks alike. It ends the request; anything else ends the server."""
+"""Errors that an operation raises on all ranks alike. They end the request. Any other error ends the server."""
 
 
 class Ranks:

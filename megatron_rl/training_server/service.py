@@ -46,9 +46,9 @@ QUIET_S = 600.0
 """A session without a heartbeat for this long loses its models as soon as another client needs their place."""
 MOST_QUEUED = 4096
 MOST_QUEUED_BYTES = 512 * 1024**2
-"""Of one tenant's requests that wait. Further ones are refused with 429, which the client sends again later."""
+"""Maximum bytes of one tenant's waiting requests. Further ones get status 429, and the client repeats them later."""
 MOST_TRIES = 8
-"""How often the server may end while it runs a request, before the request is given up in its stead."""
+"""If the server has ended this many times while it ran a request, the restarted server gives the request up."""
 KEPT_RESULTS = 256
 """Results of a model that stay available after they were fetched, for a client that lost the answer."""
 TINKER = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
@@ -64,7 +64,7 @@ class Refused(Exception):
 
 @dataclass
 class Result:
-    """What a request came to. `is_proto`: body is a protocol buffer; otherwise it is JSON."""
+    """The answer to a request. is_proto: True if `body` is a protocol buffer, False if it is JSON."""
 
     body: bytes
     is_proto: bool = False
@@ -106,7 +106,7 @@ class Model:
     pending: dict[int, Request] = field(default_factory=dict)
     futures: dict[int, Future[Result]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
-    """How often a request was begun and the process ended before its result."""
+    """Number of times that the server began this request and ended before it had the result."""
 
     @property
     def head(self) -> Request | None:
@@ -177,7 +177,7 @@ class Service:
         if found is None or found.tenant != tenant:
             raise Refused(f"session_id = {name!r}: there is no such session.", 404)
         if found.is_over:
-            raise Refused(f"session_id = {name!r}: this session is finished; make a new ServiceClient.", 410)
+            raise Refused(f"session_id = {name!r}: its client has finished it; make a new ServiceClient.", 410)
         found.seen = time.monotonic()
         return found
 

@@ -23,7 +23,7 @@ DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
 NO_LOGPROB = float("nan")
 MOST_DIMENSIONS = 2
 MOST_CELLS = 2**26
-"""Of one tensor, empty cells of a sparse one included."""
+"""Maximum number of cells of one tensor. A sparse tensor's empty cells count too."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step whose numbers differ, and in it the first prompt and token of different replies.
+"""Finds where two runs part: the first step whose numbers differ, and in this step the first token that differs.
 
 All trajectories are compared if both runs recorded the step (telemetry.record_steps), otherwise the logged samples.
 """
