@@ -42,7 +42,7 @@ with start_up.importing():
     from megatron_rl.replay import replay_command
     from megatron_rl.rollout import process as rollout_process
     from megatron_rl.servers import server_process
-    from megatron_rl.tools.embedded_server import server as embedded_server
+    from tests.kit.pace import paced_server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +58,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.launch": local.main,
     "megatron_rl.replay": replay_command.main,
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
-    "megatron_rl.tools.embedded_server.server": embedded_server.main,
+    "megatron_rl.tools.embedded_server.server": paced_server,
     "megatron_rl.train": train.main,
     "script": script,
 }

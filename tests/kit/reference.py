@@ -21,6 +21,7 @@ from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.weights.update_group import join_update_group, leave_update_group
+from tests.kit.pace import held_at
 from tests.kit.run_tokens import AUTHORIZED
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
@@ -140,9 +141,12 @@ def interrupt(
     # SGLang renews that number now and then.
     wait_until(lambda: not used_tokens(url), "the server is still generating for another test", poll_s=0.0)
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
-        wait_until(lambda: reply.done() or used_tokens(url) >= len(prompt) + 8, "the reply does not begin", poll_s=0.0)
-        act()
+        with held_at(16):  # an embedded server; SGLang is slow enough
+            reply = pool.submit(asyncio.run, engine.agenerate(LLMRequest(rid="r", input_ids=prompt, gconfig=gconfig)))
+            wait_until(
+                lambda: reply.done() or used_tokens(url) >= len(prompt) + 8, "the reply does not begin", poll_s=0.0
+            )
+            act()
         return reply.result(timeout_s)
 
 

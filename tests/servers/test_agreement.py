@@ -24,6 +24,7 @@ from megatron_rl.weights.update_group import checksum
 from megatron_rl.workflows import RLVRWorkflow
 from tests.kit.client_calls import post
 from tests.kit.models import LAYOUTS, make_engine
+from tests.kit.pace import slowed
 from tests.kit.ranks import run_ranks
 from tests.kit.reference import load_reference, logprobs_of, reference_logprobs, reference_logprobs_on_old_keys
 from tests.kit.run_tokens import TOKEN_FILE
@@ -303,9 +304,11 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
     arguments = (f"rollout.interruption={mode}", f"rollout.max_cache_age={cache_age}", "run.save_every_steps=1")
     arguments += ("generation.n_samples=4", "batch.updates_per_step=1")
     arguments = asynchronous(*arguments, "correction.proximal=loglinear", "generation.max_new_tokens=120")
-    # Which replies meet new weights depends on the machine's speed, so a run without one is repeated.
-    for folder in (tmp_path / str(number) for number in range(5)):
-        steps = grpo(tiny_model, embedded_servers, folder, *arguments, "run.steps=3")
+    # Which replies meet new weights depends on the machine's speed, so a run without one is repeated with slower ones.
+    for number in range(5):
+        folder = tmp_path / str(number)
+        with slowed(0.002 * 2**number):
+            steps = grpo(tiny_model, embedded_servers, folder, *arguments, "run.steps=3")
         assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"
         met = met_by_new_weights(trained_replies(folder, 3))
         if mode == "in_place":  # odd versions flush the cache all the same

@@ -15,6 +15,7 @@ from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
 from tests.kit import client_calls
 from tests.kit.client_calls import PROMPT, start, update
+from tests.kit.pace import held_at
 from tests.kit.reference import (
     interrupt,
     publish,
@@ -111,12 +112,13 @@ def test_cancelled_reply_is_ended_at_the_server_and_goes_on_where_it_was(embedde
     request = LLMRequest(rid="r", input_ids=PROMPT, begun=begun, gconfig=options)
 
     async def twice():
-        asking = asyncio.ensure_future(engine.agenerate(request))
-        while await asyncio.to_thread(used_tokens, embedded_servers[0]) < len(PROMPT) + 8:
-            assert not asking.done()
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+        with held_at(16):
+            asking = asyncio.ensure_future(engine.agenerate(request))
+            while await asyncio.to_thread(used_tokens, embedded_servers[0]) < len(PROMPT) + 8:
+                assert not asking.done()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
         before = begun.output_len
         return before, await engine.agenerate(request)
 

@@ -13,6 +13,7 @@ from megatron_rl import platform
 from megatron_rl.agents import AgentWorkflow
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMResponse, Trajectory, TrajectoryBatch
+from tests.kit.pace import held_at
 from tests.kit.reference import reference_logprobs, used_tokens
 from tests.kit.served_models import make_tiny_model
 from tests.kit.tokenizers import make_tokenizer
@@ -134,7 +135,7 @@ def test_agents_generation_goes_on_after_an_interruption_token_by_token(
 
     def agent(base_url, api_key, data):
         client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-        began.set()
+        began.wait(LIMIT_S)
         messages = list(data["messages"])
         for _ in range(2):
             answer = client.chat.completions.create(model="policy", messages=messages)
@@ -142,9 +143,10 @@ def test_agents_generation_goes_on_after_an_interruption_token_by_token(
         return 1.0
 
     def interrupt():
-        began.wait(LIMIT_S)
-        wait_until(lambda: used_tokens(embedded_servers[0]) >= 60, "no reply begins", poll_s=0.0)
-        engine.update_weights(other_tiny_model, 21)
+        with held_at(100):
+            began.set()
+            wait_until(lambda: used_tokens(embedded_servers[0]) >= 60, "no reply begins", poll_s=0.0)
+            engine.update_weights(other_tiny_model, 21)
 
     gconfig = GenerationConfig(max_new_tokens=200, ignore_eos=True)
     workflow = AgentWorkflow(lambda **_: 0.0, gconfig, make_tokenizer(), max_tokens=480, **here(agent))

@@ -17,6 +17,7 @@ from megatron_rl.workflows import RLVRWorkflow
 from tests.kit.client_calls import ask, wait_until_selected, wait_until_serving
 from tests.kit.fault_proxy import FAULTS, FaultProxy
 from tests.kit.in_process import specs_of
+from tests.kit.pace import held_at
 from tests.kit.reference import reference_greedy, used_tokens
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.servers import NEVER_LATE
@@ -112,9 +113,10 @@ def test_killed_servers_lose_no_reply_and_come_back_with_the_current_weights(ser
 
     # In the middle of generation: the other server gives the same replies.
     with ThreadPoolExecutor(1) as pool:
-        batch = pool.submit(roll_out, engine, LONG)
-        wait_until(lambda: used_tokens(urls[0]) > 100)
-        servers.kill(0)
+        with held_at(LONG - 10):
+            batch = pool.submit(roll_out, engine, LONG)
+            wait_until(lambda: used_tokens(urls[0]) > 100)
+            servers.kill(0)
         assert_same(batch.result(LIMIT_S), calm)
     assert engine.metrics()["rollout/server_failures"] > 0
 

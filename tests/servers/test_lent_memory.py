@@ -19,6 +19,7 @@ from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.weights.ipc import IPCPublisher
 from tests.kit.client_calls import PROMPT, get, greedy, pid_of, post
 from tests.kit.in_process import specs_of
+from tests.kit.pace import held_at
 from tests.kit.reference import BUCKET_BYTES, reference_greedy, used_tokens
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.servers import NEVER_LATE
@@ -37,7 +38,7 @@ def own_servers(tiny_model, tmp_path_factory):
 
 
 def wait_for_a_reply(servers):
-    """Until one is being generated, of which most is still to come."""
+    """Until one is being generated."""
     wait_until(lambda: any(used_tokens(url) for url in servers.urls), "no reply begins", poll_s=0.0)
 
 
@@ -99,9 +100,10 @@ def test_requests_that_hold_keys_keep_the_memory(own_servers, connect):
     url = own_servers.urls[0]
     engine = connect(url, interruption="in_place", max_cache_age=1)
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(greedy, engine, 450)
-        wait_for_a_reply(own_servers)
-        engine.pause()
+        with held_at(64):
+            reply = pool.submit(greedy, engine, 450)
+            wait_for_a_reply(own_servers)
+            engine.pause()
         answer = post(url, "/release_memory_occupation")
         assert answer.status_code == 400 and "1 running and 0 queued requests; pause with mode abort" in answer.text
         engine.resume()
@@ -114,9 +116,10 @@ def test_a_reply_under_way_waits_for_the_servers_turn_and_ends_with_the_new_weig
     engine, starts = connect(own_servers.urls), own_servers.starts
     publisher = IPCPublisher(engine, bucket_bytes=BUCKET_BYTES, timeout_s=LATE_S)
     with ThreadPoolExecutor(2) as pool:
-        under_way = pool.submit(greedy, engine, 450)
-        wait_for_a_reply(own_servers)
-        engine.set_memory(NOTHING, starts)
+        with held_at(64):
+            under_way = pool.submit(greedy, engine, 450)
+            wait_for_a_reply(own_servers)
+            engine.set_memory(NOTHING, starts)
         on_its_way = pool.submit(post, own_servers.urls[0], "/generate", {"input_ids": PROMPT})
         wait_until(lambda: get(own_servers.urls[0], "/v1/loads")["loads"][0]["num_waiting_reqs"], "it did not come")
         engine.set_memory(WEIGHTS, starts)

@@ -11,6 +11,7 @@ from megatron_rl.servers.router import Router
 from megatron_rl.weights.publish import GroupPublisher
 from tests.kit.client_calls import ask, post, wait_until_serving
 from tests.kit.in_process import specs_of
+from tests.kit.pace import held_at
 from tests.kit.reference import reference_greedy, used_tokens
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 from tests.servers.test_faults import LONG, assert_same, roll_out
@@ -37,9 +38,10 @@ def test_replies_through_the_router_are_those_of_the_servers(engine, embedded_se
 
 def test_update_goes_through_replies_under_way(engine, other_tiny_model, embedded_servers):
     with ThreadPoolExecutor(1) as pool:
-        batch = pool.submit(roll_out, engine, LONG)
-        wait_until(lambda: max(used_tokens(url) for url in embedded_servers) > 100)
-        engine.update_weights(other_tiny_model, 2)
+        with held_at(LONG - 10):
+            batch = pool.submit(roll_out, engine, LONG)
+            wait_until(lambda: max(used_tokens(url) for url in embedded_servers) > 100)
+            engine.update_weights(other_tiny_model, 2)
         versions = batch.result(LIMIT_S)["versions"]
     assert set(versions[versions >= 0].tolist()) == {1, 2}
     expected = reference_greedy(other_tiny_model, [1], 16)
@@ -90,12 +92,13 @@ def test_server_that_is_dropped_leaves_the_router_and_its_replies_are_asked_agai
     dropped, left = embedded_servers
     calm = roll_out(engine, max_new_tokens=LONG)
     with ThreadPoolExecutor(1) as pool:
-        batch = pool.submit(roll_out, engine, LONG)
-        wait_until(lambda: used_tokens(dropped) > 100)
-        engine.select_servers()
-        engine.pause()
-        engine.drop(dropped, "its weights are wrong")  # it stays paused, and with it what it was asked
-        engine.resume()
+        with held_at(LONG - 10):
+            batch = pool.submit(roll_out, engine, LONG)
+            wait_until(lambda: used_tokens(dropped) > 100)
+            engine.select_servers()
+            engine.pause()
+            engine.drop(dropped, "its weights are wrong")  # it stays paused, and with it what it was asked
+            engine.resume()
         assert_same(batch.result(LIMIT_S), calm)
     wait_until_serving(engine, 2)  # from its peer
     reply = ask(engine, max_new_tokens=8, greedy=True, ignore_eos=True)
