@@ -309,13 +309,12 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
         folder = tmp_path / str(number)
         with slowed(0.002 * 2**number):
             steps = grpo(tiny_model, embedded_servers, folder, *arguments, "run.steps=3")
-        assert sum(step["rollout/interruptions"] for step in steps) > 0 or mode != "abort"
         met = met_by_new_weights(trained_replies(folder, 3))
         if mode == "in_place":  # odd versions flush the cache all the same
             met = [reply for reply in met if reply[-1][-1] % 2 == 0]
         if met:
             break
-    assert met
+    assert met and (mode != "abort" or sum(step["rollout/interruptions"] for step in steps) > 0)
     for prompt, tokens, logprobs, versions in met[:: len(met) // 4 + 1]:
         old, new = (folder / f"step-{v}" if v else tiny_model for v in (versions[0], versions[-1]))
         before = versions.count(versions[0])
@@ -332,14 +331,19 @@ def test_every_trained_token_is_of_the_version_that_it_names(mode, cache_age, ti
 def test_every_trained_token_is_of_the_adapters_that_it_names(tiny_model, with_adapters, tmp_path):
     lora = ("lora.rank=4", "lora.alpha=64", "rollout.publication=adapters", "rollout.interruption=abort")
     arguments = asynchronous(*lora, "algo.kl_coefficient=0.01", "run.save_every_steps=1", "batch.updates_per_step=1")
-    steps = grpo(
-        tiny_model, [with_adapters], tmp_path / "run", *arguments, "run.steps=6", "generation.max_new_tokens=200"
-    )
+    for number in range(5):
+        folder = tmp_path / str(number)
+        with slowed(0.002 * 2**number):
+            steps = grpo(
+                tiny_model, [with_adapters], folder, *arguments, "run.steps=6", "generation.max_new_tokens=200"
+            )
+        replies = trained_replies(folder, 6)
+        if met_by_new_weights(replies):
+            break
+    assert met_by_new_weights(replies)
     assert max(step.get("mismatch/mean_age_0", 0.0) for step in steps) < 1e-4
     assert steps[0]["policy/reference_kl"] < 1e-6 < steps[-1]["policy/reference_kl"], "the reference has no adapters"
-    replies = trained_replies(tmp_path / "run", 6)
-    assert met_by_new_weights(replies)
-    models = [load_reference(folder) for folder in (tiny_model, *(tmp_path / f"run/step-{v}" for v in range(1, 6)))]
+    models = [load_reference(each) for each in (tiny_model, *(folder / f"step-{v}" for v in range(1, 6)))]
     for prompt, tokens, logprobs, versions in replies[:: len(replies) // 16]:
         by_version = {version: logprobs_of(models[version], prompt, tokens) for version in set(versions)}
         expected = [by_version[version][place] for place, version in enumerate(versions)]
