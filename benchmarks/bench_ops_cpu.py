@@ -14,10 +14,12 @@ import time
 import frame
 import psutil
 import torch
+import torch.nn.functional as F
 
 from megatron_rl.ops import (
     PpoOptions,
     VocabShard,
+    fixed_order,
     lm_head_ppo_loss,
     packed_gae,
     packed_logprobs,
@@ -211,6 +213,41 @@ def checksum_table(arguments):
     print(f"\nChecksum, {words.nbytes >> 20} MB: {', '.join(rates)}; {share:.0f} % of a plain read.")
 
 
+def exact_table(arguments):
+    """What rollout.exact costs: products of SmolLM2-135M's feed-forward layer, and its causal attention."""
+    print("\n| rollout.exact | rows | torch ms | fixed order ms | times slower |\n|---|---|---|---|---|")
+    torch.manual_seed(0)
+    weight = torch.randn(3072, 576)
+    for rows in (1, 32, max(arguments.rows)):
+        x = torch.randn(rows, 576)
+        calls = {"torch": lambda x=x: x @ weight.T, "ours": lambda x=x: fixed_order.linear(x, weight)}
+        print_exact_row("product", rows, calls, arguments.repeats)
+    rows = max(arguments.rows)
+    q, k, v = torch.randn(rows, 9, 64), torch.randn(rows, 3, 64), torch.randn(rows, 3, 64)
+    bounds, heads = torch.tensor([0, rows]), [part.transpose(0, 1)[None] for part in (q, k, v)]
+    calls = {
+        "torch": lambda: F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True),
+        "ours": lambda: fixed_order.attention(q, k, v, bounds, bounds, 0.125),
+    }
+    print_exact_row("attention", rows, calls, arguments.repeats)
+
+
+def print_exact_row(name, rows, calls, repeats):
+    found = {}
+    for who, call in calls.items():
+        call()
+        count = max(1, 256 // rows)
+        seconds = []
+        for _ in range(max(repeats, 1)):
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            seconds.append((time.perf_counter() - begin) / count)
+        found[who] = 1000 * statistics.median(seconds)
+    ratio = found["ours"] / found["torch"]
+    print(f"| {name} | {rows} | {found['torch']:.3f} | {found['ours']:.3f} | {ratio:.2f} |")
+
+
 def main(argv=None):
     parser = frame.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
@@ -225,6 +262,7 @@ def main(argv=None):
     head_table(arguments)
     gae_table(arguments)
     checksum_table(arguments)
+    exact_table(arguments)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ const RowLoops& rows() {
 
 std::tuple<Tensor, Tensor, Tensor> reply_tokens(
     Tensor content, int64_t vocab_size, int64_t at_most, double lowest, double highest);
+Tensor fixed_order_linear(Tensor x, Tensor weight);
+Tensor fixed_order_attention(
+    Tensor query, Tensor key, Tensor value, Tensor query_bounds, Tensor key_bounds, double scale);
+Tensor fixed_order_silu(Tensor x);
 
 namespace {
 std::string instruction_set() { return rows().instruction_set; }
@@ -30,11 +34,19 @@ STABLE_TORCH_LIBRARY(megatron_rl, library) {
   library.def(
       "reply_tokens(Tensor content, int vocab_size, int at_most, float lowest, float highest) "
       "-> (Tensor, Tensor, Tensor)");
+  library.def("fixed_order_linear(Tensor x, Tensor weight) -> Tensor");
+  library.def(
+      "fixed_order_attention(Tensor query, Tensor key, Tensor value, Tensor query_bounds, Tensor key_bounds, "
+      "float scale) -> Tensor");
+  library.def("fixed_order_silu(Tensor x) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CPU, library) {
   implement_operators(library);
   library.impl("reply_tokens", TORCH_BOX(&reply_tokens));
+  library.impl("fixed_order_linear", TORCH_BOX(&fixed_order_linear));
+  library.impl("fixed_order_attention", TORCH_BOX(&fixed_order_attention));
+  library.impl("fixed_order_silu", TORCH_BOX(&fixed_order_silu));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_rl, CompositeExplicitAutograd, library) {

@@ -1,7 +1,7 @@
 // One copy of this file is compiled for each instruction set; -DROWS names the table it defines.
 #include "rows.h"
 
-#include "lanes.h"
+#include "fixed_order.h"
 
 namespace {
 
@@ -134,4 +134,7 @@ extern const RowLoops ROWS = {
      {nullptr, gradient<double, double>},
      {nullptr, nullptr, gradient<BF16, BF16>},
      {nullptr, nullptr, nullptr, gradient<F16, F16>}},
+    products,
+    weighted_values,
+    silu,
 };

@@ -12,6 +12,14 @@ struct RowLoops {
   // By what is read and what is written: out = p (constant + slope log p) for `count` adjacent columns; out may be x
   // where both are the same.
   void (*gradient[STORED_TYPES][STORED_TYPES])(const void* x, void* out, int64_t count, const RowGradient<double>& row);
+  // As in fixed_order.h.
+  void (*products)(
+      const float* x, int64_t x_stride, const float* w, int64_t w_stride, float* out, int64_t out_stride, int64_t rows,
+      int64_t columns, int64_t depth);
+  void (*weighted_values)(
+      float* scores, int64_t count, float scale, const float* values, int64_t stride, int64_t width, float* sums,
+      float* out);
+  void (*silu)(const float* x, float* out, int64_t count);
 };
 
 extern const RowLoops rows_baseline;

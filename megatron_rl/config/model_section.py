@@ -194,6 +194,8 @@ class EngineConfig:
     share_prompts: bool = True
     routing_replay: str = "off"
     """As algo.routing_replay, for the policy only. Other models use their own routing."""
+    exact: bool = False
+    """As rollout.exact, for the policy and its frozen copy."""
     seed: int = 1
     bucket_bytes: int = 1 << 28
     """Size of one buffer for weight publication. A publication uses two buffers, each at least as large as the largest

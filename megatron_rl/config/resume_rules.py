@@ -57,7 +57,7 @@ _BY_SECTION: dict[str, dict[str, str]] = {
     "preference": {TAKEN: "loss_args", FIXED: "loss"},
     "supervised": {FIXED: "answer"},
     "rollout": {
-        TAKEN: "workflow workflow_args reward recipe reward_workers servers registry router backend server_count "
+        TAKEN: "workflow workflow_args reward recipe reward_workers servers registry router backend server_count exact "
         "server_restarts health_timeout_s server_args token_file devices colocated max_concurrent_episodes "
         "max_staleness stale cut_off max_uniform_resamples oversample interruption part_tokens max_cache_age "
         "request_timeout_s control_timeout_s start_timeout_s publication bucket_bytes episode_attempts "

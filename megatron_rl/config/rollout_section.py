@@ -153,6 +153,10 @@ class RolloutConfig(Section, name="rollout"):
     """Kind of the servers that the run starts: embedded, sglang or auto. auto uses sglang if CUDA is available, and
     embedded otherwise."""
     server_count: int = at_least(1, default=1)
+    exact: bool = False
+    """Trainer and servers compute the same bits, so that `mismatch/equal` is 1 for replies of the current weights. Use
+    this to look for errors, as a step takes longer. It needs a CPU, `backend` embedded, model.dtype float32 and a model
+    without experts, and neither tensor nor context parallelism nor adapters."""
     server_restarts: int = at_least(0, default=3, hint="0 restarts none")
     """Maximum number of restarts of a server that died or hangs. After that, the run gives up on the server. The run
     restarts only servers that it started. After a server has run for ten minutes, its earlier restarts no longer
@@ -288,6 +292,9 @@ class RolloutConfig(Section, name="rollout"):
             self.refuse("oversample", "must be 1 where max_staleness > 0, which runs ahead as it is")
         if self.colocated:
             self._refuse_colocation_that_cannot_be()
+        if self.exact and (self.backend == "sglang" or not self.starts_servers):
+            why = f"rollout.backend = {self.backend}" if self.starts_servers else "servers that the run does not start"
+            self.refuse("exact", f"needs embedded servers that the run starts, and there is {why}; leave it out")
         if self.devices and not (self.starts_servers and len(self.devices) == self.server_gpus):
             servers = f"rollout.server_count({self.server_count}) x --tp({self.gpus_per_server}) GPUs for servers"
             self.refuse("devices", f"must name {servers} that this run starts; name as many, or leave the key out")
@@ -305,7 +312,9 @@ class RolloutConfig(Section, name="rollout"):
             self.refuse("colocated", rule)
 
     def check_for_gpus(self) -> None:
-        """Raise ValueError for options that do not work together on GPUs."""
+        """Raise ValueError for options that do not work on GPUs."""
+        if self.exact:
+            raise ValueError("rollout.exact = true: computes on a CPU alone, and this machine has GPUs; leave it out.")
         if self.colocated and self.publication == "group":
             raise ValueError(
                 "rollout.publication = 'group': NCCL takes a GPU once, and rollout.colocated = true has a server on "

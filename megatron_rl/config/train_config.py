@@ -445,6 +445,7 @@ class TrainConfig:
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,
             routing_replay=self.algo.routing_replay,
+            exact=self.rollout.exact,
             seed=self.run.seed,
             bucket_bytes=self.rollout.bucket_bytes,
             publication=self.rollout.publication,

@@ -21,6 +21,7 @@ from megatron_rl.engine import forks
 from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.packed_rows import Alike, PackedRows, has_varlen_kernel
 from megatron_rl.engine.rope import Rope, rotate
+from megatron_rl.ops import fixed_order
 
 
 class PackedAttention(nn.Module):
@@ -36,6 +37,8 @@ class PackedAttention(nn.Module):
     """Function that forms keys and values from the compressed keys of latent attention; None for other attention."""
     window: int | None = None
     """Maximum number of keys that a query attends to, its own included. None: no limit."""
+    in_fixed_order = False
+    """True to sum in the order of ops/fixed_order.py."""
     uses_transformer_engine = False
     """True to use Transformer Engine's attention, which chooses between cuDNN's and FlashAttention's kernels."""
 
@@ -138,7 +141,11 @@ class PackedAttention(nn.Module):
             mask = torch.ones(alike.n, alike.m, dtype=torch.bool, device=query.device).tril(alike.m - alike.n)
             if is_windowed:
                 mask = mask.triu(alike.m - alike.n - self.window + 1)
-        return self._dense(q, k, v, mask, is_square).transpose(1, 2).flatten(0, 1)
+        out = self._dense(q, k, v, mask, is_square).transpose(1, 2).flatten(0, 1)
+        if not self.in_fixed_order:
+            return out
+        bounds = (torch.arange(alike.pieces + 1) * rows for rows in (alike.n, alike.m))
+        return fixed_order.with_value(out, fixed_order.attention(query, key, value, *bounds, self.scale))
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Compute dense attention. query `[pieces, heads, n, D]`, key and value `[pieces, kv_heads, m, D]`.

@@ -62,6 +62,11 @@ class FSDPEngine(ModelEngine):
             raise ValueError(
                 f"lora.rank = {config.lora.rank}: FSDPEngine trains whole models; use MegatronEngine, or set it to 0."
             )
+        if config.exact:
+            raise ValueError(
+                "rollout.exact = true: FSDPEngine has transformers' layers, whose bits servers cannot compute; use "
+                "MegatronEngine, or set it to false."
+            )
         super().__init__(config, groups=groups, trainable=trainable, head=head)
         if self.arch.mixture is not None:
             raise ValueError(

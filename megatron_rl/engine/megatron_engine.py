@@ -37,7 +37,8 @@ from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.routing import RoutingReplay
 from megatron_rl.launch.ports import address_towards
-from megatron_rl.ops import TeacherStates, TopTokens
+from megatron_rl.ops import TeacherStates, TopTokens, fixed_order
+from megatron_rl.ops.head import head_logits
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.adapter_rules import (
     PeftFolder,
@@ -120,6 +121,7 @@ class MegatronEngine(ModelEngine):
             self.chunks = build_chunks(
                 *(self.arch, self.tf_config, self.groups, config.model.flash_attention, config.model.delta_kernel),
                 replays_routing=config.routing_replay != "off",
+                is_exact=config.exact,
             )
         form = route_form(self.arch, config.routing_replay)
         self.routing = None if form is None else RoutingReplay(form, self.chunks, self.device)
@@ -134,7 +136,8 @@ class MegatronEngine(ModelEngine):
         if self.adapters is not None:
             self.adapters.note_base(self.groups)
             self._load_adapters(adapter_source(self.arch, config.lora, seed=config.seed))
-        self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context)
+        product = fixed_order.logits if config.exact else head_logits
+        self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context, product)
         self.optimizer = self.scheduler = None
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)

@@ -24,6 +24,7 @@ from megatron_rl.config import PIPELINE_CUTS, EngineConfig
 from megatron_rl.engine import optimizer
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.delta_net import GatedDeltaNet
+from megatron_rl.engine.fixed_order_layers import check_exact, compute_in_fixed_order
 from megatron_rl.engine.layers import (
     block_spec,
     config_class,
@@ -33,7 +34,7 @@ from megatron_rl.engine.layers import (
 )
 from megatron_rl.engine.megatron_overrides import check_flex_dispatcher, check_passed_through
 from megatron_rl.engine.value_head import ValueHead
-from megatron_rl.ops import VocabShard
+from megatron_rl.ops import VocabShard, fixed_order
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.adapter_rules import check_adapters
 from megatron_rl.weights.decoder import Architecture
@@ -133,6 +134,8 @@ def transformer_config(
     # Transformer Engine's layers fuse norms and experts into their matrices, which leaves no place for an adapter.
     transformer_impl = "local" if config.lora.rank > 0 or is_elsewhere else config.model.transformer_impl
     uses_transformer_engine = arch.fits_transformer_engine and platform.uses_transformer_engine(transformer_impl)
+    if config.exact:
+        check_exact(arch, config, uses_transformer_engine=uses_transformer_engine)
     options: dict[str, Any] = dict(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -146,7 +149,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=fixed_order.silu if config.exact else F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=False,  # otherwise Transformer Engine builds whole float32 matrices on the host
@@ -210,6 +213,7 @@ def build_chunks(
     delta_kernel: str = "torch",
     *,
     replays_routing: bool = False,
+    is_exact: bool = False,
 ) -> list[PolicyModel]:
     """Return this rank's model chunks with uninitialized weights. A rank of an interleaved pipeline has several."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
@@ -221,6 +225,9 @@ def build_chunks(
             module.uses_transformer_engine = flash_attention == "TE"
         if isinstance(module, GatedDeltaNet):
             module.uses_kernels = delta_kernel == "fla"
+    if is_exact:
+        for chunk in chunks:
+            compute_in_fixed_order(chunk)
     return chunks
 
 

@@ -18,7 +18,7 @@ from megatron_rl.api import LogprobLoss
 from megatron_rl.engine.context import sum_for_all
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.ops import TopTokens, VocabParallelLogits, VocabShard, lm_head_logprobs, lm_head_loss, top_tokens
-from megatron_rl.ops.head import CHUNKS_OF_TERM, LogitsTerm, head_logits, rows_of_chunk
+from megatron_rl.ops.head import CHUNKS_OF_TERM, LogitsTerm, Product, head_logits, rows_of_chunk
 from megatron_rl.parallel import Axis
 
 
@@ -26,10 +26,18 @@ class Head:
     """The output head of the last stage.
 
     weight: function that returns the output layer's current weight: the rows of `shard`, then padding.
+    product: function that computes the logits.
     """
 
-    def __init__(self, stage: Any, weight: Callable[[], Tensor], shard: VocabShard, context: Axis) -> None:
-        self.stage, self.weight, self.shard, self.context = stage, weight, shard, context
+    def __init__(
+        self,
+        stage: Any,
+        weight: Callable[[], Tensor],
+        shard: VocabShard,
+        context: Axis,
+        product: Product = head_logits,
+    ) -> None:
+        self.stage, self.weight, self.shard, self.context, self.product = stage, weight, shard, context, product
 
     def logits(self, hidden: Tensor, packed: PackedRows) -> Tensor:
         """Return `[T, V_local]` float32 logits without padded columns, for losses that need whole logits."""
@@ -125,7 +133,8 @@ class Head:
         return {"weight": weight, "main_grad": weight.main_grad}
 
     def _rows(self, packed: PackedRows, temperature: float) -> dict[str, Any]:
-        return {"rows": packed.predicting, "kept": packed.trained, "shard": self.shard, "temperature": temperature}
+        columns = {"shard": self.shard, "temperature": temperature, "product": self.product}
+        return {"rows": packed.predicting, "kept": packed.trained} | columns
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
         """Convert each context rank's rows `[R, ...]` to all of the loss's rows `[T, ...]`, on every context rank."""

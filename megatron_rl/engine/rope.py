@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_rl.ops import fixed_order
 from megatron_rl.weights.decoder import Architecture
 
 Rotation = tuple[Tensor, Tensor] | Tensor
@@ -18,6 +19,9 @@ class Rope:
 
     is_fused = False
     """True to rotate with Transformer Engine's kernel if there is no attention factor. Set after building."""
+
+    in_fixed_order = False
+    """True to compute the angles' cosines and sines as servers with --exact do. Set after building."""
 
     def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
         self.inverse_frequencies, self.attention_factor = inverse_frequencies.float(), attention_factor
@@ -51,7 +55,8 @@ class Rope:
         angles = torch.cat([angles, angles], dim=-1)[:, None]  # one angle for both members of a pair, and for all heads
         if self.is_fused and self.attention_factor == 1.0:
             return angles[:, None]
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos, sin = fixed_order.cos_and_sin(angles) if self.in_fixed_order else (angles.cos(), angles.sin())
+        return cos * self.attention_factor, sin * self.attention_factor
 
 
 def rows_of(rotation: Rotation, start: int, stop: int) -> Rotation:

@@ -136,6 +136,8 @@ Beside = Callable[[slice, Tensor], Tensor]
 """(rows, their logits) -> gradient `[c, columns]` of an additional loss term, for this rank's columns"""
 LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
 """(logits `[c, V_local]`, places `[c]`) -> (loss part, statistics, gradient `[c, columns]`) of an extra term"""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(hidden, weight, buffer) -> `hidden @ weight.T`, as `head_logits`"""
 CHUNKS_OF_TERM = 4
 """Number of temporary tensors, each as large as a chunk's logits, that a term on whole logits allocates."""
 
@@ -143,7 +145,7 @@ CHUNKS_OF_TERM = 4
 def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
     total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
-    support: tuple[Tensor, VocabShard] | None = None,
+    support: tuple[Tensor, VocabShard] | None = None, product: Product = head_logits,
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
@@ -164,7 +166,7 @@ def add_gradients(
         rows = slice(start, min(start + chunk, count))
         for begin in range(start, max(rows.stop, 1), max(part, 1)):
             some = slice(begin, min(begin + part, rows.stop))
-            logits = logits if known else head_logits(hidden[some], weight, logits)
+            logits = logits if known else product(hidden[some], weight, logits)
             assert logits is not None
             own = logits[: some.stop - begin]  # no longer needed, so overwritten below
             more = None if beside is None else beside(some, own)  # must read the logits before they are overwritten
@@ -198,19 +200,21 @@ class HeadLogprobs(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, shard: VocabShard,
         temperature: float, rows_per_chunk: int | None, with_entropy: bool, support: Tensor | None,
+        product: Product,
     ):  # fmt: skip
         rest, parts = columns_of(weight, shard, temperature), []
         chunk = rows_per_chunk or rows_of_chunk(len(weight))
         logits = None
         for start in range(0, max(len(hidden), 1), max(chunk, 1)):  # one empty chunk if there are no rows
             some = slice(start, start + chunk)
-            logits = head_logits(hidden[some], weight, logits)  # [c, V_local]
+            logits = product(hidden[some], weight, logits)  # [c, V_local]
             cut = None if support is None else support[some]
             parts.append(logits_results(logits, labels[some], shard, rest, with_entropy, cut))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()  # no extra memory: this one chunk was needed anyway
         ctx.save_for_backward(hidden, weight, support, labels, peak, log_sum, entropy, *kept)
         ctx.rest, ctx.rows_per_chunk, ctx.main_grad, ctx.shard = rest, rows_per_chunk, main_grad, shard
+        ctx.product = product
         ctx.set_materialize_grads(False)  # an entropy that no loss uses then costs nothing
         return logprobs, entropy
 
@@ -227,13 +231,14 @@ class HeadLogprobs(torch.autograd.Function):
             return *(column[rows] for column in columns), *slopes, *ctx.rest
 
         cut = None if support is None else (support, ctx.shard)
-        add_gradients(hidden, weight, ctx.rows_per_chunk, form, grad_hidden, total, logits, support=cut)
+        more = {"support": cut, "product": ctx.product}
+        add_gradients(hidden, weight, ctx.rows_per_chunk, form, grad_hidden, total, logits, **more)
         by_weight = None
         if total is not None and (found := total.for_autograd()) is not None:
             by_weight = found.to(weight.dtype)
         elif needs_weight:
             by_weight = placeholder(weight)
-        return grad_hidden, by_weight, *(None,) * 7
+        return grad_hidden, by_weight, *(None,) * 8
 
 
 class HeadLoss(torch.autograd.Function):
@@ -247,7 +252,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
         shard: VocabShard, temperature: float, rows_per_chunk: int | None, beside: Beside | None,
-        support: Tensor | None,
+        support: Tensor | None, product: Product,
     ):  # fmt: skip
         rest, totals = columns_of(weight, shard, temperature), []
         grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
@@ -262,7 +267,8 @@ class HeadLoss(torch.autograd.Function):
 
         # Done in the forward pass, because a chunk's logits are gone afterwards. Backward only scales the gradient.
         cut = None if support is None else (support, shard)
-        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, beside=beside, support=cut)
+        more = {"beside": beside, "support": cut, "product": product}
+        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, **more)
         sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, weight, None if total is None else total.for_autograd())
         ctx.mark_non_differentiable(sums)
@@ -278,7 +284,7 @@ class HeadLoss(torch.autograd.Function):
         else:  # it was added to main_grad before it could be scaled
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
             by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
-        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 8
+        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 9
 
 
 def lm_head_loss(
@@ -295,6 +301,7 @@ def lm_head_loss(
     rows_per_chunk: int | None = None,
     term: LogitsTerm | None = None,
     support: Tensor | None = None,
+    product: Product = head_logits,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a loss that is a sum over rows, and its statistics, holding only one chunk of logits at a time.
 
@@ -334,7 +341,7 @@ def lm_head_loss(
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
     if term is not None:
         rows_per_chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
-    options = (shard, temperature, rows_per_chunk, None if term is None else beside, taken(support, kept))
+    options = (shard, temperature, rows_per_chunk, None if term is None else beside, taken(support, kept), product)
     total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, *options)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
 
@@ -395,7 +402,7 @@ def lm_head_ppo_loss(
         return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    more = (shard, temperature, rows_per_chunk, None, taken(support, kept))
+    more = (shard, temperature, rows_per_chunk, None, taken(support, kept), head_logits)
     loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, *more)
     return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
@@ -413,6 +420,7 @@ def lm_head_logprobs(
     rows_per_chunk: int | None = None,
     with_entropy: bool = True,
     support: Tensor | None = None,
+    product: Product = head_logits,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]` logits.
 
@@ -426,6 +434,7 @@ def lm_head_logprobs(
     with_entropy: False saves the time for the entropy, which is then NaN.
     support: `[T, W]` int32, as in megatron_rl/support.py. Log-probability and entropy of a label that has a support are
       over these tokens alone, and logits of other tokens get no gradient.
+    product: function that computes the logits.
 
     Rows are processed in chunks. Backward recomputes each chunk's logits, unless there is only one chunk. The weight's
     gradient is summed over chunks in float32.
@@ -434,7 +443,7 @@ def lm_head_logprobs(
     kept = places_of(labels) if kept is None else kept
     picked = pick(hidden, rows, kept, weight.dtype)
     targets = labels.index_select(0, kept)
-    options = (main_grad, shard, temperature, rows_per_chunk, with_entropy, taken(support, kept))
+    options = (main_grad, shard, temperature, rows_per_chunk, with_entropy, taken(support, kept), product)
     logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, *options)
     zeros = torch.zeros(len(labels), dtype=logprobs.dtype, device=hidden.device)
     return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)

@@ -157,6 +157,8 @@ class ServerLauncher:
         command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
         if self.routes is not None and self.routes.has_weights:
             command.append("--return-expert-weights")
+        if self.config.exact:
+            command.append("--exact")
         return command + self._shared_arguments()
 
     def sglang_command(self, port: int) -> list[str]:

@@ -309,6 +309,7 @@ def make_engine(
     lora: LoraConfig | None = None,
     dtype: str = "float32",
     routing_replay: str = "off",
+    exact: bool = False,
     **options,
 ) -> MegatronEngine:
     """Return an initialised engine; `megatron` goes to TransformerConfig, `options` to OptimizerConfig."""
@@ -329,6 +330,7 @@ def make_engine(
             tokens_per_microbatch=tokens_per_microbatch,
             share_prompts=share_prompts,
             routing_replay=routing_replay,
+            exact=exact,
         ),
         megatron=megatron,
         groups=groups,

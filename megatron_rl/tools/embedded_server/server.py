@@ -260,7 +260,10 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         raise ValueError(f"--max-running-requests {args.max_running_requests}: must be at least 1")
     if args.enable_return_routed_experts and config.experts is None:
         raise ValueError(f"--enable-return-routed-experts: {config.model_type} has no experts; leave it out")
-    model = Decoder(config, dtype=dtype, device=device, context_length=context_length)
+    if args.exact and (device.type != "cpu" or dtype != torch.float32 or config.experts is not None):
+        kind = "a mixture of experts" if config.experts is not None else f"{dtype} on {device.type}"
+        raise ValueError(f"--exact: is for float32 on a CPU and models without experts, not for {kind}; leave it out")
+    model = Decoder(config, dtype=dtype, device=device, context_length=context_length, is_exact=args.exact)
     if args.load_format == "dummy":
         model.draw()
     else:
@@ -404,6 +407,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="tokens the KV cache may hold; default: 30%% of (free) memory",
     )
+    parser.add_argument("--exact", action="store_true", help="compute the same bits as a trainer with rollout.exact")
     parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse the keys of a common prefix")
     parser.add_argument(
         "--enable-return-routed-experts", action="store_true", help="return the experts of each token on request"

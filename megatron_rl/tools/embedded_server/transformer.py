@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl import routes
+from megatron_rl.ops import fixed_order
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, Experts, inverse_frequencies
 from megatron_rl.weights.update_group import checksum
 
@@ -117,8 +118,19 @@ class Decoder:
         decoder.logits(hidden).argmax(-1)
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
-        self.config, self.dtype, self.device = config, dtype, device
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        context_length: int,
+        is_exact: bool = False,
+    ) -> None:
+        """is_exact: sum in the order of ops/fixed_order.py. Needs float32 on a CPU, and a model without experts."""
+        self.config, self.dtype, self.device, self.is_exact = config, dtype, device, is_exact
+        self._linear: Callable[..., Tensor] = fixed_order.linear if is_exact else _linear
+        self._silu: Callable[[Tensor], Tensor] = fixed_order.silu if is_exact else F.silu
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
         self.watch: Callable[[int, str, Tensor], object] = lambda layer, place, states: None
@@ -134,7 +146,8 @@ class Decoder:
             self.embedding if config.tied else self._new("lm_head.weight", config.vocab_size, config.hidden_size)
         )
         angles = torch.outer(torch.arange(context_length).float(), inverse_frequencies(config.rope, config.head_dim))
-        self.cos, self.sin = (f(angles).to(device=device, dtype=dtype)[:, None] for f in (torch.cos, torch.sin))
+        cos, sin = fixed_order.cos_and_sin(angles) if is_exact else (angles.cos(), angles.sin())
+        self.cos, self.sin = (table.to(device=device, dtype=dtype)[:, None] for table in (cos, sin))
         # Row of `qk_norm` for each query and key head; all of them are normalized in one operation.
         self._norm_of_head = torch.tensor([0] * config.num_heads + [1] * config.num_kv_heads, device=device)
 
@@ -307,7 +320,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits `[T, V]` of hidden states `[T, H]`."""
-        return _linear(hidden, self.head).float()
+        return self._linear(hidden, self.head).float()
 
     def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
         """Run the packed tokens `[T]` of several rows and write their keys and values. Return hidden states `[T, H]`.
@@ -319,13 +332,15 @@ class Decoder:
             torch.tensor([s.row for s in spans], device=self.device),
             torch.tensor([s.count for s in spans], device=self.device),
         )
-        fresh, continued = _plan_prefill(spans, self.device)
+        fresh, continued = ([], []) if self.is_exact else _plan_prefill(spans, self.device)
         scale = self.config.head_dim**-0.5
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # With a slice between two index tensors torch puts the indexed dim first: this is [T, kv_heads, head_dim].
             cache.keys[i][rows, :, positions] = k
             cache.values[i][rows, :, positions] = v
+            if self.is_exact:
+                return self._attend_exactly(i, q, spans, cache)
             out = torch.empty_like(q)
             for index, valid in fresh:
                 # Padding is on the right, where causal attention never looks.
@@ -360,6 +375,9 @@ class Decoder:
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.keys[i][row, :, at] = k
             cache.values[i][row, :, at] = v
+            if self.is_exact:
+                spans = [Span(number, position, 1) for number, position in zip(rows, positions, strict=True)]
+                return self._attend_exactly(i, q, spans, cache)
             keys, values = cache.keys[i][low:high, :, :longest], cache.values[i][low:high, :, :longest]
             if not gapless:
                 q = torch.zeros(high - low, *q.shape[1:], dtype=q.dtype, device=q.device).index_copy_(0, row - low, q)
@@ -375,6 +393,22 @@ class Decoder:
 
         return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache.routes, row)
 
+    def _attend_exactly(self, layer: int, queries: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
+        """Return attention `[T, heads, D]` of packed queries to the keys in the cache."""
+        parts = []
+        for span, own in zip(spans, queries.split([span.count for span in spans]), strict=True):
+            stop = span.start + span.count
+            keys, values = (kept[layer][span.row].transpose(0, 1)[:stop] for kept in (cache.keys, cache.values))
+            bounds = (torch.tensor([0, count]) for count in (span.count, stop))
+            parts.append(fixed_order.attention(own, keys, values, *bounds, self.config.head_dim**-0.5))
+        return torch.cat(parts)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        shape, eps = (self.config.hidden_size,), self.config.rms_norm_eps
+        if self.is_exact:  # two operations, as in the trainer
+            return F.rms_norm(x, shape, None, eps) * weight
+        return F.rms_norm(x, shape, weight, eps)
+
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taken: Tensor, rows: Tensor) -> Tensor:
         """Run all layers; return hidden states. taken: the cache's routes, which are set at [rows, positions]."""
         c, see = self.config, self.watch
@@ -383,9 +417,9 @@ class Decoder:
         cos, sin = self.cos[positions], self.sin[positions]
         rotated = c.num_heads + c.num_kv_heads
         for i, layer in enumerate(self.layers):
-            x = F.rms_norm(hidden, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
+            x = self._norm(hidden, layer.input_norm)
             see(i, "first norm", x)
-            qkv = _linear(x, layer.qkv, layer.qkv_bias).view(len(tokens), -1, c.head_dim)
+            qkv = self._linear(x, layer.qkv, layer.qkv_bias).view(len(tokens), -1, c.head_dim)
             qk, v = qkv[:, :rotated], qkv[:, rotated:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
@@ -393,19 +427,19 @@ class Decoder:
             first, second = qk.chunk(2, -1)
             qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
             out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
-            out = _linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
+            out = self._linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
             see(i, "attention", out)
             hidden = hidden + out
-            x = F.rms_norm(hidden, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
+            x = self._norm(hidden, layer.post_norm)
             see(i, "second norm", x)
             if layer.router is not None:
                 out, taken[rows, positions, i] = _mixture(x, layer, c.experts)
             else:
-                gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-                out = _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+                gate, up = self._linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+                out = self._linear(self._silu(gate) * up, layer.down, layer.down_bias)
             see(i, "feed-forward", out)
             hidden = hidden + out
-        return F.rms_norm(hidden, (c.hidden_size,), self.norm, c.rms_norm_eps)
+        return self._norm(hidden, self.norm)
 
 
 def _mixture(x: Tensor, layer: _Layer, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -130,6 +130,7 @@ OUR_KEYS = {
         "router",
         "backend",
         "server_count",
+        "exact",
         "server_restarts",
         "health_timeout_s",
         "server_args",
