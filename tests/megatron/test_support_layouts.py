@@ -43,9 +43,9 @@ def with_supports(batch, *, is_adjusted):
             rows[row, : len(chosen)] = torch.tensor(chosen)
     batch.tokens[COLUMN] = rows
     if is_adjusted:
-        found = torch.randn(*rows.shape, 3, generator=generator)
+        found = 0.5 * torch.randn(*rows.shape, 3, generator=generator)
         share = torch.rand(*rows.shape, generator=generator)
-        found[:, :, 1] = (0.5 + share).masked_fill(share < 0.3, 0.0)  # 0 is none
+        found[:, :, 1] = (0.7 + 0.6 * share).masked_fill(share < 0.3, 0.0)  # 0 is none
         batch.tokens[ADJUSTMENT] = found.masked_fill((rows < 0)[:, :, None], 0.0)
     batch.tokens["ref_logprobs"] = batch["logprobs"] * 0.5
     return batch

@@ -320,15 +320,15 @@ def test_supports_and_what_changes_their_logits_are_counted():
         return memory.update.get("supports", 0.0), rows_of_microbatch(config, batch)
 
     (nothing, rows), ids = planned(), 2 * 5
-    assert nothing == 0.0 and rows < 4096
-    # A row's ids and their numbers, 4 bytes each, in the microbatch and once more in the head, which works with them.
+    assert nothing == 0.0 and rows > 4096
+    # A row's ids and their numbers, 4 bytes each, in the microbatch and again in the head, which works with a chunk.
     for options, numbers in (
         ({}, 1),
         ({"presence_penalty": 0.5}, 2),
         ({"logit_bias": {5: 1.0}}, 2),
         ({"repetition_penalty": 1.1, "logit_bias": {5: 1.0}}, 4),
     ):
-        assert planned(top_k=5, **options)[0] == rows * ids * (2 * 4 * numbers + 32)
+        assert planned(top_k=5, **options)[0] == rows * ids * 2 * 4 * numbers + 4096 * ids * 32
 
 
 def test_a_reference_model_or_a_teacher_adds_its_weights(tmp_path):
