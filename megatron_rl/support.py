@@ -1,5 +1,7 @@
 """Supports: the tokens from which a server sampled each token, after top-k, top-p and min-p had excluded the others.
 
+It also holds the adjustments of their logits by penalties and biases.
+
 A reply that was sampled with a cut-off comes from a distribution over few tokens:
 
     log p(token) = logit / temperature - logsumexp of logit / temperature over the support
@@ -18,11 +20,26 @@ In a batch, the column `support` is `[N, W]` int32 with 4 W bytes per token. Row
 other tokens of its support in the order of their ids, then NO_TOKEN. So the sampled token is always part of its
 support. A row of only NO_TOKEN stands for the whole vocabulary: prompts, and tokens that no server sampled. W is twice
 generation.top_k, because some samplers keep all tokens whose logits are equal to the least likely one's.
+
+Penalties and biases change the logits of a support's tokens before they are divided by the temperature:
+
+    adjusted = scaled(logit - frequency * count - presence * [count > 0]) + bias
+    scaled(x) = x * repetition if x < 0 else x / repetition, for tokens with a count above 0; x for others
+
+`count` is how often the request has generated the token before. Prompt tokens do not count, and neither do tokens of
+earlier parts of a reply that was aborted and continued: the server got these as a prompt. This is what SGLang computes.
+The adjustment does not depend on the policy, so it is computed once, when a reply is read. All policies are then
+compared as distributions of adjusted logits over the same tokens.
+
+In a batch, the column `adjustment` is `[N, W, P]` float32. P is 1 without a repetition penalty: the number that is
+added. With it P is 3: a number that is added, the penalty (0 if the token has none), and a number that is added then.
+So zeros change nothing. Requests without penalties and biases have no such column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -32,7 +49,83 @@ from torch import Tensor
 
 COLUMN = "support"
 """Name of the batch's column with supports, `[N, W]`. Row t is the support of token t."""
+ADJUSTMENT = "adjustment"
+"""Name of the batch's column with adjustments, `[N, W, P]`. Entry (t, j) is for place j of row t's support."""
 NO_TOKEN = -1
+SHIFTS_ONLY, WITH_SCALE = 1, 3
+"""The values of P."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjusting:
+    """A request's options that change logits, with SGLang's names and meaning.
+
+    For example:
+
+        Adjusting(frequency_penalty=0.5).adjustments(rows, ids)  # [n, W, 1], of the support's tokens that came before
+    """
+
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias) pairs."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether adjustments depend on the tokens that were generated before."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def size(self) -> int:
+        """The column's P, or 0 if no logit is changed."""
+        if self.repetition_penalty != 1.0:
+            return WITH_SCALE
+        return SHIFTS_ONLY if self.counts or self.logit_bias else 0
+
+    def adjustments(self, rows: Tensor, ids: Tensor) -> Tensor | None:
+        """Return the adjustments `[n, W, P]` of supports, or None if there are none.
+
+        rows: `[n, W]` int32 supports. ids: `[n]`, all tokens that the request has generated, in order.
+        """
+        if not self.size:
+            return None
+        found = np.zeros((*rows.shape, self.size), dtype=np.float32)
+        if self.counts:
+            row, place, count = counts_before(rows.numpy(), ids.numpy())
+            # SGLang adds the penalty once for each occurrence, in float32, which differs from a product.
+            shifts = summed(self.frequency_penalty, int(count.max(initial=0)))[count]
+            found[row, place, 0] = -(shifts + np.float32(self.presence_penalty))
+            if self.size == WITH_SCALE:
+                found[row, place, 1] = self.repetition_penalty
+        if self.logit_bias:
+            tokens, biases = (np.array(column) for column in zip(*sorted(self.logit_bias), strict=True))
+            row, place = np.isin(rows.numpy(), tokens).nonzero()
+            which = np.searchsorted(tokens, rows.numpy()[row, place])
+            found[row, place, -1] += biases.astype(np.float32)[which]
+        return torch.from_numpy(found)
+
+
+NOT_ADJUSTED = Adjusting()
+
+
+def counts_before(rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows, places and counts of the supports' tokens that were generated before: three int64 arrays.
+
+    rows: `[n, W]`. ids: `[n]`. The count of rows[t, j] is that in ids[:t]. Only counts above 0 are returned.
+    """
+    row, place = np.isin(rows, ids).nonzero()
+    # Occurrences as numbers that are sorted by token, then by position.
+    occurrences = np.sort((ids.astype(np.int64) << 32) + np.arange(len(ids)))
+    first = rows[row, place].astype(np.int64) << 32
+    count = np.searchsorted(occurrences, first + row) - np.searchsorted(occurrences, first)
+    came = count > 0
+    return row[came], place[came], count[came]
+
+
+def summed(amount: float, most: int) -> np.ndarray:
+    """Return the sums of 0 to `most` times the amount, `[most + 1]` float32, added one after the other."""
+    return np.concatenate([np.zeros(1, np.float32), np.full(most, amount, np.float32).cumsum(dtype=np.float32)])
 
 
 def read(masks: Sequence[Any], ids: Tensor, *, width: int, vocab_size: int) -> Tensor:
@@ -77,11 +170,15 @@ def read(masks: Sequence[Any], ids: Tensor, *, width: int, vocab_size: int) -> T
     return torch.from_numpy(rows)
 
 
-def column(support: Tensor | None, prompt: int, tokens: int) -> dict[str, Tensor]:
-    """Return {"support": column} of `tokens` tokens, of which the first `prompt` have none. {} if support is None."""
-    if support is None:
-        return {}
-    return {COLUMN: torch.cat([whole(prompt, support.shape[1]), support[: tokens - prompt]])}
+def columns(support: Tensor | None, adjustment: Tensor | None, prompt: int) -> dict[str, Tensor]:
+    """Return the columns of a prompt and its reply, by name: none, `support`, or also `adjustment`.
+
+    support, adjustment: those of the reply's tokens. prompt: number of tokens before them.
+    """
+    found = {} if support is None else {COLUMN: torch.cat([whole(prompt, support.shape[1]), support])}
+    if adjustment is not None:
+        found[ADJUSTMENT] = torch.cat([unchanged(prompt, adjustment), adjustment])
+    return found
 
 
 def whole(rows: int, width: int) -> Tensor:
@@ -89,8 +186,28 @@ def whole(rows: int, width: int) -> Tensor:
     return torch.full((rows, width), NO_TOKEN, dtype=torch.int32)
 
 
-def check_complete(found: Tensor | None, input_ids: Tensor, loss_mask: Tensor) -> None:
-    """Raise ValueError if a trained token has no support, or the support of another token."""
+def sizes(rows: Tensor) -> Tensor:
+    """Return the number of tokens in each support, `[n]`; 0 for rows that stand for the whole vocabulary."""
+    return (rows != NO_TOKEN).sum(1)
+
+
+def unchanged(rows: int, like: Tensor) -> Tensor:
+    """Return adjustments that change nothing, of the shape of those in `like` `[n, W, P]`."""
+    return like.new_zeros(rows, *like.shape[1:])
+
+
+def check_complete(
+    found: Tensor | None,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    *,
+    adjustment: Tensor | None = None,
+    is_adjusted: bool = False,
+) -> None:
+    """Raise ValueError if a trained token has no support, or the support of another token.
+
+    is_adjusted: whether the run changes logits, so that the batch must have the column `adjustment`.
+    """
     key = "generation.top_k"
     if found is None:
         raise ValueError(
@@ -106,4 +223,10 @@ def check_complete(found: Tensor | None, input_ids: Tensor, loss_mask: Tensor) -
             f"{key}: {int(other.sum())} trained tokens were not sampled from the support that they have; the first is "
             f"token {place} of the batch, {int(input_ids[place])}, with {why}. Ask for replies with the run's "
             f"generation.top_k, and keep Trajectory.tokens[{COLUMN!r}] beside input_ids."
+        )
+    if is_adjusted and adjustment is None:
+        raise ValueError(
+            f"generation: the run has penalties or a logit_bias, and the trajectories have no column {ADJUSTMENT!r}, "
+            f"what these added to logits; a workflow that makes Trajectory itself passes LLMResponse.adjustment on in "
+            f"Trajectory.tokens, as Trajectory.from_reply does."
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # slower to import than torch itself, and not needed by the r
 
 TOKEN_KEYS = {"input_ids": torch.int32, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int32}
 """Per-token tensors that every trajectory has, with their dtypes."""
-WIDE_COLUMNS = (route_columns.COLUMN, supports.COLUMN)
+WIDE_COLUMNS = (route_columns.COLUMN, supports.COLUMN, supports.ADJUSTMENT)
 """Per-token columns with several numbers per token."""
 
 
@@ -194,6 +194,9 @@ class LLMResponse:
     support: Tensor | None = None
     """`[output_len, W]` int32: the tokens from which each token was sampled, in the format of megatron_rl/support.py.
     `sampled.logprobs` are then over these tokens. None if generation.top_k is -1."""
+    adjustment: Tensor | None = None
+    """`[output_len, W, P]` float32: how penalties and biases changed the logits of these tokens, in the format of
+    megatron_rl/support.py. None if the request has no such option."""
 
     def __init__(
         self,
@@ -209,9 +212,10 @@ class LLMResponse:
         sampled: SampledTokens | None = None,
         routes: Tensor | None = None,
         support: Tensor | None = None,
+        adjustment: Tensor | None = None,
     ) -> None:
         self.input_tokens, self.stop_reason, self.text = input_tokens, stop_reason, text
-        self.routes, self.support = routes, support
+        self.routes, self.support, self.adjustment = routes, support, adjustment
         self.latency_s, self.interruptions = latency_s, interruptions
         self.sampled = NO_TOKENS if sampled is None else sampled
         if not (output_tokens is None and output_logprobs is None and output_versions is None):
@@ -299,7 +303,7 @@ class Trajectory:
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
     """Further per-token tensors, such as `turn_rewards`; `routes` `[n, layers, slots]` (megatron_rl/routes.py) and
-    `support` `[n, W]` (megatron_rl/support.py)."""
+    `support` `[n, W]` and `adjustment` `[n, W, P]` (megatron_rl/support.py)."""
     sequence: dict[str, float] = field(default_factory=dict)
     """Further numbers for the whole sequence, e.g. `greedy_reward`. The parts of a `Reward` are added here."""
     is_cut_off: bool = False
@@ -330,7 +334,7 @@ class Trajectory:
             logprobs=torch.from_numpy(logprobs),
             versions=torch.from_numpy(versions),
             reward=reward if isinstance(reward, Reward) else float(reward),
-            tokens=route_column(reply.routes, length) | supports.column(reply.support, prompt, length),
+            tokens=route_column(reply.routes, length) | supports.columns(reply.support, reply.adjustment, prompt),
             sequence=sequence,
             is_cut_off=reply.stop_reason == "length",
         )
@@ -355,7 +359,7 @@ class TrajectoryBatch:
         batch.tokens["input_ids"][batch.cu_seqlens[2] : batch.cu_seqlens[3]]  # the third trajectory's
 
     tokens: `[N]` tensors over all trajectories' tokens, concatenated (`input_ids` int32, `loss_mask` bool, ...). Only
-      `routes` is `[N, layers, slots]`, and `support` `[N, W]`.
+      `routes` is `[N, layers, slots]`, `support` `[N, W]`, and `adjustment` `[N, W, P]`.
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
     cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
     versions: policy version of each token, run-length encoded, -1 for tokens that no policy sampled.

@@ -25,6 +25,7 @@ OTHERS: dict[str, str] = {
     "generation.temperature": "rollout.temperature gconfig.temperature rollout_temperature",
     "generation.top_p": "rollout.top_p rollout_top_p",
     "generation.top_k": "rollout.top_k",
+    "generation.repetition_penalty": "repetition_penalty",
     "algo.advantage": "adv_estimator advantage_estimator",
     "algo.advantage_std": "scale_rewards norm_adv_by_std_in_grpo adv_norm reward_norm",
     "algo.loss": "loss_type importance_sampling_level loss_mode",

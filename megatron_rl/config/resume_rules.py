@@ -30,8 +30,8 @@ _BY_SECTION: dict[str, dict[str, str]] = {
         SCHEDULED: "updates_per_step",
     },
     "generation": {
-        TAKEN: "n_samples max_new_tokens min_new_tokens temperature top_p top_k min_p greedy stop stop_token_ids "
-        "ignore_eos seed"
+        TAKEN: "n_samples max_new_tokens min_new_tokens temperature top_p top_k min_p repetition_penalty "
+        "frequency_penalty presence_penalty logit_bias greedy stop stop_token_ids ignore_eos seed"
     },
     "algo": {
         TAKEN: "advantage advantage_args advantage_mean advantage_std advantage_clip loss loss_args clip_low clip_high "

@@ -46,6 +46,21 @@ class GenerationConfig(Section, name="generation"):
     min_p: float = within("[0, 1]", default=0.0, hint="0.0 keeps all tokens")
     """Exclude tokens that are less likely than this fraction of the most likely token's probability. RL requires top_k
     in addition."""
+    repetition_penalty: float = within("(0, 2]", default=1.0, hint="1.0 changes nothing")
+    """Divide the logits of tokens that the reply already has by this number, or multiply them if they are negative.
+    As with SGLang, the prompt's tokens do not count, and the penalty follows frequency_penalty and presence_penalty.
+    RL requires top_k in addition, and each token of a batch then takes 24 x top_k bytes more, or 8 x top_k bytes with
+    only the next three options. These four options hold for evaluations too."""
+    frequency_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
+    """Subtract this number from a token's logit for each time that the reply already has the token. RL requires top_k
+    in addition."""
+    presence_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
+    """Subtract this number once from the logits of tokens that the reply already has. RL requires top_k in addition."""
+    logit_bias: dict[int, float] = ruled(
+        "must map token ids to numbers from -100 to 100", lambda bias: all(map(is_bias, bias.items())), default={},
+        hint="for example {151643: -5.0}",
+    )  # fmt: skip
+    """Add these numbers to the logits of tokens, after all penalties. RL requires top_k in addition."""
     greedy: bool = False
     """Always take the most likely token."""
     stop: list[str] = field(default_factory=list)
@@ -68,6 +83,25 @@ class GenerationConfig(Section, name="generation"):
         """
         return 2 * self.top_k if 1 < self.top_k <= MOST_REPORTED else 0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """True if logits depend on how often the reply already has a token."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def adjustment_size(self) -> int:
+        """Numbers by which penalties and biases change the logit of a support's token; 0 if none changes it.
+
+        They are 1 or, with a repetition penalty, 3, as in megatron_rl/support.py.
+        """
+        if self.repetition_penalty != 1.0:
+            return 3
+        return int(self.counts_tokens or bool(self.logit_bias))
+
+    def unrestricted(self) -> GenerationConfig:
+        """Return a copy that samples from the whole distribution at its temperature."""
+        return self.new(top_k=-1, top_p=1.0, min_p=0.0, min_new_tokens=0, **UNADJUSTED)
+
     def new(self, **changes: Any) -> GenerationConfig:
         """Return a copy with some fields replaced, e.g. `gconfig.new(greedy=True)`."""
         return dataclasses.replace(self, **changes)
@@ -85,7 +119,26 @@ BY_RANKS = "SGLang numbers the ranks of a weight update by tensor parallelism al
 ATTENTION_INSTEAD = "take --attn-dp-size instead (before SGLang 0.5.23, add --enable-dp-attention)"
 LOADED_BYTES_PER_S = 0.2e9
 """Assumed read speed of weights from a file system that many servers read at the same time."""
+UNADJUSTED: dict[str, Any] = {
+    **{"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "logit_bias": {},
+}
+"""The options of [generation] that change logits, with the values that change none."""
+COUNTS_LATE = (
+    "SGLang's overlapped scheduler and its speculative decoding count the tokens of a reply late, by how they batch "
+    "requests, so nobody knows what the penalties changed"
+)
+FORGETS_COUNTS = (
+    "with rollout.interruption = retract, SGLang forgets which tokens a reply already has when weights are published, "
+    "so nobody knows what the penalties changed"
+)
 URL_RULE = "must be a URL with its scheme, such as http://127.0.0.1:30000; correct it"
+
+
+def is_bias(entry: tuple[Any, Any]) -> bool:
+    token, bias = entry
+    is_number = type(bias) in (int, float) and -100 <= bias <= 100  # false for NaN
+    return type(token) is int and 0 <= token < 2**31 and is_number
 
 
 def is_url(text: str) -> bool:

@@ -28,7 +28,15 @@ from megatron_rl.config.model_section import (
     OptimizerConfig,
     ParallelConfig,
 )
-from megatron_rl.config.rollout_section import MOST_REPORTED, GenerationConfig, ReuseConfig, RolloutConfig
+from megatron_rl.config.rollout_section import (
+    COUNTS_LATE,
+    FORGETS_COUNTS,
+    MOST_REPORTED,
+    UNADJUSTED,
+    GenerationConfig,
+    ReuseConfig,
+    RolloutConfig,
+)
 from megatron_rl.config.rules import as_part_of
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.teacher_section import POLICY, TeacherConfig
@@ -268,7 +276,17 @@ class TrainConfig:
             )
         if generation.support_size:
             self._check_supports()
+            self._check_counted_tokens()
             return
+        for name, nothing in UNADJUSTED.items():
+            value = getattr(generation, name)
+            if value != nothing:
+                raise ValueError(
+                    f"generation.{name} = {value}: replies would be sampled from other logits than the trainer's, and "
+                    f"the changes are known only for tokens that servers report; set generation.top_k="
+                    f"{MOST_REPORTED} or less too, so that servers report which tokens they sampled from, or set it to "
+                    f"{nothing}."
+                )
         for name, everything in (("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0)):
             value = getattr(generation, name)
             if value != everything:
@@ -291,6 +309,17 @@ class TrainConfig:
                 f"{key}: rollout.router passes on only the fields that it knows, and the request for the tokens that a "
                 f"server sampled from is not one of them; set it to -1, or leave rollout.router out."
             )
+
+    def _check_counted_tokens(self) -> None:
+        """Raise ValueError for penalties whose counts of tokens an SGLang server would not keep."""
+        if self.rollout.backend != "sglang" or not self.starts_servers or not self.generation.counts_tokens:
+            return
+        name = next(name for name, nothing in UNADJUSTED.items() if getattr(self.generation, name) != nothing)
+        key = f"generation.{name} = {getattr(self.generation, name)}"
+        if "--disable-overlap-schedule" not in self.rollout.server_args:
+            raise ValueError(f"{key}: {COUNTS_LATE}; add --disable-overlap-schedule to rollout.server_args.")
+        if self.rollout.interruption == "retract":
+            raise ValueError(f"{key}: {FORGETS_COUNTS}; set rollout.interruption=abort.")
 
     def _check_routing_replay(self) -> None:
         key = f"algo.routing_replay = {self.algo.routing_replay!r}"

@@ -331,16 +331,31 @@ def logprobs_entropy(logits: Tensor, rows: TensorDict, temperature: float) -> tu
     """
     labels = rows["labels"]
     trained = (labels >= 0).nonzero()[:, 0]
-    scaled = logits[trained] / temperature
+    scaled = logits[trained]
     if support.COLUMN in rows.keys():  # noqa: SIM118  a TensorDict has no `in`
         ids = rows[support.COLUMN][trained].long()
+        if support.ADJUSTMENT in rows.keys():  # noqa: SIM118
+            scaled = _adjusted(scaled, ids, rows[support.ADJUSTMENT][trained])
         inside = scaled.new_zeros(scaled.shape, dtype=torch.bool)
         inside.scatter_(1, ids.where(ids >= 0, ids[:, :1].clamp_min(0)), True)  # padding repeats the sampled token
         scaled = scaled.masked_fill(~(inside | (ids[:, :1] < 0)), -math.inf)
-    log_p = scaled.log_softmax(-1)
+    log_p = (scaled / temperature).log_softmax(-1)
     chosen = log_p.gather(-1, labels[trained, None])[:, 0]
     zeros, known = torch.zeros(len(labels), device=logits.device), log_p.masked_fill(log_p == -math.inf, 0.0)
     return zeros.index_copy(0, trained, chosen), zeros.index_copy(0, trained, -(log_p.exp() * known).sum(-1))
+
+
+def _adjusted(logits: Tensor, ids: Tensor, adjustment: Tensor) -> Tensor:
+    """Return `[n, V]` logits after the penalties and biases of supports `[n, W]`, by the definition in support.py."""
+    # Padding adds 0 to the sampled token, whose own entry comes first.
+    is_there, places = ids >= 0, ids.where(ids >= 0, ids[:, :1].clamp_min(0))
+    planes = adjustment.masked_fill(~is_there[:, :, None], 0.0).to(logits.dtype).unbind(-1)
+    before, *more = (torch.zeros_like(logits).scatter_add(1, places, plane) for plane in planes)
+    found = logits + before
+    if more:
+        penalty = more[0].masked_fill(more[0] == 0, 1.0)
+        found = torch.where(found < 0, found * penalty, found / penalty) + more[1]
+    return found
 
 
 def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -249,7 +249,8 @@ class MegatronEngine(ModelEngine):
         microbatches, head = self._pack(batch, final_rows=post_hook is not None), self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            read = ("labels", support.COLUMN) if post_hook is None else tuple(microbatch.rows.keys())
+            of_head = ("labels", support.COLUMN, support.ADJUSTMENT)
+            read = of_head if post_hook is None else tuple(microbatch.rows.keys())
             rows = one_copy({key: microbatch.rows[key] for key in read if key in microbatch.rows.keys()}, self.device)
             if self.arch.head == "value":
                 values = head.values(hidden, rows["labels"], packed)

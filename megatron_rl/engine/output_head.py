@@ -51,10 +51,11 @@ class Head:
     ) -> Tensor:  # fmt: skip
         """Return log p(label) and, if `with_entropy`, the entropy: `[1 or 2, T]` float32.
 
-        rows: `labels`, and `support` if the run's servers sample from a part of the vocabulary.
+        rows: `labels`, and `support` if the run's servers sample from a part of the vocabulary, with `adjustment` if
+          penalties or biases changed its logits.
         """
         options = self._weight() | self._rows(packed, temperature) | {"with_entropy": with_entropy}
-        parts = lm_head_logprobs(hidden, labels=rows["labels"], support=_support(rows), **options)
+        parts = lm_head_logprobs(hidden, labels=rows["labels"], **_support(rows), **options)
         # Each row is computed on one context rank and is 0 on the others.
         return sum_for_all(torch.stack(parts[: 1 + with_entropy]), self.context)
 
@@ -90,7 +91,7 @@ class Head:
             chosen = TensorDict({name: column.index_select(0, places) for name, column in columns.items()})
             return loss.fn(logprobs, entropy, chosen)
 
-        options = self._weight() | self._rows(packed, loss.temperature) | {"support": _support(rows)}
+        options = self._weight() | self._rows(packed, loss.temperature) | _support(rows)
         loss_sum, sums = lm_head_loss(hidden, labels=labels, loss=of_some, term=term, **options)
         if self.context.size == 1:
             return loss_sum, sums, found
@@ -145,5 +146,6 @@ class Head:
         return sum_for_all(own, self.context)
 
 
-def _support(rows: Mapping[str, Tensor]) -> Tensor | None:
-    return rows[support.COLUMN] if support.COLUMN in rows.keys() else None  # noqa: SIM118  a TensorDict has no `in`
+def _support(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    known = rows.keys()  # a TensorDict has no `in`
+    return {name: rows[name] for name in (support.COLUMN, support.ADJUSTMENT) if name in known}

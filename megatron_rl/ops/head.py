@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.ops.library import accumulator, dense, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
-from megatron_rl.ops.support_columns import SupportColumns, labels_outside
+from megatron_rl.ops.support_columns import SupportColumns, Supports, labels_outside
 from megatron_rl.ops.taken_rows import TakenRows
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
@@ -111,11 +111,11 @@ def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[f
 
 def logits_results(
     logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple, with_entropy: bool = True,
-    support: Tensor | None = None,
+    support: Supports | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return (log-probs, entropy, peak, log-sum) without autograd. Entropy is NaN unless with_entropy.
 
-    support: `[c, W]`; rows that have one are over its tokens alone.
+    support: rows that have one are over its tokens alone.
     """
     outside = labels_outside(labels, support)
     partials = ops.logprob_partials(logits, outside, *rest, with_entropy)
@@ -123,7 +123,7 @@ def logits_results(
         partials = ops.logprob_fold(partials, outside, *rest[:2])
     if support is not None:
         columns = SupportColumns(logits, support, shard, rest[-1]).partials(rest[0], with_entropy)
-        partials = torch.where(support[:, :1] >= 0, columns, partials)
+        partials = torch.where(support.is_whole[:, None], partials, columns)
     if shard.is_split:
         assert shard.group is not None
         partials = gather_partials(partials, shard.group)
@@ -145,7 +145,7 @@ CHUNKS_OF_TERM = 4
 def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
     total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
-    support: tuple[Tensor, VocabShard] | None = None, product: Product = head_logits,
+    support: tuple[Supports, VocabShard] | None = None, product: Product = head_logits,
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
@@ -153,7 +153,7 @@ def add_gradients(
     of the weight's dtype instead, so that products have 16-bit operands.
 
     logits: if given, the logits of all rows, which then form one chunk. beside: function for the gradient of an
-    additional term. support: the rows' supports, `[R, W]`, and this rank's columns.
+    additional term. support: the rows' supports, and this rank's columns.
     """
     narrow, count, known = None, len(hidden), logits is not None
     if hidden.is_cuda and weight.dtype != torch.float32:
@@ -199,7 +199,7 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, shard: VocabShard,
-        temperature: float, rows_per_chunk: int | None, with_entropy: bool, support: Tensor | None,
+        temperature: float, rows_per_chunk: int | None, with_entropy: bool, support: Supports | None,
         product: Product,
     ):  # fmt: skip
         rest, parts = columns_of(weight, shard, temperature), []
@@ -212,7 +212,8 @@ class HeadLogprobs(torch.autograd.Function):
             parts.append(logits_results(logits, labels[some], shard, rest, with_entropy, cut))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()  # no extra memory: this one chunk was needed anyway
-        ctx.save_for_backward(hidden, weight, support, labels, peak, log_sum, entropy, *kept)
+        ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
+        ctx.support = support  # no tensor of it needs a gradient
         ctx.rest, ctx.rows_per_chunk, ctx.main_grad, ctx.shard = rest, rows_per_chunk, main_grad, shard
         ctx.product = product
         ctx.set_materialize_grads(False)  # an entropy that no loss uses then costs nothing
@@ -220,7 +221,7 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
-        hidden, weight, support, labels, *saved = ctx.saved_tensors
+        hidden, weight, labels, *saved = ctx.saved_tensors
         columns, logits = [labels, *saved[:3]], saved[3] if len(saved) > 3 else None
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -230,7 +231,7 @@ class HeadLogprobs(torch.autograd.Function):
             slopes = (None if g is None else g[rows].contiguous() for g in (grad_logprobs, grad_entropy))
             return *(column[rows] for column in columns), *slopes, *ctx.rest
 
-        cut = None if support is None else (support, ctx.shard)
+        cut = None if ctx.support is None else (ctx.support, ctx.shard)
         more = {"support": cut, "product": ctx.product}
         add_gradients(hidden, weight, ctx.rows_per_chunk, form, grad_hidden, total, logits, **more)
         by_weight = None
@@ -252,7 +253,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
         shard: VocabShard, temperature: float, rows_per_chunk: int | None, beside: Beside | None,
-        support: Tensor | None, product: Product,
+        support: Supports | None, product: Product,
     ):  # fmt: skip
         rest, totals = columns_of(weight, shard, temperature), []
         grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
@@ -301,6 +302,7 @@ def lm_head_loss(
     rows_per_chunk: int | None = None,
     term: LogitsTerm | None = None,
     support: Tensor | None = None,
+    adjustment: Tensor | None = None,
     product: Product = head_logits,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a loss that is a sum over rows, and its statistics, holding only one chunk of logits at a time.
@@ -341,7 +343,8 @@ def lm_head_loss(
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
     if term is not None:
         rows_per_chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
-    options = (shard, temperature, rows_per_chunk, None if term is None else beside, taken(support, kept), product)
+    cut, extra = taken(support, adjustment, kept), None if term is None else beside
+    options = (shard, temperature, rows_per_chunk, extra, cut, product)
     total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, *options)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
 
@@ -364,10 +367,11 @@ def lm_head_ppo_loss(
     normalizer: float | None = None,
     rows_per_chunk: int | None = None,
     support: Tensor | None = None,
+    adjustment: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `ppo_loss` of the log-probabilities of `hidden @ weight.T`, holding only one chunk of logits at a time.
 
-    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows`, `kept` and `support` are as in
+    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows`, `kept`, `support` and `adjustment` are as in
     `lm_head_logprobs`. The rest is as in `ppo_loss`, with mask `labels >= 0`. The gradient is always computed together
     with the loss; for a pass without gradient use `lm_head_logprobs`. A per-sequence loss needs all log-probabilities
     before the first gradient, so it takes two sweeps, and the second recomputes the logits.
@@ -379,7 +383,8 @@ def lm_head_ppo_loss(
     ]
     check_ppo(options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, cu_seqlens=cu_seqlens)
     if options.by_sequence:
-        more = {"shard": shard, "rows": rows, "kept": kept, "temperature": temperature, "support": support}
+        more = {"shard": shard, "rows": rows, "kept": kept, "temperature": temperature}
+        more |= {"support": support, "adjustment": adjustment}
         logprobs, entropy = lm_head_logprobs(hidden, weight, labels, **more, rows_per_chunk=rows_per_chunk)
         *given, ref = columns
         return ppo_loss(
@@ -402,7 +407,7 @@ def lm_head_ppo_loss(
         return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    more = (shard, temperature, rows_per_chunk, None, taken(support, kept), head_logits)
+    more = (shard, temperature, rows_per_chunk, None, taken(support, adjustment, kept), head_logits)
     loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, *more)
     return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
@@ -420,6 +425,7 @@ def lm_head_logprobs(
     rows_per_chunk: int | None = None,
     with_entropy: bool = True,
     support: Tensor | None = None,
+    adjustment: Tensor | None = None,
     product: Product = head_logits,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]` logits.
@@ -434,6 +440,8 @@ def lm_head_logprobs(
     with_entropy: False saves the time for the entropy, which is then NaN.
     support: `[T, W]` int32, as in megatron_rl/support.py. Log-probability and entropy of a label that has a support are
       over these tokens alone, and logits of other tokens get no gradient.
+    adjustment: `[T, W, P]` float32, as in megatron_rl/support.py: what penalties and biases add to the logits of these
+      tokens, and by how much they scale them, before the division by the temperature.
     product: function that computes the logits.
 
     Rows are processed in chunks. Backward recomputes each chunk's logits, unless there is only one chunk. The weight's
@@ -443,7 +451,8 @@ def lm_head_logprobs(
     kept = places_of(labels) if kept is None else kept
     picked = pick(hidden, rows, kept, weight.dtype)
     targets = labels.index_select(0, kept)
-    options = (main_grad, shard, temperature, rows_per_chunk, with_entropy, taken(support, kept), product)
+    cut = taken(support, adjustment, kept)
+    options = (main_grad, shard, temperature, rows_per_chunk, with_entropy, cut, product)
     logprobs, entropy = HeadLogprobs.apply(picked, weight, targets, *options)
     zeros = torch.zeros(len(labels), dtype=logprobs.dtype, device=hidden.device)
     return zeros.index_copy(0, kept, logprobs), zeros.index_copy(0, kept, entropy)
@@ -454,8 +463,10 @@ def places_of(labels: Tensor) -> Tensor:
     return (labels >= 0).nonzero()[:, 0]
 
 
-def taken(support: Tensor | None, kept: Tensor) -> Tensor | None:
-    return None if support is None else support.index_select(0, kept)
+def taken(support: Tensor | None, adjustment: Tensor | None, kept: Tensor) -> Supports | None:
+    if support is None:
+        return None
+    return Supports(support.index_select(0, kept), None if adjustment is None else adjustment.index_select(0, kept))
 
 
 def pick(hidden: Tensor, rows: Tensor | TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:

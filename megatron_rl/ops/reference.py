@@ -12,16 +12,29 @@ if TYPE_CHECKING:
 
 
 def logprobs_entropy(
-    logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, support: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, support: Tensor | None = None,
+    adjustment: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return log p(label) and entropy in nats, both `[T]`, for logits `[T, V]` and labels `[T]`; 0 for negative labels.
 
     temperature: a number or `[T, 1]`. A column of -inf has probability 0 and does not affect the entropy.
     support: `[T, W]`, as in megatron_rl/support.py; all other columns of such a row have probability 0.
+    adjustment: `[T, W, P]`, as in megatron_rl/support.py.
     """
     if support is not None:
         inside = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-        inside.scatter_(1, support.long() % inside.shape[1], True)  # NO_TOKEN is the added last column
+        places = support.long() % inside.shape[1]  # NO_TOKEN is the added last column
+        inside.scatter_(1, places, True)
+        if adjustment is not None:
+            planes = [torch.zeros_like(inside, dtype=logits.dtype) for _ in range(adjustment.shape[2])]
+            before, *more = (
+                plane.scatter(1, places, adjustment[:, :, number].to(logits.dtype))[:, :-1]
+                for number, plane in enumerate(planes)
+            )
+            logits = logits + before
+            if more:
+                penalty = more[0].masked_fill(more[0] == 0, 1.0)
+                logits = torch.where(logits < 0, logits * penalty, logits / penalty) + more[1]
         logits = logits.masked_fill(~(inside[:, :-1] | (support[:, :1] < 0)), float("-inf"))
     distribution = (logits / temperature).log_softmax(-1)
     kept = labels >= 0

@@ -3,34 +3,79 @@
 Shapes: c rows, W places of a support, V_local this rank's columns. The columns of a support are gathered into a
 `[c, W]` matrix, on which the operators of whole rows work. Their gradient is scattered back. So an operator on supports
 reads and writes c x W logits instead of c x V_local, and there is no other kernel than those of whole rows.
+
+Penalties and biases change the gathered logits (`adjusted`), and the gradient is multiplied by their slope.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from megatron_rl.ops.library import ops
+from megatron_rl.ops.library import accumulator, ops
 from megatron_rl.ops.logprobs import VocabShard
 
 INFINITY = float("inf")
 
 
+@dataclass(frozen=True)
+class Supports:
+    """Supports of rows, in the format of megatron_rl/support.py.
+
+    ids: `[c, W]` int32. adjustment: `[c, W, P]` float32, or None if no logit is changed.
+    """
+
+    ids: Tensor
+    adjustment: Tensor | None = None
+
+    def __getitem__(self, rows: slice) -> Supports:
+        return Supports(self.ids[rows], None if self.adjustment is None else self.adjustment[rows])
+
+    @property
+    def is_whole(self) -> Tensor:
+        """`[c]` bool: whether a row is over the whole vocabulary."""
+        return self.ids[:, 0] < 0
+
+
+def adjusted(logits: Tensor, adjustment: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the logits that penalties and biases make of `logits`, and the slope: None if it is 1 everywhere.
+
+    logits: any shape and float dtype. adjustment: `[*shape, P]`, as in megatron_rl/support.py.
+    """
+    before, *more = adjustment.to(logits.dtype).unbind(-1)
+    found = logits + before
+    if not more:
+        return found, None
+    penalty, after = more
+    penalty = penalty.masked_fill(penalty == 0, 1.0)
+    is_below = found < 0
+    found = torch.where(is_below, found * penalty, found / penalty)
+    return found + after, torch.where(is_below, penalty, 1.0 / penalty)
+
+
 class SupportColumns:
-    """The columns of some rows' supports.
+    """The columns of some rows' supports, with adjusted logits.
 
     logits: `[c, W]`, -inf for padding and for tokens of other ranks' columns.
     labels: `[c]` int64: 0, the sampled token's place; W if another rank has that token; -100 for rows over the whole
       vocabulary.
     """
 
-    def __init__(self, logits: Tensor, support: Tensor, shard: VocabShard, columns: int) -> None:
-        """logits: `[c, V_local]`. support: `[c, W]` int32. columns: number of this rank's columns without padding."""
-        local = support.long() - shard.start
-        is_elsewhere = (support < 0) | (local < 0) | (local >= columns)
+    def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
+        """logits: `[c, V_local]`. support: the rows' supports. columns: this rank's columns without padding."""
+        ids = support.ids
+        local = ids.long() - shard.start
+        is_elsewhere = (ids < 0) | (local < 0) | (local >= columns)
         self.places = local.masked_fill(is_elsewhere, 0)
-        self.logits = logits.gather(1, self.places).masked_fill_(is_elsewhere, -INFINITY)
-        sampled = is_elsewhere[:, 0].long() * support.shape[1]
-        self.labels = sampled.masked_fill(support[:, 0] < 0, -100)
+        self.logits, self.slope = logits.gather(1, self.places), None
+        if support.adjustment is not None:  # in float32, as servers adjust logits of 16-bit models
+            wide = self.logits.to(accumulator(logits.dtype))
+            self.logits, self.slope = adjusted(wide, support.adjustment)
+        self.logits.masked_fill_(is_elsewhere, -INFINITY)
+        sampled = is_elsewhere[:, 0].long() * ids.shape[1]
+        self.labels = sampled.masked_fill(support.is_whole, -100)
 
     def partials(self, temperature: float, with_entropy: bool) -> Tensor:
         """Return what `logprob_partials` and `logprob_fold` make of the columns: `[1, c, 4]`."""
@@ -45,10 +90,12 @@ class SupportColumns:
         """Add the gradient to `out` `[c, V_local]`. The other arguments are those of `logprob_grad`."""
         statistics = self.labels, peak, log_sum, entropy, by_logprob, by_entropy
         found = ops.logprob_grad(self.logits, *statistics, temperature, None, 0, self.logits.shape[1])
+        if self.slope is not None:
+            found = found * self.slope
         # A row's ids differ. Only padding shares a place, and adds 0: the order of the additions does not matter.
         out.scatter_add_(1, self.places, found.to(out.dtype))
 
 
-def labels_outside(labels: Tensor, support: Tensor | None) -> Tensor:
+def labels_outside(labels: Tensor, support: Supports | None) -> Tensor:
     """Return the labels of rows over the whole vocabulary, and -100 for rows with a support."""
-    return labels if support is None else labels.masked_fill(support[:, 0] >= 0, -100)
+    return labels if support is None else labels.masked_fill(~support.is_whole, -100)

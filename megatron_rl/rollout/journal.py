@@ -49,6 +49,8 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 """Dtype -> its name in safetensors files. Columns of other dtypes could not be trained anyway."""
+WIDE = ("routes", "support", "adjustment")
+"""Columns that a reply may have, by their names in LLMResponse."""
 _METADATA_BYTES = struct.Struct("<Q")
 """The first bytes of a safetensors blob: length of its JSON header."""
 
@@ -70,7 +72,7 @@ class Record:
         sampled = SampledTokens(
             columns["ids"], columns["logprobs"], Runs(columns["versions.values"], columns["versions.lengths"])
         )
-        rest = self.event["rest"] | {name: columns.get(name) for name in ("routes", "support")}
+        rest = self.event["rest"] | {name: columns.get(name) for name in WIDE}
         return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **rest)
 
     def fault(self) -> str:
@@ -194,8 +196,7 @@ class RolloutJournal(RolloutEvents):
         columns = {"input_ids": torch.tensor(reply.input_tokens, dtype=torch.int32)}
         columns |= {"ids": sampled.ids, "logprobs": sampled.logprobs}
         columns |= {"versions.values": sampled.versions.values, "versions.lengths": sampled.versions.lengths}
-        columns |= {} if reply.routes is None else {"routes": reply.routes}
-        columns |= {} if reply.support is None else {"support": reply.support}
+        columns |= {name: column for name in WIDE if (column := getattr(reply, name)) is not None}
         rest = {name: getattr(reply, name) for name in ("stop_reason", "text", "latency_s", "interruptions")}
         about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
         versions = sampled.versions.values

@@ -277,7 +277,11 @@ class RLRun(Run):
                 share_prompts=options.share_prompts,
             )
             if self.config.generation.support_size:
-                support.check_complete(batch.tokens.get(support.COLUMN), batch["input_ids"], batch["loss_mask"])
+                support.check_complete(
+                    *(batch.tokens.get(support.COLUMN), batch["input_ids"], batch["loss_mask"]),
+                    adjustment=batch.tokens.get(support.ADJUSTMENT),
+                    is_adjusted=self.config.generation.adjustment_size > 0,
+                )
         rows = self.prompts.prompts
         self.records.begin(step, batch, prompts=rows, oldest_checkpoint=lambda: self.checkpoints.oldest)
         return batch

@@ -124,6 +124,7 @@ class ServerClient(ServerHttp):
             gives_text=info is None or info.gives_text,
             # SGLang starts a step before it has recorded the last one; the embedded server does not.
             late=int(self.freezes_steps and info is not None and not info.is_embedded),
+            keeps_counts=info is None or info.is_embedded,
             **further,
         )
 

@@ -27,8 +27,10 @@ from typing import Any
 import orjson
 import torch
 
+from megatron_rl import support
 from megatron_rl.api import ContextOutgrown, RequestRefused, Sampler
-from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.config import UNADJUSTED, GenerationConfig, RolloutConfig
+from megatron_rl.config.rollout_section import COUNTS_LATE, FORGETS_COUNTS
 from megatron_rl.servers.client import ADAPTERS, ServerClient
 from megatron_rl.servers.pool import ALONE, ClientOptions, Fleet
 from megatron_rl.servers.reply_check import Asked, NoLogprob, ReplyPart, read_reply
@@ -43,6 +45,7 @@ from megatron_rl.servers.server_http import (
     backoff,
     message_of,
 )
+from megatron_rl.support import Adjusting
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.telemetry.spans import Span, Spans
 from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
@@ -155,7 +158,8 @@ class SamplingClient(Sampler):
                     while fruitless <= FRUITLESS_RESUMES:
                         left = req.gconfig.max_new_tokens - reply.output_len
                         # A reply with a grammar cannot be continued, and a stop string could span two parts.
-                        is_whole = req.grammar is not None or req.gconfig.stop
+                        # Penalties would not count the tokens of earlier parts.
+                        is_whole = req.grammar is not None or req.gconfig.stop or req.gconfig.counts_tokens
                         most = left if is_whole else min(left, self.config.part_tokens or left)
                         part = await self._part(req, reply, most, deadline)
                         add_part(reply, part)
@@ -193,6 +197,8 @@ class SamplingClient(Sampler):
                 interruptions=reply.interruptions,
                 latency_s=reply.latency_s,
             )
+            if reply.support is not None:
+                self.metrics.add(supports=len(reply.support), support_tokens=int(support.sizes(reply.support).sum()))
             span.args |= {"tokens": reply.output_len, "stop_reason": reply.stop_reason}
             span.args |= {"interruptions": reply.interruptions}
         return reply
@@ -217,10 +223,12 @@ class SamplingClient(Sampler):
             while True:
                 server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
                 check_request(server, tokens, room, req.gconfig.support_size)
+                if req.gconfig.support_size:
+                    check_counting(server, req.gconfig, self.config.interruption)
                 # SGLang refuses a rid that is in use by any client, and one episode may have many requests in flight.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
-                    rest = routed, req.gconfig.support_size
+                    rest = routed, req.gconfig.support_size, adjusting_of(req.gconfig)
                     part = await self._try(server, rid, tokens, params, deadline, begun_by(req), *rest, tell)
                 except OutOfFiles as error:
                     with not_counted(deadline):
@@ -272,17 +280,18 @@ class SamplingClient(Sampler):
         begun: LLMResponse | None,
         routed: int,
         support: int,
+        adjusting: Adjusting,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> ReplyPart:
         """Generate on one server. Raises ServerError if the server fails or is dropped meanwhile.
 
         The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: the
         partial reply, to which the tokens generated so far are added if the caller is cancelled. routed: number of
-        leading rows whose routes are known. support: as in `Fleet.asked`.
+        leading rows whose routes are known. support, adjusting: as in `Fleet.asked`.
         """
         fleet, since = self.fleet, time.monotonic()
         # before sending: a publication may end meanwhile
-        asked = fleet.asked(server, rid, tokens, params, routed, support)
+        asked = fleet.asked(server, rid, tokens, params, routed, support, adjusting)
         # In a separate task: dropping a server cancels its calls, but not the episodes that await them.
         call = asyncio.create_task(generate(server, asked, tokens, params, fleet.reply_readers, on_tokens))
         server.open_call(call)
@@ -472,6 +481,11 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
     }
     if gconfig.min_p and not gconfig.greedy:
         params["min_p"] = gconfig.min_p
+    params |= {
+        name: getattr(gconfig, name) for name, nothing in UNADJUSTED.items() if getattr(gconfig, name) != nothing
+    }
+    if gconfig.logit_bias:  # JSON has only texts as keys
+        params["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
     if gconfig.stop:
         params["stop"] = list(gconfig.stop)
     if gconfig.stop_token_ids:
@@ -479,6 +493,12 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
     if seed is not None and not gconfig.greedy:
         params["sampling_seed"] = seed
     return params
+
+
+def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
+    """Return the options that change logits, as they are sent to servers."""
+    penalties = {name: getattr(gconfig, name) for name in UNADJUSTED if name != "logit_bias"}
+    return Adjusting(**penalties, logit_bias=tuple(gconfig.logit_bias.items()))
 
 
 def least_busy(
@@ -511,6 +531,9 @@ def add_part(reply: LLMResponse, part: ReplyPart) -> None:
         reply.routes = part.routes if reply.routes is None else torch.cat([reply.routes, part.routes])
     if part.support is not None and len(part.support):
         reply.support = part.support if reply.support is None else torch.cat([reply.support, part.support])
+        if part.adjustment is not None:
+            known = part.adjustment[:0] if reply.adjustment is None else reply.adjustment
+            reply.adjustment = torch.cat([known, part.adjustment])
     reply.text += part.text
     reply.stop_reason = part.stop_reason
 
@@ -558,3 +581,22 @@ def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, 
             f"{info.context_length} of {server.url}. Lower max_new_tokens, drop long prompts, or start the server with "
             "a larger --context-length."
         )
+
+
+def check_counting(server: ServerClient, gconfig: GenerationConfig, interruption: str) -> None:
+    """Raise RequestRefused for penalties if the server does not count exactly the tokens that a reply already has.
+
+    interruption: rollout.interruption.
+    """
+    info = server.info
+    if info is None or info.is_embedded or not gconfig.counts_tokens:
+        return
+    name = next(name for name, nothing in UNADJUSTED.items() if getattr(gconfig, name) != nothing)
+    key = f"generation.{name} = {getattr(gconfig, name)}: {server.url}"
+    if info.counts_late:
+        raise RequestRefused(
+            f"{key}: {COUNTS_LATE}; start it with --disable-overlap-schedule, in rollout.server_args if the run starts "
+            f"it, and without --speculative-algorithm."
+        )
+    if interruption == "retract":
+        raise RequestRefused(f"{key}: {FORGETS_COUNTS}; set rollout.interruption=abort.")

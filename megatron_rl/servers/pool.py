@@ -38,6 +38,7 @@ from megatron_rl.servers.server_http import (
     UnknownLogprob,
 )
 from megatron_rl.servers.server_memory import ServerMemory
+from megatron_rl.support import NOT_ADJUSTED, Adjusting
 from megatron_rl.telemetry.spans import Spans
 
 logger = logging.getLogger(__name__)
@@ -190,12 +191,12 @@ class Fleet:
 
     def asked(
         self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0,
-        support: int = 0,
+        support: int = 0, adjusting: Adjusting = NOT_ADJUSTED,
     ) -> Asked:  # fmt: skip
         """Return the facts against which the reply to a request sent to `server` now is checked.
 
         routed: number of leading rows whose routes are not requested. support: maximum size of a token's support; 0 if
-        supports are not requested.
+        supports are not requested. adjusting: the request's penalties and biases.
         """
         is_routed = self.router is not None
         return server.asked(
@@ -208,6 +209,7 @@ class Fleet:
             routes=self.options.routes,
             routes_from=routed,
             support=support,
+            adjusting=adjusting,
         )
 
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:

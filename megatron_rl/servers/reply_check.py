@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_rl import ops, support
 from megatron_rl.routes import RouteForm
+from megatron_rl.support import NOT_ADJUSTED, Adjusting
 from megatron_rl.types import Runs, SampledTokens
 
 SPANS_SINCE = (0, 5, 19)
@@ -72,6 +73,10 @@ class Asked:
     """First row for which routes were requested."""
     support: int = 0
     """Maximum size of a token's support, if supports were requested."""
+    adjusting: Adjusting = NOT_ADJUSTED
+    """The request's penalties and biases."""
+    keeps_counts: bool = True
+    """False for SGLang: if it retracts a request, it forgets which tokens penalties have counted."""
 
     @property
     def bytes_at_most(self) -> int:
@@ -97,6 +102,8 @@ class ReplyPart:
     """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
     support: Tensor | None = None
     """`[tokens, W]`, as in megatron_rl/support.py, if supports were requested."""
+    adjustment: Tensor | None = None
+    """`[tokens, W, P]`, as in megatron_rl/support.py, if supports were requested with penalties or biases."""
     timing: dict[str, float] = field(default_factory=dict)
     """The times named in TIMING that the server reports."""
 
@@ -105,6 +112,13 @@ class NoLogprob(ValueError):
     """A sampled token has NaN, an infinity or nothing as its log-probability.
 
     A nearly certain policy makes healthy servers report this. The reply is useless, but the server is not yet to blame.
+    """
+
+
+class CountsLost(NoLogprob):
+    """A server has forgotten, within the reply, which tokens penalties have counted.
+
+    So the log-probabilities of the rest cannot be computed. The server is not to blame.
     """
 
 
@@ -171,9 +185,11 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         versions, ends = [pinned_version(meta, asked)], [count]
     else:
         ends = [span["end"] for span in spans]
-    found = None
+    found = adjustment = None
     if asked.support:
         found, logprobs = support_of(meta, ids, asked)
+        check_counted(meta, count, asked)
+        adjustment = asked.adjusting.adjustments(found, ids)
     return ReplyPart(
         sampled=SampledTokens(ids, logprobs, spread(versions, ends, count, late=asked.late)),
         stop_reason=kind,
@@ -183,6 +199,7 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         spans=named_spans(spans, count, late=asked.late) if count else [],
         routes=routes_of(meta, count, kind, asked),
         support=found,
+        adjustment=adjustment,
         timing={key: float(meta[key]) for key in TIMING if is_number(meta.get(key))},
     )
 
@@ -218,6 +235,17 @@ def support_of(meta: dict[str, Any], ids: Tensor, asked: Asked) -> tuple[Tensor,
         if not is_number(logprob) or not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB:
             refuse(f"{names[1]}[{place}]", logprob, f"must be a number from {LOWEST_LOGPROB:g} to 0")
     return found, torch.tensor(logprobs, dtype=torch.float32)
+
+
+def check_counted(meta: dict[str, Any], count: int, asked: Asked) -> None:
+    """Raise CountsLost if a server that forgets counts has retracted a reply whose penalties need them."""
+    if asked.keeps_counts or not asked.adjusting.counts or not count:
+        return
+    if times := member(meta, "num_retractions", int, optional=True):
+        raise CountsLost(
+            f"num_retractions = {times}: SGLang forgets which tokens a retracted reply has, so its later penalties are "
+            f"unknown; give the server more memory or fewer requests, and set rollout.interruption=abort"
+        )
 
 
 def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,8 @@ class ServerInfo:
     """True if the server was started with the option to report the experts of each token."""
     streams_whole: bool
     """True if each event of a stream repeats the whole reply so far."""
+    counts_late: bool
+    """True if penalties do not count exactly the tokens that a reply already has, or if the server may do so."""
     weight_loaders: tuple[str, ...]
     """Functions with which the server may load weights, according to its start options."""
 
@@ -111,6 +113,8 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         quantization=quantization_of(server, config),
         gives_routes=bool(server.get("enable_return_routed_experts")),
         streams_whole=not (server.get("incremental_streaming_output") or server.get("stream_output")),
+        counts_late=not server.get("embedded")
+        and (not server.get("disable_overlap_schedule") or server.get("speculative_algorithm") is not None),
         weight_loaders=tuple(map(str, server.get("custom_weight_loader") or ())),
     )
 

@@ -64,6 +64,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
         "rollout/reply_latency_s": ("latency_s", "replies"),
         "rollout/queue_wait_s": ("queue_wait_s", "started"),
         "rollout/reward_s": ("reward_s", "rewards"),
+        "rollout/support_size": ("support_tokens", "supports"),
         "rollout/staleness": ("staleness", "aged_tokens"),
     }
     metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}

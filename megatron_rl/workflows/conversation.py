@@ -37,6 +37,8 @@ class Conversation:
         """MoE routes (experts chosen per layer) of the first tokens, as far as a server has reported them."""
         self.support: Tensor | None = None
         """The tokens that each token was sampled from (megatron_rl/support.py). None if no reply has supports."""
+        self.adjustment: Tensor | None = None
+        """How penalties and biases changed the logits of these tokens. None if no reply has adjustments."""
         self.earned: list[tuple[int, float]] | None = None
         """Pairs (position of a reply's last token, its reward). None if only the whole dialogue has a reward."""
         self.last_reply: list[int] = []
@@ -54,13 +56,19 @@ class Conversation:
         self._append(ids, torch.zeros(len(ids)), torch.full((len(ids),), -1, dtype=torch.int32), is_trained=False)
 
     def _append(
-        self, ids: Sequence[int], logprobs: Tensor, versions: Tensor, *, is_trained: bool, support: Tensor | None = None
-    ) -> None:
+        self, ids: Sequence[int], logprobs: Tensor, versions: Tensor, *, is_trained: bool,
+        support: Tensor | None = None, adjustment: Tensor | None = None,
+    ) -> None:  # fmt: skip
         if support is not None and self.support is None:
             self.support = supports.whole(len(self), support.shape[1])
         if self.support is not None:
             own = supports.whole(len(ids), self.support.shape[1]) if support is None else support
             self.support = torch.cat([self.support, own])
+        if adjustment is not None and self.adjustment is None:
+            self.adjustment = supports.unchanged(len(self), adjustment)
+        if self.adjustment is not None:
+            changes = supports.unchanged(len(ids), self.adjustment) if adjustment is None else adjustment
+            self.adjustment = torch.cat([self.adjustment, changes])
         self.ids += ids
         self.loss_mask = torch.cat([self.loss_mask, torch.full((len(ids),), is_trained)])
         self.logprobs = torch.cat([self.logprobs, logprobs])
@@ -83,7 +91,8 @@ class Conversation:
             raise InfrastructureFailure(words, kind="server")
         self.last_reply, self.is_cut_off = reply.output_tokens, reply.stop_reason == "length"
         columns = reply.sampled.logprobs, reply.sampled.versions.each()
-        self._append(self.last_reply, *columns, is_trained=is_trained, support=reply.support)
+        rest = {"support": reply.support, "adjustment": reply.adjustment}
+        self._append(self.last_reply, *columns, is_trained=is_trained, **rest)
         if reply.routes is not None:  # keep the known rows: they are the routes with which tokens were sampled
             known = reply.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, reply.routes[len(known) :]])
@@ -107,6 +116,7 @@ class Conversation:
         copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
         copy.routes = None if self.routes is None else self.routes[:length]
         copy.support = None if self.support is None else self.support[:length]
+        copy.adjustment = None if self.adjustment is None else self.adjustment[:length]
         copy.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
         return copy
 
@@ -117,6 +127,7 @@ class Conversation:
         self.versions = self.versions[:length]
         self.routes = None if self.routes is None else self.routes[:length]
         self.support = None if self.support is None else self.support[:length]
+        self.adjustment = None if self.adjustment is None else self.adjustment[:length]
         self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
 
     def leave_out_before(self, length: int) -> None:
@@ -144,7 +155,7 @@ class Conversation:
         )
 
     def _supports(self) -> dict[str, Tensor]:
-        return {} if self.support is None else {supports.COLUMN: self.support}
+        return supports.columns(self.support, self.adjustment, prompt=0)
 
     def _turn_rewards(self) -> dict[str, Tensor]:
         if self.earned is None:

@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron_rl.api import KeptSteps, RequestRefused, Sampler, together
-from megatron_rl.config import MOST_REPORTED
+from megatron_rl.config import MOST_REPORTED, UNADJUSTED
 from megatron_rl.types import LLMRequest, LLMResponse
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def call_here() -> AbstractContextManager[None]:
 
 
 def check_sampling(req: LLMRequest) -> None:
-    """Raise RequestRefused for a request that cuts the vocabulary, but gets no report of the tokens that are left.
+    """Raise RequestRefused for a request that cuts the vocabulary or changes logits without a report of supports.
 
     A greedy reply passes: workflows make it for comparison, and do not train it.
     """
@@ -297,6 +297,13 @@ def check_sampling(req: LLMRequest) -> None:
                 f"gconfig.{name} = {value}: the reply would be sampled from a part of the vocabulary, and trained with "
                 f"log-probabilities over all of it; set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers "
                 f"report which tokens they sampled from, or set it to {everything}."
+            )
+    for name, nothing in UNADJUSTED.items():
+        if (value := getattr(options, name)) != nothing:
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: the reply would be sampled from other logits than those that are trained; "
+                f"set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers report which tokens they sampled "
+                f"from, or set it to {nothing}."
             )
 
 

@@ -13,7 +13,7 @@ from test_gradients import assert_same_updates
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig, LoraConfig
-from megatron_rl.support import COLUMN, whole
+from megatron_rl.support import ADJUSTMENT, COLUMN, whole
 from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_groups, make_model, share_of
 from tests.kit.ranks import run_each
 
@@ -28,8 +28,11 @@ OTHERS = ("tp2_sp", "pp2", "pp2_vpp2", "dp2", "cp2", "cp2_tp2_pp2", "tp2_dp2")
 EVERY_LAYOUT = ["1", "tp2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in OTHERS)]
 
 
-def with_supports(batch):
-    """The batch with a random support of 1 to WIDTH tokens for each trained token, and for every tenth none."""
+def with_supports(batch, *, is_adjusted):
+    """The batch with a random support of 1 to WIDTH tokens for each trained token, and for every tenth none.
+
+    is_adjusted: give the supports random shifts and penalties of their logits, too.
+    """
     generator = torch.Generator().manual_seed(1)
     rows = whole(len(batch["input_ids"]), WIDTH)
     for row in batch["loss_mask"].nonzero()[:, 0].tolist():
@@ -39,6 +42,11 @@ def with_supports(batch):
         if row % 10:
             rows[row, : len(chosen)] = torch.tensor(chosen)
     batch.tokens[COLUMN] = rows
+    if is_adjusted:
+        found = 0.5 * torch.randn(*rows.shape, 3, generator=generator)
+        share = torch.rand(*rows.shape, generator=generator)
+        found[:, :, 1] = (0.7 + 0.6 * share).masked_fill(share < 0.3, 0.0)  # 0 is none
+        batch.tokens[ADJUSTMENT] = found.masked_fill((rows < 0)[:, :, None], 0.0)
     batch.tokens["ref_logprobs"] = batch["logprobs"] * 0.5
     return batch
 
@@ -50,7 +58,7 @@ def logprobs_and_updates(folder, layout, loss, options, by_referee=False):
         engine = make_engine(
             folder, LAYOUTS[layout][1], weight_decay=0.0, eps=1e-5, tokens_per_microbatch=40, **options
         )
-    batch = with_supports(make_groups())
+    batch = with_supports(make_groups(), is_adjusted=loss == "by token")
     own = share_of(batch, engine)
     before = torch.zeros(len(batch["input_ids"]))
     data = engine.groups.data

@@ -9,7 +9,7 @@ from megatron_rl import ops
 from megatron_rl.api import RequestRefused
 from megatron_rl.batch.packing import to_microbatch
 from megatron_rl.config import GenerationConfig
-from megatron_rl.support import COLUMN, NO_TOKEN, check_complete, read
+from megatron_rl.support import ADJUSTMENT, COLUMN, NO_TOKEN, Adjusting, check_complete, read, sizes, summed, whole
 from megatron_rl.tools.embedded_server import sampling
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens, Trajectory, TrajectoryBatch
@@ -47,11 +47,58 @@ def test_other_supports_are_refused_by_name(masks, words):
         read(masks, IDS, width=4, vocab_size=10)
 
 
-def reply_with_support(tokens, supports):
+def test_adjustments_by_hand():
+    ids = torch.tensor([5, 5, 9, 5], dtype=torch.int32)
+    rows = read([[5, 9], [5, 9], [9, 5, 7], [5, 9, 7]], ids, width=4, vocab_size=10)
+    assert rows[2].tolist() == [9, 5, 7, NO_TOKEN] and sizes(rows).tolist() == [2, 2, 3, 3]
+    only = Adjusting(frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((7, 1.5), (5, -2.0), (900, 3.0)))
+    found = only.adjustments(rows, ids)
+    assert found.dtype == torch.float32 and found.shape == (4, 4, 1)
+    # Of 5 there are 0, 1, 2, 2 before; of 9 there are 0, 0, 0, 1.
+    assert found[:, :, 0].tolist() == [
+        *([-2.0, 0.0, 0.0, 0.0], [-2.75, 0.0, 0.0, 0.0]),
+        *([0.0, -3.25, 1.5, 0.0], [-3.25, 1.5, -0.75, 0.0]),  # places: 9, 5, 7 and 5, 7, 9
+    ]
+    scaled = Adjusting(repetition_penalty=1.5, presence_penalty=0.25, logit_bias=((5, -2.0),)).adjustments(rows, ids)
+    assert scaled.shape == (4, 4, 3)
+    assert scaled[0].tolist() == [[0.0, 0.0, -2.0], *[[0.0] * 3] * 3], "nothing came before"
+    assert scaled[3].tolist() == [[-0.25, 1.5, -2.0], [0.0] * 3, [-0.25, 1.5, 0.0], [0.0] * 3]
+    assert Adjusting().adjustments(rows, ids) is None
+    assert only.adjustments(rows[:0], ids[:0]).shape == (0, 4, 1)
+
+
+def test_adjustments_of_random_replies_are_those_of_counting_token_by_token():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 12, (60,), generator=generator, dtype=torch.int32)
+    rows = whole(60, 8)
+    for row, token in enumerate(ids.tolist()):
+        others = [other for other in torch.randperm(12, generator=generator).tolist() if other != token]
+        chosen = [token, *others[: row % 8]]
+        rows[row, : len(chosen)] = torch.tensor(chosen)
+    options = Adjusting(repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias=((3, 2.0),))
+    found, before = options.adjustments(rows, ids), []
+    for row, (places, token) in enumerate(zip(rows.tolist(), ids.tolist(), strict=True)):
+        for place, other in enumerate(places):
+            count = before.count(other) if other != NO_TOKEN else 0
+            right = [-0.5 * count + 1.0, 1.25] if count else [0.0, 0.0]
+            assert found[row, place].tolist() == [*right, 2.0 * (other == 3)]
+        before.append(token)
+
+
+def test_frequency_penalties_are_added_one_by_one_as_a_server_does():
+    one, total = torch.tensor(0.1), torch.tensor(0.0)
+    for count in range(2001):
+        assert summed(0.1, 2000)[count] == total
+        total = total + one
+    assert summed(0.1, 2000)[2000] != torch.tensor(0.1) * 2000 and len(summed(0.1, 0)) == 1
+
+
+def reply_with_support(tokens, supports, adjusting=None):
     ids = torch.tensor(tokens, dtype=torch.int32)
     sampled = SampledTokens.of(tokens, [-0.5] * len(tokens), [0] * len(tokens))
     found = read(supports, ids, width=4, vocab_size=100)
-    return LLMResponse(input_tokens=[1, 2], sampled=sampled, stop_reason="stop", support=found)
+    more = {} if adjusting is None else {"adjustment": adjusting.adjustments(found, ids)}
+    return LLMResponse(input_tokens=[1, 2], sampled=sampled, stop_reason="stop", support=found, **more)
 
 
 def test_a_trajectory_and_a_microbatch_have_each_tokens_own_support():
@@ -64,6 +111,34 @@ def test_a_trajectory_and_a_microbatch_have_each_tokens_own_support():
         assert torch.equal(rows[COLUMN][has_label, 0].long(), rows["labels"][has_label])
         assert rows[COLUMN][~has_label].eq(NO_TOKEN).all()
     assert to_microbatch(batch.select([]), []).rows[COLUMN].tolist() == [[NO_TOKEN] * 4]
+
+
+SCALED = Adjusting(repetition_penalty=1.5, logit_bias=((5, 2.0),))
+
+
+def test_adjustments_go_with_their_supports_into_trajectories_and_microbatches():
+    reply = reply_with_support([5, 9, 5], [[5, 7], [9], [5, 9, 8]], SCALED)
+    trajectories = [Trajectory.from_reply(reply, 1.0), Trajectory.from_reply(reply, 0.0)]
+    batch = TrajectoryBatch.from_trajectories([trajectories])
+    of_ids = {5: [0.0, 1.5, 2.0], 9: [0.0, 1.5, 0.0], 8: [0.0] * 3}
+    for rows in (to_microbatch(batch, [0, 1]).rows, to_microbatch(batch, [1], share_prompts=True).rows):
+        assert rows[ADJUSTMENT].shape == (*rows[COLUMN].shape, 3)
+        assert rows[ADJUSTMENT][3, :3].tolist() == [of_ids[token] for token in rows[COLUMN][3, :3].tolist()]
+        assert rows[ADJUSTMENT][1, 0].tolist() == [0.0, 0.0, 2.0], "the first token of the reply, before which is none"
+        assert rows[ADJUSTMENT][rows["labels"] < 0].eq(0).all()
+    assert to_microbatch(batch.select([]), []).rows[ADJUSTMENT].tolist() == [[[0.0] * 3] * 4]
+
+
+def test_a_dialogue_keeps_its_adjustments_where_tokens_of_others_come_between():
+    talk = Conversation([1, 2])
+    talk.take(reply_with_support([5, 5], [[5, 7], [5]], SCALED))
+    talk.add([30, 31])
+    fork, column = talk.fork(3), talk.trajectory(1.0).tokens[ADJUSTMENT]
+    assert column[:, 0, 1].tolist() == [0.0, 0.0, 0.0, 1.5, 0.0, 0.0]
+    assert column[:, 0, 2].tolist() == [0.0, 0.0, 2.0, 2.0, 0.0, 0.0]
+    assert torch.equal(fork.trajectory(1.0).tokens[ADJUSTMENT], column[:3])
+    talk.take_back(4)
+    assert torch.equal(talk.trajectory(1.0).tokens[ADJUSTMENT], column[:4])
 
 
 def test_a_dialogue_keeps_its_supports_where_tokens_of_others_come_between():
@@ -86,6 +161,9 @@ def test_missing_and_moved_supports_are_refused_with_the_token():
         check_complete(None, ids, mask)
     with pytest.raises(ValueError, match="2 trained tokens .* token 1 of the batch, 5, with the support of token 9"):
         check_complete(good.roll(-1, 0), ids, mask)
+    with pytest.raises(ValueError, match="no column 'adjustment'.*passes LLMResponse.adjustment on"):
+        check_complete(good, ids, mask, is_adjusted=True)
+    check_complete(good, ids, mask, is_adjusted=True, adjustment=torch.zeros(3, 2, 1))
     good[2] = NO_TOKEN
     with pytest.raises(ValueError, match="1 trained tokens .* token 2 of the batch, 9, with no support"):
         check_complete(good, ids, mask)
@@ -99,6 +177,9 @@ def test_missing_and_moved_supports_are_refused_with_the_token():
         ({"top_k": 300}, "gconfig.top_k = 300"),
         ({"top_k": 256, "top_p": 0.9, "min_p": 0.1}, ""),
         ({"top_p": 0.9, "greedy": True}, ""),
+        ({"frequency_penalty": 0.5}, "gconfig.frequency_penalty = 0.5: .*set gconfig.top_k from 2 to 256 too"),
+        ({"logit_bias": {5: 1.0}}, r"gconfig.logit_bias = \{5: 1.0\}: .*or set it to \{\}"),
+        ({"top_k": 20, "repetition_penalty": 1.1, "presence_penalty": 0.1, "logit_bias": {5: 1.0}}, ""),
         ({}, ""),
     ],
 )
@@ -117,15 +198,37 @@ CUTS = {
     "top-k": SamplingParams(top_k=5, temperature=1.2),
     "top-p": SamplingParams(top_k=40, top_p=0.7),
     "min-p": SamplingParams(top_k=40, min_p=0.1, temperature=1.3),
+    "repetition": SamplingParams(top_k=20, repetition_penalty=1.9),
+    "frequency": SamplingParams(top_k=20, frequency_penalty=0.7),
+    "presence": SamplingParams(top_k=20, presence_penalty=2.0),
+    "bias": SamplingParams(top_k=20, logit_bias=((0, 2.5), (7, -2.0), (11, 3.0))),
+    "all": SamplingParams(
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.4,
+        frequency_penalty=-0.6,
+        presence_penalty=0.4,
+        logit_bias=((3, 2.0), (11, -1.0)),
+        temperature=1.3,
+    ),  # fmt: skip
 }
+OLD, SHIFT, VALUES = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+OLD, NEW = 2 * OLD, 2 * OLD + 0.5 * SHIFT
+"""Logits of the policy that samples, and of the one that is trained."""
+LIKELY = OLD.argsort(descending=True).tolist()
+HISTORY = [LIKELY[i] for i in (0, 2, 2, 0, 5, 0, 9, 40, 45, 49, 2)]
+"""The tokens of the reply before those that are drawn."""
 
 
 def draw(logits, params, count):
     """Return tokens that the embedded server sampled for a row of logits, their log-probabilities and supports."""
     tokens, logprobs, supports = [], [], []
+    row = logits.float().clone()
+    sampling.adjust_logits(row, params, HISTORY, frozenset())
     for begin in range(0, count, 1000):
         uniforms = [sampling.uniform(3, k) for k in range(begin, min(begin + 1000, count))]
-        rows = logits.float().repeat(len(uniforms), 1)
+        rows = row.repeat(len(uniforms), 1)
         ids, _, told = sampling.sample(rows, [params] * len(uniforms), uniforms, range(len(uniforms)))
         found, own = zip(*told, strict=True)
         tokens, logprobs, supports = tokens + ids, [*logprobs, *own], [*supports, *found]
@@ -133,27 +236,52 @@ def draw(logits, params, count):
     return ids, torch.tensor(logprobs).double(), read(supports, ids, width=2 * params.top_k, vocab_size=VOCAB)
 
 
+def adjusting_of(params):
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
+    return Adjusting(**{name: getattr(params, name) for name in names})
+
+
+def adjustments_of(support, params):
+    """Return the adjustments of supports of the token after HISTORY, `[n, W, P]`, or None."""
+    ids = torch.tensor([*HISTORY, 0], dtype=torch.int32)
+    rows = whole(len(ids), VOCAB)
+    rows[-1] = torch.arange(VOCAB)
+    if (found := adjusting_of(params).adjustments(rows, ids)) is None:
+        return None
+    return found[-1][support.clamp_min(0).long()].masked_fill((support < 0)[:, :, None], 0.0)
+
+
+def adjusted_by_definition(logits, params):
+    """Return float64 logits `[VOCAB]` after the penalties and biases of the token after HISTORY."""
+    found = []
+    for token, logit in enumerate(logits.tolist()):
+        count = HISTORY.count(token)
+        logit -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        penalty = params.repetition_penalty if count else 1.0
+        found.append((logit * penalty if logit < 0 else logit / penalty) + dict(params.logit_bias).get(token, 0.0))
+    return torch.tensor(found, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("cut", CUTS)
-def test_weighted_means_over_samples_are_the_exact_ones_and_would_not_be_over_the_whole_vocabulary(cut):
-    params, generator = CUTS[cut], torch.Generator().manual_seed(0)
-    old, shift, values = torch.randn(3, VOCAB, generator=generator, dtype=torch.float64)
-    old, new = 2 * old, 2 * old + 0.5 * shift
-    values = values + 2.0  # a mean that wrong sums of probabilities would show
+def test_weighted_means_over_samples_are_the_exact_ones_and_would_not_be_without_the_samplers_options(cut):
+    params, old, new = CUTS[cut], OLD, NEW
+    values = VALUES + 2.0  # a mean that wrong sums of probabilities would show
     ids, behavior, support = draw(old, params, DRAWS)
     assert 2 < support[0].ge(0).sum() < VOCAB / 2
+    adjustment = adjustments_of(support, params)
 
-    def logprobs_of(logits, support):
+    def logprobs_of(logits, support, adjustment=adjustment):
         """Through the trainer's head, in float64: the logits are the weight's products with one hidden state of 1."""
-        shard = ops.VocabShard(0, VOCAB, VOCAB)
+        options = {"shard": ops.VocabShard(0, VOCAB, VOCAB), "temperature": params.temperature}
         given = torch.ones(len(ids), 1, dtype=torch.float64), logits[:, None], ids.long()
-        return ops.lm_head_logprobs(*given, shard=shard, temperature=params.temperature, support=support)[0]
+        return ops.lm_head_logprobs(*given, **options, support=support, adjustment=adjustment)[0]
 
     # An unchanged policy has ratios of 1: the behaviour's are those that the server reported, in float32.
     torch.testing.assert_close(logprobs_of(old, support), behavior, rtol=0, atol=3e-6)
 
     kept = support[0][support[0] >= 0].long()
     target = torch.zeros(VOCAB, dtype=torch.float64)
-    target[kept] = (new[kept] / params.temperature).softmax(0)
+    target[kept] = (adjusted_by_definition(new, params)[kept] / params.temperature).softmax(0)
     exact = float(target @ values)
 
     def weighted(new_logprobs, old_logprobs):
@@ -162,5 +290,8 @@ def test_weighted_means_over_samples_are_the_exact_ones_and_would_not_be_over_th
 
     mean, error = weighted(logprobs_of(new, support), logprobs_of(old, support))
     assert abs(mean - exact) < 4 * error
-    mean, error = weighted(logprobs_of(new, None), behavior)  # as it would be with log-probabilities over all tokens
+    if adjustment is None:  # as it would be with log-probabilities over all tokens
+        mean, error = weighted(logprobs_of(new, None), behavior)
+    else:  # as it would be with those of logits that nothing changed
+        mean, error = weighted(logprobs_of(new, support, adjustment=None), behavior)
     assert abs(mean - exact) > 5 * error

@@ -168,12 +168,14 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
         rollout = RemoteSGLangEngine(replace(options, token_file=str(supervisor.token_file)), seed=config.run.seed)
         rollout.initialize(supervisor.urls)
         try:
-            replies = served(rollout, engine, config.generation, prompts)
+            # Log-probabilities over supports would not be those of the reference, which knows no supports.
+            generation = config.generation.unrestricted() if config.generation.support_size else config.generation
+            replies = served(rollout, engine, generation, prompts)
             reference = load_reference(folder)
             with torch.no_grad():
                 logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
             eos = DecoderConfig.read(folder).eos_token_ids
-            yield from surroundings.check_replies(replies, logits, config.generation, eos, SERVED[config.model.dtype])
+            yield from surroundings.check_replies(replies, logits, generation, eos, SERVED[config.model.dtype])
         finally:
             engine.close_publisher()
             rollout.destroy()

@@ -68,7 +68,7 @@ def next_tokens(
     for row, request in zip(logits, batch, strict=True):
         if request.params.adjusts_logits:
             stop_ids = request.params.stop_ids(eos_token_ids)
-            sampling.adjust_logits(row, request.params, request.prompt, request.output, stop_ids)
+            sampling.adjust_logits(row, request.params, request.output, stop_ids)
     # The uniform depends on the position in the reply, not on the turn, so retraction does not change a reply.
     uniforms = [sampling.uniform(r.seed, r.generated) for r in batch]
     wants = [i for i, request in enumerate(batch) if request.tells_support]

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.ops import packed_logprobs
+from megatron_rl.support import summed
 from megatron_rl.tools.embedded_server.fields import shown
 
 _MASK64 = (1 << 64) - 1
@@ -66,13 +68,11 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        return bool(
-            self.logit_bias
-            or self.min_new_tokens
-            or self.frequency_penalty
-            or self.presence_penalty
-            or self.repetition_penalty != 1
-        )
+        return bool(self.logit_bias or self.min_new_tokens or self.counts_tokens)
+
+    @property
+    def counts_tokens(self) -> bool:
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that end a reply. As in SGLang, ignore_eos also disables stop_token_ids."""
@@ -200,24 +200,24 @@ def uniform(seed: int, k: int) -> float:
     return (mix64(mix64(seed & _MASK64) ^ k) >> 11) * 2.0**-53
 
 
-def adjust_logits(
-    row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: frozenset[int]
-) -> None:
+def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], stop_ids: frozenset[int]) -> None:
     """Apply penalties, logit_bias and min_new_tokens to one row `[V]` in place.
 
-    As in SGLang, this happens before the logits are divided by the temperature.
+    As in SGLang, this happens before the logits are divided by the temperature, only generated tokens count, and the
+    repetition penalty comes after the two others and before logit_bias.
     """
-    if params.repetition_penalty != 1:
-        ids, penalty = torch.tensor(sorted({*prompt, *output}), device=row.device), params.repetition_penalty
-        row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
-    if output and (params.frequency_penalty or params.presence_penalty):
-        ids, counts = torch.tensor(output, device=row.device).unique(return_counts=True)
-        row[ids] -= counts * params.frequency_penalty + params.presence_penalty
-    if params.logit_bias:
-        ids, biases = zip(*params.logit_bias, strict=True)
-        row[list(ids)] += torch.tensor(biases, device=row.device)
+    if output and params.counts_tokens:
+        found, counts = np.unique(np.array(output), return_counts=True)
+        ids = torch.from_numpy(found).to(row.device)
+        shifts = summed(params.frequency_penalty, int(counts.max()))[counts] + np.float32(params.presence_penalty)
+        logits = row[ids] - torch.from_numpy(shifts).to(row.device)
+        penalty = params.repetition_penalty
+        row[ids] = torch.where(logits < 0, logits * penalty, logits / penalty)
     if stop_ids and len(output) < params.min_new_tokens:
         row[[i for i in stop_ids if i < len(row)]] = -math.inf
+    if params.logit_bias:
+        ids, biases = (torch.tensor(column, device=row.device) for column in zip(*params.logit_bias, strict=True))
+        row[ids] += biases
 
 
 def sample(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.config import EngineConfig, ParallelConfig, TrainConfig
+from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
 from megatron_rl.tools.plan.activations import Activations
 from megatron_rl.tools.plan.devices import FRAGMENTATION, RESERVED_BYTES, SERVER_MEMORY_SHARE, Device
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
@@ -31,6 +31,8 @@ from megatron_rl.weights.layout import (
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES, MOST_ROWS, PARTS, TILE_ROWS = 1 << 30, 4096, 4, 256
 """Chunk sizes of the head's float32 logits. Copied from ops/head.py, whose import needs compiled operators."""
+SUPPORT_WORK_BYTES = 32
+"""Bytes per id while the head computes a chunk: places, logits and their gradient, and copies of these."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,15 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
     return kept, max(logits, placeholder) + rows * arch.hidden * b + gathered
 
 
+def support_bytes(generation: GenerationConfig, rows: int, own: int) -> float:
+    """Return the bytes of the tokens that each token was sampled from, and of what changes their logits.
+
+    rows: those of a microbatch, on every context rank. own: the rank's part, which the head copies and computes.
+    """
+    ids, numbers = generation.support_size, 1 + generation.adjustment_size
+    return 4.0 * numbers * ids * (rows + own) + SUPPORT_WORK_BYTES * ids * min(MOST_ROWS, own)
+
+
 def rows_of_chunk(columns: int) -> int:
     """Return the number of rows whose logits `lm_head_loss` holds at the same time."""
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
@@ -274,6 +285,8 @@ def memory_of_stage(
     update = {"activations": kept + between}
     if stage == parallel.pipeline - 1:
         update["head and loss"] = sum(head_bytes(model, rows))
+        if model.arch.head == "policy" and config.generation.support_size:
+            update["supports"] = support_bytes(config.generation, whole, rows)
     moments = {"backward pass": again + between + activations.working(stage, rows)}
     shares = model.trained_of_stage(stage)
     updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)

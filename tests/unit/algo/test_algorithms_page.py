@@ -52,9 +52,15 @@ def test_the_catalogue_is_one_table_whose_lines_are_of_six_columns():
 COUNT = Path(__file__).parents[3] / "configs" / "count_grpo.yaml"
 PLACES = {
     "embedded server": [],
-    "SGLang": ["rollout.backend=sglang"],
+    "SGLang": [
+        *("rollout.backend=sglang", "rollout.server_args=[--disable-overlap-schedule]", "rollout.interruption=abort"),
+    ],
     "behind `rollout.router`": ["rollout.servers=[http://h:1]", "rollout.router=http://h:2"],
     "with a teacher": ["teacher.path=t"],
+}
+CHANGES = {
+    **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), 1.1),
+    "logit_bias": {5: -1.0},
 }
 SAMPLED = {
     "`temperature`": {"temperature": 0.7},
@@ -63,14 +69,14 @@ SAMPLED = {
         f"`top_k` and `{name}`": {"top_k": 20, name: value}
         for name, value in (("top_p", 0.9), ("min_p", 0.1), ("min_new_tokens", 2))
     },
+    **{f"`top_k` and `{name}`": {"top_k": 20, name: value} for name, value in CHANGES.items()},
     "`top_k` and a reply's grammar": {"top_k": 20, "grammar": {"regex": "a+"}},
     "`top_p`": {"top_p": 0.9},
     "`min_p`": {"min_p": 0.1},
     "`min_new_tokens`": {"min_new_tokens": 2},
     "a reply's grammar": {"grammar": {"regex": "a+"}},
     "`greedy`": {"greedy": True},
-    **{f"`{name}`": {name: 1.1} for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")},
-    "`logit_bias`": {"logit_bias": {5: -1.0}},
+    **{f"`{name}`": {name: value} for name, value in CHANGES.items()},
 }
 
 

@@ -56,6 +56,10 @@ OUR_KEYS = {
         "top_p",
         "top_k",
         "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
         "greedy",
         "stop",
         "stop_token_ids",
@@ -431,6 +435,16 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ),
         ("generation.top_p=0", r"generation.top_p = 0.0: must be in \(0, 1\]; 1.0 keeps all tokens"),
         ("generation.top_k=0", "generation.top_k = 0: must be -1 or at least 1; -1 keeps all tokens"),
+        ("generation.repetition_penalty=0", r"generation.repetition_penalty = 0.0: must be in \(0, 2\]; 1.0 changes"),
+        ("generation.frequency_penalty=3", r"generation.frequency_penalty = 3.0: must be in \[-2, 2\]; 0.0 changes"),
+        ("generation.presence_penalty=-3", r"generation.presence_penalty = -3.0: must be in \[-2, 2\]; 0.0 changes"),
+        ("generation.logit_bias={5: 101}", r"generation.logit_bias = \{5: 101.0\}: must map token ids to numbers from"),
+        ("generation.logit_bias={-5: 1}", r"generation.logit_bias = \{-5: 1.0\}: must map token ids to numbers from"),
+        (
+            "generation.logit_bias={5: nan}",
+            "generation.logit_bias = .*: must map token ids to numbers from -100",
+        ),
+        ("generation.logit_bias={five: 1}", "generation.logit_bias"),
         ("algo.advantage=rlo", "algo.advantage = 'rlo': must be one of group_norm, .*, or an import path"),
         ("algo.advantage=':a'", "algo.advantage = ':a': must be one of group_norm"),
         ("algo.advantage_mean=all", "algo.advantage_mean = 'all': must be none, group, batch or empty"),
@@ -591,6 +605,28 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
                 f"Evaluations",
             )
             for name, value, whole in (("top_p", 0.9, 1.0), ("min_p", 0.1, 0.0), ("min_new_tokens", 4, 0))
+        ),
+        *(
+            (
+                [f"generation.{name}={value}"],
+                f"generation.{name} = {shown}: .*set generation.top_k=256 or less too.*to {to}",
+            )
+            for name, value, shown, to in (
+                *((f"{kind}_penalty", 0.5, 0.5, 0.0) for kind in ("frequency", "presence")),
+                ("repetition_penalty", 1.5, 1.5, 1.0),
+                ("logit_bias", "{5: 1}", r"\{5: 1.0\}", r"\{\}"),
+            )
+        ),
+        (
+            ["generation.top_k=20", "generation.presence_penalty=0.5", "rollout.backend=sglang"],
+            "generation.presence_penalty = 0.5: SGLang's overlapped .*add --disable-overlap-schedule to rollout",
+        ),
+        (
+            [
+                *("generation.top_k=20", "generation.repetition_penalty=1.1", "rollout.backend=sglang"),
+                "rollout.server_args=[--disable-overlap-schedule]",
+            ],
+            "generation.repetition_penalty = 1.1: with rollout.interruption = retract.*set rollout.interruption=abort",
         ),
         (["generation.greedy=true"], "generation.greedy = true: .*set it to false. Evaluations have eval.top_p"),
         (["generation.top_k=1"], "generation.top_k = 1: .*set it from 2 to 256, or to -1"),

@@ -27,30 +27,47 @@ def rows_with_supports(dtype=torch.float64):
     return hidden, weight, labels, support
 
 
-def through_whole_logits(hidden, weight, labels, support, temperature):
-    return reference.logprobs_entropy(hidden @ weight[:VOCAB].T, labels, temperature, support)
+def adjustments_of(support, size):
+    """Return random adjustments of supports, of which some change nothing. None if size is 0."""
+    if not size:
+        return None
+    generator = torch.Generator().manual_seed(2)
+    found = torch.randn(*support.shape, size, generator=generator)
+    if size == 3:
+        found[:, :, 1] = found[:, :, 1].abs().clamp(0.2, 1.8)
+        found[:, ::3, 1] = 0.0
+    found[::4] = 0.0
+    return found.masked_fill((support < 0)[:, :, None], 0.0)
 
 
+def through_whole_logits(hidden, weight, labels, support, temperature, adjustment=None):
+    return reference.logprobs_entropy(hidden @ weight[:VOCAB].T, labels, temperature, support, adjustment)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
 @pytest.mark.parametrize("rows_per_chunk", [100, 4, 1])
-def test_the_head_equals_a_masked_softmax_with_its_gradient(rows_per_chunk):
+def test_the_head_equals_a_masked_softmax_with_its_gradient(rows_per_chunk, size):
     hidden, weight, labels, support = rows_with_supports()
+    adjustment = adjustments_of(support, size)
     slopes = torch.randn(2, ROWS, dtype=torch.float64)
     results = []
     for by_head in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if by_head:
             more = {"shard": SHARD, "temperature": 0.7, "rows_per_chunk": rows_per_chunk, "support": support}
-            logprobs, entropy = ops.lm_head_logprobs(h, w, labels, **more)
+            logprobs, entropy = ops.lm_head_logprobs(h, w, labels, **more, adjustment=adjustment)
         else:
-            logprobs, entropy = through_whole_logits(h, w, labels, support, 0.7)
+            logprobs, entropy = through_whole_logits(h, w, labels, support, 0.7, adjustment)
         (logprobs * slopes[0] + entropy * slopes[1]).sum().backward()
         results.append((logprobs.detach(), entropy.detach(), h.grad, w.grad))
     for mine, right in zip(*results, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
     assert results[0][0][labels == support[:, 0]].ne(0).any()
+    unchanged = through_whole_logits(hidden, weight, labels, support, 0.7)[0]
+    assert (results[0][0] - unchanged).abs().max() > 0.1 or not size
 
 
-@pytest.mark.parametrize("rows_per_chunk", [100, 4])
+@pytest.mark.parametrize(("rows_per_chunk", "size"), [(100, 0), (4, 0), (4, 3)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,10 +76,11 @@ def test_the_head_equals_a_masked_softmax_with_its_gradient(rows_per_chunk):
     ],
     ids=["by token", "by sequence"],
 )
-def test_loss_kl_and_entropy_are_over_the_supports(options, rows_per_chunk):
+def test_loss_kl_and_entropy_are_over_the_supports(options, rows_per_chunk, size):
     hidden, weight, labels, support = rows_with_supports()
+    adjustment = adjustments_of(support, size)
     cu_seqlens, mask = torch.tensor([0, 5, 5, ROWS]), labels >= 0
-    exact = through_whole_logits(hidden, weight, labels, support, 0.7)[0]
+    exact = through_whole_logits(hidden, weight, labels, support, 0.7, adjustment)[0]
     noise = torch.randn(4, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     given, results = (*(exact + 0.2 * noise[i] for i in range(2)), noise[3]), []
     more = {"ref_logprobs": exact + 0.2 * noise[2], "cu_seqlens": cu_seqlens, "normalizer": 3.0}
@@ -70,9 +88,10 @@ def test_loss_kl_and_entropy_are_over_the_supports(options, rows_per_chunk):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if by_head:
             of_head = {"shard": SHARD, "temperature": 0.7, "rows_per_chunk": rows_per_chunk, "support": support}
+            of_head |= {"adjustment": adjustment}
             loss, _ = ops.lm_head_ppo_loss(h, w, labels, *given, options, **more, **of_head)
         else:
-            logprobs, entropy = through_whole_logits(h, w, labels, support, 0.7)
+            logprobs, entropy = through_whole_logits(h, w, labels, support, 0.7, adjustment)
             loss = reference.ppo_loss(logprobs, *given, mask, options, entropy=entropy, **more)
         loss.backward()
         results.append((loss.detach(), h.grad, w.grad))
@@ -85,11 +104,13 @@ def test_sixteen_bit_weights_give_the_float64_result_as_near_as_a_whole_row_does
     hidden, weight, labels, support = (
         part.to(dtype) if part.is_floating_point() else part for part in rows_with_supports()
     )
-    found = ops.lm_head_logprobs(hidden, weight, labels, shard=SHARD, support=support)
-    right = through_whole_logits(hidden.double(), weight.double(), labels, support, 1.0)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    for mine, exact in zip(found, right, strict=True):
-        torch.testing.assert_close(mine, exact.float(), rtol=tolerance, atol=tolerance)
+    for size in (0, 3):
+        more = {"support": support, "adjustment": adjustments_of(support, size)}
+        found = ops.lm_head_logprobs(hidden, weight, labels, shard=SHARD, **more)
+        right = through_whole_logits(hidden.double(), weight.double(), labels, support, 1.0, more["adjustment"])
+        for mine, exact in zip(found, right, strict=True):
+            torch.testing.assert_close(mine, exact.float(), rtol=tolerance, atol=tolerance)
 
 
 def test_an_unchanged_policy_has_ratios_of_one_in_any_microbatch():
@@ -125,7 +146,7 @@ def test_memory_is_one_chunk_of_logits_as_without_supports():
     labels, shard = torch.arange(400), ops.VocabShard(0, 1000, 1000)
     support = torch.stack([labels, labels + 1], dim=1).int()
     given = (labels, None, None, torch.ones(400), PpoOptions())
-    options = {"shard": shard, "rows_per_chunk": 20, "support": support}
+    options = {"shard": shard, "rows_per_chunk": 20, "support": support, "adjustment": torch.ones(400, 2, 3)}
     with LargestTensor() as largest:
         ops.lm_head_ppo_loss(hidden, weight, *given, **options)[0].backward()
         ops.lm_head_logprobs(hidden, weight, labels, **options)[0].sum().backward()

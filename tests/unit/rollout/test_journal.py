@@ -243,10 +243,14 @@ def test_a_reply_is_read_back_bit_by_bit_and_once(tmp_path):
     journal.replied(episode(3).data, "second", dataclasses.replace(reply, stop_reason="abort"))
     journal.replied({"sample_key": "held out"}, "first", reply)
     routed = dataclasses.replace(reply, routes=torch.arange(12, dtype=torch.int16).view(3, 2, 2))
+    wide = {"support": torch.tensor([[5, 7]], dtype=torch.int32), "adjustment": torch.rand(1, 2, 3)}
+    journal.replied(episode(5).data, "first", dataclasses.replace(reply, **wide))
     journal.replied(episode(4).data, "first", routed)
     found = restore(tmp_path, version=1)
     assert found.take_reply("prompt 0/3", "first", 1) == reply
     assert torch.equal(found.take_reply("prompt 0/4", "first", 1).routes, routed.routes)
+    of_supports = found.take_reply("prompt 0/5", "first", 1)
+    assert all(torch.equal(getattr(of_supports, name), column) for name, column in wide.items())
     assert all(
         found.take_reply(*key, 1) is None
         for key in [("prompt 0/3", "first"), ("prompt 0/3", "second"), ("held out", "first")]

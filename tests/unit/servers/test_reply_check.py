@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.routes import RouteForm
-from megatron_rl.servers.reply_check import KEPT_BACK, Asked, check_reply, newest_of, read_reply
+from megatron_rl.servers.reply_check import KEPT_BACK, Asked, NoLogprob, check_reply, newest_of, read_reply
+from megatron_rl.support import NO_TOKEN, Adjusting
 from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_response
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
@@ -331,3 +332,26 @@ def test_a_reply_without_routes_is_refused_unless_it_was_aborted_and_goes_on():
         check_reply(sglang(), ROUTED)
     goes_on = dataclasses.replace(ROUTED, max_new_tokens=9)
     assert check_reply(sglang(ENDS["abort"][1]), goes_on).routes is None
+
+
+def with_supports(**meta):
+    answer = sglang()
+    answer["meta_info"] |= {"output_token_sampling_mask": [[8, 9], [8, 9], [10, 8], [11]]} | meta
+    answer["meta_info"]["output_token_sampling_logprobs"] = [-0.5, -0.25, -1.0, 0.0]
+    return answer
+
+
+def test_penalties_of_a_reply_are_those_of_its_own_tokens_and_are_unknown_after_a_retraction():
+    asked = dataclasses.replace(ASKED, support=4, adjusting=Adjusting(presence_penalty=0.5))
+    part = check_reply(with_supports(num_retractions=0), asked)
+    assert part.support[:, :2].tolist() == [[8, 9], [9, 8], [10, 8], [11, NO_TOKEN]]
+    assert part.adjustment[:, :2, 0].tolist() == [[0, 0], [0, -0.5], [0, -0.5], [0, 0]]
+    retracted = with_supports(num_retractions=2)
+    assert torch.equal(check_reply(retracted, asked).adjustment, part.adjustment), "the embedded server keeps counts"
+    of_sglang = dataclasses.replace(asked, keeps_counts=False)
+    with pytest.raises(NoLogprob, match="num_retractions = 2: SGLang forgets .*set rollout.interruption=abort"):
+        check_reply(retracted, of_sglang)
+    assert check_reply(with_supports(num_retractions=0), of_sglang).adjustment is not None
+    only_biased = dataclasses.replace(of_sglang, adjusting=Adjusting(logit_bias=((8, 1.0),)))
+    assert check_reply(retracted, only_biased).adjustment[:, :2, 0].tolist() == [[1, 0], [0, 1], [0, 1], [0, 0]]
+    assert check_reply(retracted, dataclasses.replace(of_sglang, adjusting=Adjusting())).adjustment is None

@@ -48,10 +48,12 @@ def test_metrics_of_a_step_are_of_all_rollout_processes_and_a_mean_weighs_what_e
         metrics.add(accepted=replies, failed=1, tokens=replies * 10.0, replies=replies, latency_s=replies * seconds)
         metrics.observe({"rollout/reward/exact": float(replies)})
         metrics.at_least(queue=replies)
+        metrics.add(supports=replies * 10, support_tokens=replies * replies * 10)
     first.observe({"rollout/reward/exact": 5.0})
     metrics = metrics_of([first.take(), second.take(), idle.take()])
     assert metrics["rollout/episodes_accepted"] == 4 and metrics["rollout/episodes_failed"] == 2
     assert metrics["rollout/generated_tokens"] == 40 and metrics["rollout/reply_tokens"] == 10
+    assert metrics["rollout/support_size"] == (3 * 3 + 1) / 4
     assert metrics["rollout/reply_latency_s"] == (3 * 2.0 + 1 * 4.0) / 4
     assert metrics["rollout/reward/exact"] == (3.0 + 5.0 + 1.0) / 3 and metrics["rollout/queue"] == 3
     assert metrics["rollout/tokens_per_s"] == 40 / ((2.0 + 4.0) / 3)

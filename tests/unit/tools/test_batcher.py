@@ -365,9 +365,9 @@ def test_penalties_and_biases_by_hand():
         {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": {"3": 1.5},
          "min_new_tokens": 4}, VOCAB,
     )  # fmt: skip
-    sampling.adjust_logits(row, params, prompt=[0], output=[1, 2, 2], stop_ids=frozenset([4]))
-    # 0: prompt, 1/2. 1: -1*2 - .5 - .25. 2: 2/2 - 2*.5 - .25. 3: .5 + 1.5. 4: may not stop yet.
-    torch.testing.assert_close(row, torch.tensor([0.5, -2.75, -0.25, 2.0, -math.inf]))
+    sampling.adjust_logits(row, params, output=[1, 2, 2], stop_ids=frozenset([4]))
+    # 0: not generated. 1: (-1 - .5 - .25) * 2. 2: (2 - 2*.5 - .25) / 2. 3: .5 + 1.5. 4: may not stop yet.
+    torch.testing.assert_close(row, torch.tensor([1.0, -3.5, 0.375, 2.0, -math.inf]))
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,11 @@ from megatron_rl.tools.plan.memory import (
     TrainerMemory,
     float32_copies,
     kv_bytes_per_token,
+    memory_of,
     models_of,
     rows_of_chunk,
     rows_of_gradient,
+    rows_of_microbatch,
     server_memory,
     trainer_memory,
 )
@@ -308,6 +310,25 @@ def test_head_holds_the_logits_of_as_many_rows_as_planned():
     for columns in (33, 4_000, 75_968, 151_936, 1 << 20, 1 << 29):
         assert rows_of_chunk(columns) == head.rows_of_chunk(columns)
         assert rows_of_gradient(columns) == head.rows_of_gradient(columns)
+
+
+def test_supports_and_what_changes_their_logits_are_counted():
+    def planned(**generation):
+        config = config_with(generation=GenerationConfig(n_samples=4, max_new_tokens=20, **generation))
+        batch = plan_batch(config, TOKENS, replicas=1)
+        memory = memory_of(models_of(config)[0], config, batch, TOKENS, world_size=1)
+        return memory.update.get("supports", 0.0), rows_of_microbatch(config, batch)
+
+    (nothing, rows), ids = planned(), 2 * 5
+    assert nothing == 0.0 and rows > 4096
+    # A row's ids and their numbers, 4 bytes each, in the microbatch and again in the head, which works with a chunk.
+    for options, numbers in (
+        ({}, 1),
+        ({"presence_penalty": 0.5}, 2),
+        ({"logit_bias": {5: 1.0}}, 2),
+        ({"repetition_penalty": 1.1, "logit_bias": {5: 1.0}}, 4),
+    ):
+        assert planned(top_k=5, **options)[0] == rows * ids * 2 * 4 * numbers + 4096 * ids * 32
 
 
 def test_a_reference_model_or_a_teacher_adds_its_weights(tmp_path):
