@@ -45,7 +45,7 @@ from megatron_rl.servers.server_http import (
     backoff,
     message_of,
 )
-from megatron_rl.support import Adjusting
+from megatron_rl.support import NOT_ADJUSTED, Adjusting
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.telemetry.spans import Span, Spans
 from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
@@ -481,9 +481,10 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
     }
     if gconfig.min_p and not gconfig.greedy:
         params["min_p"] = gconfig.min_p
-    params |= {
-        name: getattr(gconfig, name) for name, nothing in UNADJUSTED.items() if getattr(gconfig, name) != nothing
-    }
+    if gconfig.adjustment_size:
+        params |= {
+            name: getattr(gconfig, name) for name, nothing in UNADJUSTED.items() if getattr(gconfig, name) != nothing
+        }
     if gconfig.logit_bias:  # JSON has only texts as keys
         params["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
     if gconfig.stop:
@@ -497,6 +498,8 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
 
 def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
     """Return the options that change logits, as they are sent to servers."""
+    if not gconfig.adjustment_size:
+        return NOT_ADJUSTED
     penalties = {name: getattr(gconfig, name) for name in UNADJUSTED if name != "logit_bias"}
     return Adjusting(**penalties, logit_bias=tuple(gconfig.logit_bias.items()))
 
