@@ -48,9 +48,9 @@ class GenerationConfig(Section, name="generation"):
     in addition."""
     repetition_penalty: float = within("(0, 2]", default=1.0, hint="1.0 changes nothing")
     """Divide the logits of tokens that the reply already has by this number, or multiply them if they are negative.
-    As with SGLang, the prompt's tokens do not count, and the penalty follows frequency_penalty and presence_penalty.
-    RL requires top_k in addition, and each token of a batch then takes 24 x top_k bytes more, or 8 x top_k bytes with
-    only the next three options. These four options hold for evaluations too."""
+    The prompt's tokens do not count, as with SGLang. RL requires top_k in addition, and each token of a batch then
+    takes 24 x top_k bytes more, or 8 x top_k bytes with only the next three options. With SGLang, RL also requires that
+    the next two options are 0. These four options hold for evaluations too."""
     frequency_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
     """Subtract this number from a token's logit for each time that the reply already has the token. RL requires top_k
     in addition."""
@@ -87,6 +87,11 @@ class GenerationConfig(Section, name="generation"):
     def counts_tokens(self) -> bool:
         """True if logits depend on how often the reply already has a token."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def mixes_penalties(self) -> bool:
+        """True if logits depend on the order of penalties: of the one that scales and those that are subtracted."""
+        return self.repetition_penalty != 1.0 and (self.frequency_penalty != 0.0 or self.presence_penalty != 0.0)
 
     @property
     def adjustment_size(self) -> int:
@@ -127,6 +132,10 @@ UNADJUSTED: dict[str, Any] = {
 COUNTS_LATE = (
     "SGLang's overlapped scheduler and its speculative decoding count the tokens of a reply late, by how they batch "
     "requests, so nobody knows what the penalties changed"
+)
+NO_ORDER = (
+    "SGLang without its overlapped scheduler applies a repetition_penalty before, between or after the other two "
+    "penalties, differently in each process, so nobody knows what they changed"
 )
 FORGETS_COUNTS = (
     "with rollout.interruption = retract, SGLang forgets which tokens a reply already has when weights are published, "

@@ -32,6 +32,7 @@ from megatron_rl.config.rollout_section import (
     COUNTS_LATE,
     FORGETS_COUNTS,
     MOST_REPORTED,
+    NO_ORDER,
     UNADJUSTED,
     GenerationConfig,
     ReuseConfig,
@@ -318,6 +319,8 @@ class TrainConfig:
         key = f"generation.{name} = {getattr(self.generation, name)}"
         if "--disable-overlap-schedule" not in self.rollout.server_args:
             raise ValueError(f"{key}: {COUNTS_LATE}; add --disable-overlap-schedule to rollout.server_args.")
+        if self.generation.mixes_penalties:
+            raise ValueError(f"{key}: {NO_ORDER}; set it to 1, or the others to 0.")
         if self.rollout.interruption == "retract":
             raise ValueError(f"{key}: {FORGETS_COUNTS}; set rollout.interruption=abort.")
 

@@ -30,7 +30,7 @@ import torch
 from megatron_rl import support
 from megatron_rl.api import ContextOutgrown, RequestRefused, Sampler
 from megatron_rl.config import UNADJUSTED, GenerationConfig, RolloutConfig
-from megatron_rl.config.rollout_section import COUNTS_LATE, FORGETS_COUNTS
+from megatron_rl.config.rollout_section import COUNTS_LATE, FORGETS_COUNTS, NO_ORDER
 from megatron_rl.servers.client import ADAPTERS, ServerClient
 from megatron_rl.servers.pool import ALONE, ClientOptions, Fleet
 from megatron_rl.servers.reply_check import Asked, NoLogprob, ReplyPart, read_reply
@@ -587,7 +587,7 @@ def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, 
 
 
 def check_counting(server: ServerClient, gconfig: GenerationConfig, interruption: str) -> None:
-    """Raise RequestRefused for penalties if the server does not count exactly the tokens that a reply already has.
+    """Raise RequestRefused for penalties if the server does not apply them exactly to the tokens of a reply so far.
 
     interruption: rollout.interruption.
     """
@@ -601,5 +601,7 @@ def check_counting(server: ServerClient, gconfig: GenerationConfig, interruption
             f"{key}: {COUNTS_LATE}; start it with --disable-overlap-schedule, in rollout.server_args if the run starts "
             f"it, and without --speculative-algorithm."
         )
+    if gconfig.mixes_penalties:
+        raise RequestRefused(f"{key}: {NO_ORDER}; set it to 1, or the others to 0.")
     if interruption == "retract":
         raise RequestRefused(f"{key}: {FORGETS_COUNTS}; set rollout.interruption=abort.")

@@ -37,18 +37,19 @@ COUNTED = {
     "repetition": {"top_k": 20, "repetition_penalty": 1.7},
     "frequency": {"top_k": 20, "frequency_penalty": 0.4},
     "presence": {"top_k": 20, "presence_penalty": -0.6},
-    "changes": {
+    "added": {
         "top_k": 30,
         "top_p": 0.9,
         "min_new_tokens": 12,
         "ignore_eos": False,
-        "repetition_penalty": 0.7,
         "frequency_penalty": -0.3,
         "presence_penalty": 0.2,
         "logit_bias": BIASED,
     },  # fmt: skip
+    "scaled": {"top_k": 30, "min_p": 0.05, "repetition_penalty": 0.7, "logit_bias": BIASED},
 }
-"""Penalties; the last entry has all options together."""
+MIXED = {"mixed": COUNTED["added"] | COUNTED["scaled"]}
+"""All options together."""
 PROMPTS = [{"input_ids": [5, 17, 300 + i]} for i in range(3)]
 
 
@@ -91,7 +92,7 @@ def assert_ratios_are_one(engine, model, cases, tokens=16):
 @pytest.mark.parametrize("server", ["embedded_servers", "real_sglang"])
 def test_ratios_of_an_unchanged_policy_are_one_for_every_cut(server, connect, tiny_model, request):
     engine = connect(request.getfixturevalue(server), seed=3)
-    cases = CUTS | BIAS | (COUNTED if server == "embedded_servers" else {})
+    cases = CUTS | BIAS | (COUNTED | MIXED if server == "embedded_servers" else {})
     batches = assert_ratios_are_one(engine, tiny_model, cases)
     for name in ("top-p", "min-p"):
         sizes = (batches[name][COLUMN] != NO_TOKEN).sum(1)[batches[name]["loss_mask"]]
@@ -113,6 +114,31 @@ def test_penalties_are_refused_if_sglang_counts_late(real_sglang, connect):
     ask = {"rid": "r", "input_ids": [5], "gconfig": GenerationConfig(top_k=20, frequency_penalty=0.5)}
     with pytest.raises(ValueError, match="generation.frequency_penalty = 0.5: .* with --disable-overlap-schedule"):
         asyncio.run(connect([real_sglang], interruption="abort").agenerate(LLMRequest(**ask)))
+
+
+@pytest.mark.parametrize(
+    ("info", "options", "interruption", "words"),
+    [
+        ({}, {}, "abort", "overlapped scheduler and its speculative decoding count .* with --disable-overlap-schedule"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "abort", "speculative decoding .* without --speculative-algorithm"),
+        ({"disable_overlap_schedule": True}, {"frequency_penalty": 0.1}, "abort", "differently in each process"),
+        ({"disable_overlap_schedule": True}, {}, "retract", "interruption = retract, SGLang forgets .*=abort"),
+    ],
+)
+def test_servers_and_modes_in_which_penalties_are_unknown_are_refused_by_name(
+    info, options, interruption, words, scripted, connect
+):
+    server = scripted(version="0.5.23", info=info | {"disable_overlap_schedule": bool(info)})
+    engine = connect([server.url], interruption=interruption)
+    gconfig = GenerationConfig(top_k=20, repetition_penalty=1.1, **options)
+    with pytest.raises(ValueError, match=f"generation.repetition_penalty = 1.1: {server.url}: .*{words}"):
+        asyncio.run(engine.agenerate(LLMRequest(rid="r", input_ids=[5], gconfig=gconfig)))
+    assert not server.asked["/generate"]
+    # Evaluations are not trained, and biases depend on no count.
+    for allowed in ({"repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}}):
+        asyncio.run(engine.agenerate(LLMRequest(rid="r", input_ids=[5], gconfig=GenerationConfig(**allowed))))
+    sent = [body["sampling_params"] for path, body in server.calls if path == "/generate"]
+    assert [sent[0]["repetition_penalty"], sent[1]["logit_bias"]] == [1.1, {"5": 1.0}]
 
 
 def test_a_greedy_reply_has_one_token_to_choose_from(embedded_servers, connect):

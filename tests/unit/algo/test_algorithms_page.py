@@ -70,6 +70,9 @@ SAMPLED = {
         for name, value in (("top_p", 0.9), ("min_p", 0.1), ("min_new_tokens", 2))
     },
     **{f"`top_k` and `{name}`": {"top_k": 20, name: value} for name, value in CHANGES.items()},
+    "`top_k`, `repetition_penalty` and another penalty": {
+        **{"top_k": 20, "repetition_penalty": 1.1, "frequency_penalty": 1.1},
+    },
     "`top_k` and a reply's grammar": {"top_k": 20, "grammar": {"regex": "a+"}},
     "`top_p`": {"top_p": 0.9},
     "`min_p`": {"min_p": 0.1},

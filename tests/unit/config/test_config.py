@@ -628,6 +628,13 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             ],
             "generation.repetition_penalty = 1.1: with rollout.interruption = retract.*set rollout.interruption=abort",
         ),
+        (
+            [
+                *("generation.top_k=20", "generation.repetition_penalty=1.1", "generation.frequency_penalty=0.1"),
+                *("rollout.backend=sglang", "rollout.server_args=[--disable-overlap-schedule]"),
+            ],
+            "generation.repetition_penalty = 1.1: .*differently in each process.*; set it to 1, or the others to 0",
+        ),
         (["generation.greedy=true"], "generation.greedy = true: .*set it to false. Evaluations have eval.top_p"),
         (["generation.top_k=1"], "generation.top_k = 1: .*set it from 2 to 256, or to -1"),
         (["generation.top_k=257"], "generation.top_k = 257: .*lower it to that, or set it to -1"),
