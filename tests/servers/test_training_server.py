@@ -195,6 +195,12 @@ def losses_in(outputs):
     return [output.metrics["loss:sum"] for output in outputs]
 
 
+def test_more_models_than_fit_are_refused_by_name(tmp_path, model):
+    with pytest.raises(AssertionError, match="--slots 1000000000: a rank has room for [0-9]+ models of"):
+        with serving(tmp_path, model, "--slots", "1000000000"):
+            pass
+
+
 def test_models_of_two_tenants_at_once_have_the_results_of_each_alone_to_the_bit(service, other):
     models = [client.create_lora_training_client("tiny", rank=2, seed=1).result() for client in (service, other)]
     both = [sent(model, range(3)) for model in models]
@@ -260,6 +266,27 @@ def test_a_custom_loss_has_the_gradient_of_the_built_in_one(service):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+def test_several_targets_of_a_token_come_back_with_a_log_probability_each(service, refused):
+    data, _ = some_data("cross_entropy")
+    single = logprobs_in(refused.forward(data, "cross_entropy").result())
+    several = []
+    for datum in data:
+        targets, weights = (datum.loss_fn_inputs[name].to_torch() for name in ("target_tokens", "weights"))
+        columns = {
+            "target_tokens": torch.stack([(targets + 1) % VOCAB, targets], dim=1),
+            "weights": torch.stack([torch.zeros_like(weights), weights], dim=1),  # sent as a sparse matrix
+        }
+        several.append(types.Datum(datum.model_input, columns))
+    output = refused.forward(several, "cross_entropy").result()
+    found = logprobs_in(output)
+    assert found.shape == (sum(LENGTHS), 2)
+    torch.testing.assert_close(found[:, 1], single, rtol=1e-6, atol=1e-6)
+    weights = torch.cat([datum.loss_fn_inputs["weights"].to_torch() for datum in data])
+    assert output.metrics["loss:sum"] == pytest.approx(float(-(weights * single).sum()), rel=1e-5)
+    with pytest.raises(tinker.RequestFailedError, match="has 2 targets of each token, and ppo takes one"):
+        refused.forward(several, "ppo").result()
+
+
 def test_saved_weights_sample_with_the_log_probabilities_of_the_engine(service):
     model, _ = trained(service)
     (datum, *_), _ = some_data("cross_entropy")
@@ -283,7 +310,8 @@ def test_saved_weights_sample_with_the_log_probabilities_of_the_engine(service):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss": "stable_reinforce"}, "loss_fn = 'stable_reinforce': this server has cross_entropy"),
+        ({"loss": "stable_reinforce"}, "loss_fn = 'stable_reinforce': needs what the official service records"),
+        ({"loss": "nll"}, "loss_fn = 'nll': this server has cross_entropy"),
         ({"loss": "ppo"}, "data[0].loss_fn_inputs['logprobs']: is missing"),
         ({"options": {"clip": 1.0}}, "loss_fn_config['clip']: cross_entropy has no options"),
         ({"tokens": [VOCAB] * 5}, f"data[0].model_input: has the id {VOCAB}"),
