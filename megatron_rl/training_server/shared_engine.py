@@ -195,9 +195,10 @@ class SharedEngine(MegatronEngine):
         They have the shape of the datum's targets. with_gradients: add the gradient of each loss to its model's.
         Nothing is added if an error is raised. Several passes need models that are at hand.
         """
-        if len(passes) == 1:
-            self.occupy(passes[0].model)
-        assert len(passes) == 1 or all(self.is_at_hand(one.model) for one in passes)
+        for one in passes:
+            if not self.is_at_hand(one.model):
+                assert len(passes) == 1, "a pass of several models needs all of them at hand"
+                self.occupy(one.model)
         self._activate()
         batches = [batch_of(one.data) for one in passes]
         shares = [own_share(batch, self.groups) for batch in batches]
