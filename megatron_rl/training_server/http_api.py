@@ -87,16 +87,16 @@ class TrainingAPI:
         return app
 
     @web.middleware
-    async def _guard(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            http[TENANT] = self._tenant(http)
-            return await handler(http)
+            request[TENANT] = self._tenant(request)
+            return await handler(request)
         except Refused as error:
             return _answer({"detail": str(error)}, error.status)
         except ValueError as error:
             return _answer({"detail": str(error)}, 400)
         except web.HTTPException as error:
-            return _answer({"detail": f"{http.method} {http.path[:200]}: {error.reason}"}, error.status)
+            return _answer({"detail": f"{request.method} {request.path[:200]}: {error.reason}"}, error.status)
 
     def _tenant(self, http: web.Request) -> str:
         sent = http.headers.get("X-API-Key", "").encode(errors="surrogateescape")
@@ -240,7 +240,7 @@ class TrainingAPI:
         return _answer({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def _join_sampling_session(self, http: web.Request) -> web.Response:
-        name = (await _body(http)).get("sampling_session_id")
+        name = str((await _body(http)).get("sampling_session_id"))
         self.service.sessions.sampler(http[TENANT], name)
         self._clones[name] = self._clones.get(name, 0) + 1
         return _answer({"type": "join_sampling_session", "client_counter": self._clones[name]})
@@ -277,7 +277,7 @@ class TrainingAPI:
             return _failure(str(error), "server")
         prompt = found.prompt
         if prompt is not None and type(last) is int:
-            prompt = [None] * (len(prompt) - last) + prompt[len(prompt) - last :]
+            prompt = [*[None] * (len(prompt) - last), *prompt[len(prompt) - last :]]
         return Result(wire.sample_response(found.replies, prompt, found.cached, found.top, found.tops), is_proto=True)
 
     # -- results

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -46,11 +47,11 @@ class Loss:
 
 
 def cross_entropy(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
-    return -rows["weights"] * logprobs
+    return cast(Tensor, -rows["weights"] * logprobs)
 
 
 def importance_sampling(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
-    return -(logprobs - rows["logprobs"]).exp() * rows["advantages"]
+    return cast(Tensor, -(logprobs - rows["logprobs"]).exp() * rows["advantages"])
 
 
 def ppo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
@@ -59,12 +60,12 @@ def ppo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Ten
 
 def cispo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
     ratio = (logprobs.detach() - rows["logprobs"]).exp()
-    return -_within_clips(ratio, rows, options) * rows["advantages"] * logprobs
+    return cast(Tensor, -_within_clips(ratio, rows, options) * rows["advantages"] * logprobs)
 
 
 def dro(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
     penalty = 0.5 * options["beta"] * (logprobs - rows["logprobs"]).square()
-    return penalty - rows["advantages"] * logprobs
+    return cast(Tensor, penalty - rows["advantages"] * logprobs)
 
 
 def gspo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:

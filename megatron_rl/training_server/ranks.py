@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Ranks:
     def __init__(self, engine: SharedEngine) -> None:
         self.engine = engine
         self.models: dict[str, ModelState] = {}
-        self._operations = {
+        self._operations: dict[str, Callable[..., Any]] = {
             "create": self._create,
             "drop": self._drop,
             "compute": self._compute,

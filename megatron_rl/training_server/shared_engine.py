@@ -12,6 +12,7 @@ bits of a row of a matrix product may depend on the number of rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import tensors_of
 from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.training_server.wire import Datum
 from megatron_rl.types import FinetuneSpec, MicroBatch, TrajectoryBatch, prefix_sums
 from megatron_rl.weights.adapter_rules import FirstAdapters, adapter_shapes, write_peft_folder
@@ -93,6 +95,7 @@ class SharedEngine(MegatronEngine):
     engine.optimizer_step(model, AdamStep(1e-4, (0.9, 0.95), 1e-12, 0.0, 0.0))
     """
 
+    groups: ParallelGroups  # after `initialize`
     occupant: ModelState | None = None
     kept_on_device = 0
     """Maximum number of models that are kept on the device in addition to the occupant."""
@@ -254,7 +257,7 @@ class SharedEngine(MegatronEngine):
                     for chunk in self.wrapped:
                         chunk.zero_grad_buffer()
                     for parameter, part in zip(self.adapters.parameters, parts, strict=True):
-                        parameter.main_grad.copy_(part)
+                        _main_grad(parameter).copy_(part)
                 reduce(chunks, weight.clone(), **options)
                 self._keep_gradients(one.model)
 
@@ -281,8 +284,9 @@ class SharedEngine(MegatronEngine):
         leaves = [value.detach() for value in values]
         if sums is not None:
             for parameter, leaf in zip(own, leaves, strict=True):
-                sums.append(torch.zeros_like(parameter.main_grad))
-                leaf.requires_grad_().register_post_accumulate_grad_hook(_adding_to(sums[-1]))
+                sums.append(torch.zeros_like(_main_grad(parameter)))
+                hook: Any = leaf.requires_grad_().register_post_accumulate_grad_hook
+                hook(_adding_to(sums[-1]))
         return leaves
 
     def _keep_gradients(self, model: ModelState) -> None:
@@ -301,13 +305,15 @@ class SharedEngine(MegatronEngine):
         self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows
     ) -> tuple[Tensor, Tensor, Any]:
         """Compute the cross entropy of several targets of each token, one after the other."""
-        rows = one_copy({name: microbatch.rows[name] for name in ("labels", TARGETS, "weights")}, self.device)
-        columns = []
-        for targets in rows[TARGETS].unbind(1):
-            labels = torch.where(rows["labels"] < 0, rows["labels"], targets)
+        rows = one_copy(dict(microbatch.rows.items()), self.device)
+        columns: list[Tensor] = []
+        weights: list[Tensor] = []
+        while (name := column_of(TARGETS, len(columns))) in rows:
+            labels = torch.where(rows["labels"] < 0, rows["labels"], rows[name])
+            weights.append(rows[column_of("weights", len(columns))])
             columns.append(self._head.logprobs(hidden, {"labels": labels}, packed, 1.0, with_entropy=False)[0])
         logprobs = torch.stack(columns, dim=1)
-        loss = -(rows["weights"] * logprobs).sum()  # untrained rows have log-probabilities of 0
+        loss = -(torch.stack(weights, dim=1) * logprobs).sum()  # untrained rows have log-probabilities of 0
         kept = {"loss": loss.detach().float().clone()}, 0, logprobs.detach().float()
         return loss, _divides_nothing({}), kept
 
@@ -324,17 +330,17 @@ class SharedEngine(MegatronEngine):
         columns = []
         for place in [(slice(None), number) for number in range(width[0])] if width else [slice(None)]:
             tokens = self._by_token(share, microbatches, [part[place].contiguous() for part in rows])
-            columns.append(by_token(batch, self.groups, lambda _, tokens=tokens: tokens))
+            columns.append(by_token(batch, self.groups, functools.partial(_known, tokens)))
         of_tokens = torch.stack(columns, dim=1) if width else columns[0]
-        return [part[1:] for part in of_tokens.split(batch.lengths.tolist())]
+        return [part[1:] for part in torch.split(of_tokens, batch.lengths.tolist())]
 
     def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
         """Take the labels from the targets, which need not be the next tokens."""
         microbatches = super()._pack(batch, final_rows=final_rows)
         for microbatch in microbatches:
             labels = microbatch.rows["labels"]
-            targets = microbatch.rows[TARGETS]
-            microbatch.rows["labels"] = torch.where(labels < 0, labels, targets if targets.ndim == 1 else targets[:, 0])
+            name = TARGETS if TARGETS in microbatch.rows.keys() else column_of(TARGETS, 0)
+            microbatch.rows["labels"] = torch.where(labels < 0, labels, microbatch.rows[name])
         return microbatches
 
     def optimizer_step(self, model: ModelState, step: AdamStep) -> tuple[bool, float]:
@@ -353,7 +359,8 @@ class SharedEngine(MegatronEngine):
             part.config.clip_grad = step.clip
             for group in [] if part.optimizer is None else part.optimizer.param_groups:
                 group.update(options)
-        return self.optimizer.step_if(lambda norm: self.is_sound(0.0, norm))
+        applied, norm = self.optimizer.step_if(lambda norm: self.is_sound(0.0, norm))
+        return applied, norm
 
     # -- files
 
@@ -395,6 +402,21 @@ def _divides_nothing(rows: Mapping[str, Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.int)
 
 
+def column_of(name: str, number: int) -> str:
+    """Return the name of a batch's column with one of several numbers of each token."""
+    return f"{name}.{number}"
+
+
+def _known(tokens: Tensor, _: TrajectoryBatch) -> Tensor:
+    return tokens
+
+
+def _main_grad(parameter: Tensor) -> Tensor:
+    """Return Megatron's sum of the parameter's gradients, a view of a buffer."""
+    found: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return found
+
+
 def _adding_to(total: Tensor) -> Callable[[Tensor], None]:
     """Return a hook that moves a leaf's gradient into `total`, as Megatron's do: in the dtype of the sum."""
 
@@ -407,7 +429,10 @@ def _adding_to(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def batch_of(data: list[Datum]) -> TrajectoryBatch:
-    """Return the data as trajectories of T + 1 tokens, whose entries t + 1 describe the targets of tokens t."""
+    """Return the data as trajectories of T + 1 tokens, whose entries t + 1 describe the targets of tokens t.
+
+    An input of the shape `[T, K]` becomes K columns, see `column_of`.
+    """
     last = [datum.inputs[TARGETS].view(len(datum.tokens), -1)[-1:, 0] for datum in data]
     tokens = {
         "input_ids": torch.cat([part for pair in zip((d.tokens for d in data), last, strict=True) for part in pair])
@@ -415,9 +440,10 @@ def batch_of(data: list[Datum]) -> TrajectoryBatch:
     lengths = torch.tensor([len(datum.tokens) + 1 for datum in data])
     tokens["loss_mask"] = torch.ones(int(lengths.sum()), dtype=torch.bool)
     tokens["loss_mask"][prefix_sums(lengths)[:-1]] = False
-    for name in data[0].inputs:
-        columns = [datum.inputs[name] for datum in data]
-        tokens[name] = torch.cat([part for column in columns for part in (torch.zeros_like(column[:1]), column)])
+    for name, first in data[0].inputs.items():
+        for number, key in [(0, name)] if first.ndim == 1 else [(n, column_of(name, n)) for n in range(first.shape[1])]:
+            columns = [datum.inputs[name].view(len(datum.tokens), -1)[:, number] for datum in data]
+            tokens[key] = torch.cat([part for column in columns for part in (column.new_zeros(1), column)])
     return TrajectoryBatch(tokens, {}, prefix_sums(lengths))
 
 
