@@ -29,7 +29,7 @@ from tests.kit.tinker_clients import (
     types,
 )
 from tests.kit.training_servers import ALPHA, RANK, serving
-from tests.kit.waiting import SLOWNESS
+from tests.kit.waiting import SLOWNESS, wait_until
 
 STEP = dict(learning_rate=1e-2, beta1=0.0, beta2=0.0, eps=1e3)
 """With eps far above the gradients, Adam's step is SGD's, lr / eps of the gradient."""
@@ -258,6 +258,20 @@ def test_saved_weights_sample_with_the_log_probabilities_of_the_engine(service):
     assert [reply.tokens for reply in replies.sequences] == [replies.sequences[0].tokens] * 2
     assert replies.sequences[0].stop_reason == "length" and len(replies.sequences[0].logprobs) == 4
     assert replies.prompt_logprobs[0] is None and len(replies.prompt_logprobs) == len(tokens)
+
+
+def test_a_rollout_server_lets_go_of_the_snapshot_of_a_session_that_is_over(service, folder, url):
+    base, prompt = service.create_sampling_client(base_model="tiny").result(), types.ModelInput.from_ints([1, 2, 3])
+    before = base.compute_logprobs(prompt).result()
+    client = client_of(url, folder / "a.key")
+    model, _ = trained(client, steps=1)
+    sampler = model.save_weights_and_get_sampling_client().result()
+    assert sampler.compute_logprobs(prompt).result() != before
+    snapshots = saved(folder, f"tinker://{model.model_id}/sampler_weights/any").parent
+    assert list(snapshots.iterdir())
+    client.close("success").result()
+    wait_until(lambda: not list(snapshots.iterdir()), "the snapshot is kept")
+    assert base.compute_logprobs(prompt).result() == before
 
 
 @pytest.mark.parametrize(
