@@ -7,7 +7,7 @@ layout's results with those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,10 @@ class Adapter(nn.Module):
     A call takes the matrix's input and output, and returns the adapted output. A fused matrix has several projections,
     each with its own part of lora_A.
     lora_A: `[projections x rank, this rank's columns]`; lora_B: `[this rank's rows, rank]`.
+    lent: lora_A, lora_B and scale of another model with the same base, which calls use instead of this adapter's own.
     """
+
+    lent: tuple[Tensor, Tensor, float] | None = None
 
     def __init__(
         self,
@@ -81,26 +84,27 @@ class Adapter(nn.Module):
             elif dim is None and self.sequence_parallel:
                 part.sequence_parallel = True  # each rank has the gradient of its rows, which Megatron sums
 
-    def wide_b(self) -> Tensor:
+    def wide_b(self, lora_b: Tensor) -> Tensor:
         """Return lora_B widened to `[rows, projections x rank]`: each row is 0 outside its projection's columns.
 
         In the product with lora_A x, each row then uses only its own projection's part of lora_A x.
         """
         if self.chosen is None:
-            return self.lora_B
-        return (self.chosen[:, :, None] * self.lora_B[:, None]).flatten(1)
+            return lora_b
+        return (self.chosen[:, :, None] * lora_b[:, None]).flatten(1)
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         if not self.is_on:
             return output
         group, is_shared = self.axis.group, self.axis.size > 1
+        lora_a, lora_b, scale = self.lent or (self.lora_A, self.lora_B, self.scale)
         if self.rule.expert is not None:
             # The dispatcher gives each rank all rows, and sums outputs and input gradients over the ranks. The gradient
             # of the replicated matrix must be summed here.
             copied = (lambda weight: copy_to_tensor_model_parallel_region(weight, group)) if is_shared else lambda w: w
-            down, up = (self.lora_A, copied(self.lora_B)) if self.is_cut_by_columns else (copied(self.lora_A), None)
-            return self._add(F.linear(x, down), self.wide_b() if up is None else up, output)
-        inner = F.linear(x, self.lora_A)
+            down, up = (lora_a, copied(lora_b)) if self.is_cut_by_columns else (copied(lora_a), None)
+            return self._add(F.linear(x, down), self.wide_b(lora_b) if up is None else up, output, scale)
+        inner = F.linear(x, lora_a)
         if is_shared and not self.is_whole:
             if self.is_cut_by_columns:  # each rank has a partial sum
                 reduce = (
@@ -113,17 +117,17 @@ class Adapter(nn.Module):
                 inner = gather_from_sequence_parallel_region(inner, group=group)
             else:  # each rank has all rows, and a partial sum in the backward pass
                 inner = copy_to_tensor_model_parallel_region(inner, group=group)
-        return self._add(inner, self.wide_b(), output)
+        return self._add(inner, self.wide_b(lora_b), output, scale)
 
-    def _add(self, inner: Tensor, up: Tensor, output: Tensor) -> Tensor:
+    def _add(self, inner: Tensor, up: Tensor, output: Tensor, scale: float) -> Tensor:
         """Return `output + scale * inner @ up.T` from one call that forms no separate tensor for the product."""
         rows = output.view(-1, output.shape[-1])
-        return torch.addmm(rows, inner.flatten(0, -2), up.t(), alpha=self.scale).view(output.shape)
+        return torch.addmm(rows, inner.flatten(0, -2), up.t(), alpha=scale).view(output.shape)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """Return this rank's shard of W + scale lora_B lora_A, summed in float32 and rounded once."""
-        delta = self.wide_b().float() @ self.lora_A.float()
+        delta = self.wide_b(self.lora_B).float() @ self.lora_A.float()
         return torch.add(weight.float(), delta, alpha=self.scale).to(weight.dtype)
 
     def sharded_state_dict(
@@ -159,10 +163,30 @@ class Adapters:
     def __init__(self, chunks: list[Any], arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
         self._of: dict[Tensor, Adapter] = {}
         """Maps each adapted matrix to its adapter."""
+        self._in_order: list[Adapter] = []
         self.sum_of_base = 0
         self._base: list[tuple[Tensor, Rule]] = []
         for chunk in chunks:
             self._attach(chunk, arch, lora, groups)
+            self._in_order += [module for module in chunk.modules() if isinstance(module, Adapter)]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's lora_A and lora_B of each adapter, in the order of the model's parameters."""
+        return [part for adapter in self._in_order for part in (adapter.lora_A, adapter.lora_B)]
+
+    def set_scale(self, scale: float) -> None:
+        for adapter in self._in_order:
+            adapter.scale = scale
+
+    def lend(self, parts: Sequence[Tensor], scale: float) -> None:
+        """Let calls use another model's adapters until `give_back`. parts: in the order of `parameters`."""
+        for number, adapter in enumerate(self._in_order):
+            adapter.lent = (parts[2 * number], parts[2 * number + 1], scale)
+
+    def give_back(self) -> None:
+        for adapter in self._in_order:
+            adapter.lent = None
 
     def _attach(self, chunk: Any, arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
         modules = dict(chunk.named_modules())

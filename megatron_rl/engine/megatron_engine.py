@@ -316,7 +316,19 @@ class MegatronEngine(ModelEngine):
         """
         batch = TrajectoryBatch.of(data)
         self.check_loss(loss_fn, batch)
-        wants_final_rows, head = not isinstance(loss_fn, LogprobLoss | ValueLoss), self._head
+        wants_final_rows = not isinstance(loss_fn, LogprobLoss | ValueLoss)
+        microbatches = self._pack(batch, final_rows=wants_final_rows)
+        kept = self._run(microbatches, self._last_stage(loss_fn, loss_weight_fn), forward_only=forward_only)
+        totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))
+        if self.routing is not None:  # scaled, because metrics divide it by the number of trained tokens
+            totals["changed_routes"] = self.routing.changed_share * totals.get("tokens", totals["weight"])
+        if not isinstance(loss_fn, LogprobLoss):
+            return totals, None
+        return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
+
+    def _last_stage(self, loss_fn, loss_weight_fn) -> schedule.LastStage:
+        """Return the function that computes a microbatch's loss, and keeps (sums, weight, log-probs or None)."""
+        head = self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
             # on the host: reading its value does not wait for the device
@@ -345,16 +357,16 @@ class MegatronEngine(ModelEngine):
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
             return loss_sum, counted, (kept, int(weight), logprobs)
 
-        microbatches = self._pack(batch, final_rows=wants_final_rows)
-        kept = self._run(microbatches, last_stage, forward_only=forward_only)
-        totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))
-        if self.routing is not None:  # scaled, because metrics divide it by the number of trained tokens
-            totals["changed_routes"] = self.routing.changed_share * totals.get("tokens", totals["weight"])
-        if not isinstance(loss_fn, LogprobLoss):
-            return totals, None
-        return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
+        return last_stage
 
-    def _run(self, microbatches, last_stage, *, forward_only: bool) -> list[Any]:
+    def _run(
+        self,
+        microbatches: list[MicroBatch],
+        last_stage: schedule.LastStage,
+        *,
+        forward_only: bool,
+        prepare: Callable[[MicroBatch], None] | None = None,
+    ) -> list[Any]:
         kept = schedule.run(
             self.wrapped,
             microbatches,
@@ -365,6 +377,7 @@ class MegatronEngine(ModelEngine):
             device=self.device,
             mixtures=None if self.routing is None else self.routing.mixtures,
             copies_shared_keys=self.config.model.shared_keys == "copied",
+            prepare=prepare,
         )
         if self.routing is not None:
             self.routing.finish_pass(self.groups.control)

@@ -89,6 +89,7 @@ def run(
     device: torch.device,
     mixtures: list[int] | None = None,
     copies_shared_keys: bool = True,
+    prepare: Callable[[MicroBatch], None] | None = None,
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
@@ -96,6 +97,8 @@ def run(
     context rank computes its share of a microbatch's rows.
     config: Megatron's config of the model.
     mixtures, copies_shared_keys: see own_rows.
+    prepare: called before each microbatch's forward pass through a chunk, and before its backward pass, which may
+      compute layers again.
     """
     split = groups.tensor.size if config.sequence_parallel else 1
     multiple = row_multiple(context=groups.context.size, sequence_split=split)
@@ -116,9 +119,13 @@ def run(
                 copies_shared_keys=copies_shared_keys,
             )
         ids, packed = prepared.pop(number) if model is chunks[-1] else prepared[number]
+        if prepare is not None:
+            prepare(microbatch)
         hidden = model(
             input_ids=ids[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
         )  # Megatron's shape is rows, batch (1), hidden
+        if prepare is not None and hidden.grad_fn is not None:
+            hidden.grad_fn.register_prehook(lambda _: prepare(microbatch))
         return hidden, lambda hidden: last_stage(hidden[:, 0], microbatch, packed)  # called on the last stage only
 
     rows = [-(-len(microbatch.computed) // multiple) * multiple for microbatch in microbatches]

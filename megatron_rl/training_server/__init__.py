@@ -1,7 +1,10 @@
 """A training server: clients of the package `tinker` train this package's engine over HTTP. docs/training_server.md.
 
-http_api  -> routes, tenants' tokens; runs in the event loop's thread
-service   -> sessions, models, futures and the order of their requests; journal.py makes them outlive this process
-trainer   -> the engine, which each tenant's model occupies in turn; runs in the main thread of every rank
-sampler   -> rollout servers, on which saved weights are loaded by name
+http_api        -> routes, tenants' tokens; runs in the event loop's thread
+service         -> order of requests, and what they do; runs in the main thread of rank 0
+client_sessions -> sessions; client_models -> models and results; both outlive the process by journals
+saved_weights   -> what clients have saved by name
+ranks           -> work that all ranks do together on shared_engine, the engine of all models
+slot_memory     -> how many models fit
+sampler         -> rollout servers, on which saved weights are loaded by name
 """

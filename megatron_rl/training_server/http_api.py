@@ -21,8 +21,11 @@ import orjson
 from aiohttp import web
 
 from megatron_rl.training_server import wire
+from megatron_rl.training_server.client_models import Result
+from megatron_rl.training_server.client_sessions import Refused
 from megatron_rl.training_server.sampler import Sampler, Sampling, SamplingFailed
-from megatron_rl.training_server.service import Refused, Result, Service
+from megatron_rl.training_server.saved_weights import facts_of
+from megatron_rl.training_server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -84,16 +87,16 @@ class TrainingAPI:
         return app
 
     @web.middleware
-    async def _guard(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            http[TENANT] = self._tenant(http)
-            return await handler(http)
+            request[TENANT] = self._tenant(request)
+            return await handler(request)
         except Refused as error:
             return _answer({"detail": str(error)}, error.status)
         except ValueError as error:
             return _answer({"detail": str(error)}, 400)
         except web.HTTPException as error:
-            return _answer({"detail": f"{http.method} {http.path[:200]}: {error.reason}"}, error.status)
+            return _answer({"detail": f"{request.method} {request.path[:200]}: {error.reason}"}, error.status)
 
     def _tenant(self, http: web.Request) -> str:
         sent = http.headers.get("X-API-Key", "").encode(errors="surrogateescape")
@@ -126,14 +129,14 @@ class TrainingAPI:
         return _answer({"supported_models": [model | {"trainable": True, "sampleable": True}]})
 
     async def _create_session(self, http: web.Request) -> web.Response:
-        return _answer({"type": "create_session", "session_id": self.service.create_session(http[TENANT])})
+        return _answer({"type": "create_session", "session_id": self.service.sessions.create(http[TENANT])})
 
     async def _heartbeat(self, http: web.Request) -> web.Response:
-        self.service.session(http[TENANT], (await _body(http)).get("session_id"))
+        self.service.sessions.get(http[TENANT], (await _body(http)).get("session_id"))
         return _answer({"type": "session_heartbeat"})
 
     async def _finish_session(self, http: web.Request) -> web.Response:
-        self.service.finish_session(http[TENANT], http.match_info["session"])
+        self.service.sessions.finish(http[TENANT], http.match_info["session"])
         return _answer(None)
 
     # -- training
@@ -145,13 +148,14 @@ class TrainingAPI:
         body = await _body(http)
         if body.get("session_id") is not None:
             return _answer({"request_id": self.service.create_model(http[TENANT], body, "load")})
-        self.service.weights(http[TENANT], body.get("path"), "weights")
+        self.service.weights.find(http[TENANT], body.get("path"), "weights")
         return self._submit(http, "load", body)
 
     async def _forward_backward(self, http: web.Request) -> web.Response:
         body = await http.read()
         asked = wire.read_forward_backward(body)
-        name = self.service.submit(http[TENANT], asked.model_id, asked.seq_id, "pass", {}, body)
+        kind = "forward" if asked.forward_only else "forward_backward"
+        name = self.service.submit(http[TENANT], asked.model_id, asked.seq_id, kind, {}, body)
         return _answer({"request_id": name, "model_id": asked.model_id})
 
     def _to_model(self, kind: str) -> Handler:
@@ -175,9 +179,7 @@ class TrainingAPI:
 
     async def _weights_info(self, http: web.Request) -> web.Response:
         path = (await _body(http)).get("tinker_path")
-        adapted = self.service.facts_of(self.service.weights(http[TENANT], path, "weights", "sampler_weights"))[
-            "adapted"
-        ]
+        adapted = facts_of(self.service.weights.find(http[TENANT], path, "weights", "sampler_weights"))["adapted"]
         facts = {
             "base_model": self.service.base_model,
             "is_lora": adapted["rank"] > 0,
@@ -189,13 +191,13 @@ class TrainingAPI:
 
     async def _checkpoints(self, http: web.Request) -> web.Response:
         model = http.match_info.get("model", "")
-        found = [_checkpoint(path, facts) for path, facts in self.service.saved(http[TENANT], model)]
+        found = [_checkpoint(path, facts) for path, facts in self.service.weights.listed(http[TENANT], model)]
         cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
         return _answer({"checkpoints": found, "cursor": cursor})
 
     async def _delete(self, http: web.Request) -> web.Response:
         parts = http.match_info
-        self.service.delete(http[TENANT], f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
+        self.service.weights.delete(http[TENANT], f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
         return web.Response(status=204)
 
     async def _training_run(self, http: web.Request) -> web.Response:
@@ -208,7 +210,7 @@ class TrainingAPI:
         )
 
     def _run_facts(self, tenant: str, name: str) -> dict[str, Any]:
-        saved = sorted(self.service.saved(tenant, name), key=lambda entry: entry[1]["time"])
+        saved = sorted(self.service.weights.listed(tenant, name), key=lambda entry: entry[1]["time"])
         model = self.service.models.get(name)
         if not saved and (model is None or model.tenant != tenant):
             raise Refused(f"training_run_id = {name!r}: there is no such training run.", 404)
@@ -229,36 +231,36 @@ class TrainingAPI:
 
     async def _create_sampling_session(self, http: web.Request) -> web.Response:
         body = await _body(http)
-        session, path = self.service.session(http[TENANT], body.get("session_id")), body.get("model_path")
+        session, path = self.service.sessions.get(http[TENANT], body.get("session_id")), body.get("model_path")
         if path is not None:
-            self.service.weights(http[TENANT], path, "sampler_weights")
+            self.service.weights.find(http[TENANT], path, "sampler_weights")
         elif body.get("base_model") != self.service.base_model:
             raise Refused(f"base_model = {body.get('base_model')!r}: this server has {self.service.base_model!r}.", 400)
-        name = self.service.add_sampler(http[TENANT], session, body.get("sampling_session_seq_id"), path)
+        name = self.service.sessions.add_sampler(http[TENANT], session, body.get("sampling_session_seq_id"), path)
         return _answer({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def _join_sampling_session(self, http: web.Request) -> web.Response:
-        name = (await _body(http)).get("sampling_session_id")
-        self.service.sampler(http[TENANT], name)
+        name = str((await _body(http)).get("sampling_session_id"))
+        self.service.sessions.sampler(http[TENANT], name)
         self._clones[name] = self._clones.get(name, 0) + 1
         return _answer({"type": "join_sampling_session", "client_counter": self._clones[name]})
 
     async def _get_sampler(self, http: web.Request) -> web.Response:
         name = http.match_info["sampler"]
-        path = self.service.sampler(http[TENANT], name)
+        path = self.service.sessions.sampler(http[TENANT], name)
         return _answer({"sampler_id": name, "base_model": self.service.base_model, "model_path": path})
 
     async def _sample(self, http: web.Request) -> web.Response:
         body = await _body(http)
         session, seq = body.get("sampling_session_id"), body.get("seq_id")
-        path = self.service.sampler(http[TENANT], session)
+        path = self.service.sessions.sampler(http[TENANT], session)
         if type(seq) is not int:
             raise Refused(f"seq_id = {seq!r}: must be an integer.", 400)
         name, asked = f"{session}:{seq}", sampling_of(body)
         if name not in self._samples:
             if sum(not task.done() for task in self._samples.values()) >= MOST_SAMPLING:
                 raise Refused(f"{MOST_SAMPLING:,} requests for samples are running; send this one again later.", 429)
-            weights = None if path is None else self.service.weights(http[TENANT], path, "sampler_weights")
+            weights = None if path is None else self.service.weights.find(http[TENANT], path, "sampler_weights")
             self._samples[name] = asyncio.create_task(self._sampled(weights, asked, body.get("prompt_logprobs_last_n")))
             while len(self._samples) > MOST_SAMPLES:
                 self._samples.popitem(last=False)[1].cancel()
@@ -275,7 +277,7 @@ class TrainingAPI:
             return _failure(str(error), "server")
         prompt = found.prompt
         if prompt is not None and type(last) is int:
-            prompt = [None] * (len(prompt) - last) + prompt[len(prompt) - last :]
+            prompt = [*[None] * (len(prompt) - last), *prompt[len(prompt) - last :]]
         return Result(wire.sample_response(found.replies, prompt, found.cached, found.top, found.tops), is_proto=True)
 
     # -- results
@@ -283,7 +285,7 @@ class TrainingAPI:
     async def _retrieve(self, http: web.Request) -> web.Response:
         name, state = str((await _body(http)).get("request_id")), "active"
         if ":sample:" in name:
-            self.service.sampler(http[TENANT], name.rpartition(":")[0])
+            self.service.sessions.sampler(http[TENANT], name.rpartition(":")[0])
             if name not in self._samples:
                 # The client then asks for the samples anew.
                 raise Refused(f"request_id = {name!r}: its result is gone, as the server was restarted.", 410)
@@ -310,7 +312,7 @@ class TrainingAPI:
 
     async def _cancel(self, http: web.Request) -> web.Response:
         name = str((await _body(http)).get("request_id"))
-        self.service.sampler(http[TENANT], name.rpartition(":")[0])
+        self.service.sessions.sampler(http[TENANT], name.rpartition(":")[0])
         if (task := self._samples.get(name)) is not None:
             task.cancel()
         return _answer(None)

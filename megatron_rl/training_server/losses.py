@@ -3,13 +3,16 @@
 With p the model's log-probability of a target, q that of the sampler (`logprobs`), A `advantages`, w `weights`,
 r = exp(p - q), and clip to [clip_low_threshold, clip_high_threshold]:
 
-    cross_entropy        -w p
+    cross_entropy        -w p; with several targets of a token, the sum of -w p over them
     importance_sampling  -r A
     ppo                  -min(r A, clip(r) A)
     cispo                -stop_gradient(clip(r)) A p
     dro                  -(A p - beta / 2 (p - q)^2)
     gspo                 as ppo, with each token's r replaced by its sequence's geometric mean, whose gradient is the
                          token's own. The mean is over tokens whose `sequence_ratio_mask` is not 0.
+
+Source of formulas and defaults: https://tinker-docs.thinkingmachines.ai/tinker/losses, and for the clips of cispo the
+tutorial 202_loss_functions of tinker-cookbook.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -25,6 +29,8 @@ from torch import Tensor
 from megatron_rl.api import LogprobLoss
 
 CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+CISPO_CLIPS = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+"""Only the upper side is clipped: the clipped ratio is a weight, and keeps the gradient of every token."""
 TokenLoss = Callable[[Tensor, TensorDict, Mapping[str, float]], Tensor]
 
 
@@ -41,11 +47,11 @@ class Loss:
 
 
 def cross_entropy(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
-    return -rows["weights"] * logprobs
+    return cast(Tensor, -rows["weights"] * logprobs)
 
 
 def importance_sampling(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
-    return -(logprobs - rows["logprobs"]).exp() * rows["advantages"]
+    return cast(Tensor, -(logprobs - rows["logprobs"]).exp() * rows["advantages"])
 
 
 def ppo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
@@ -54,12 +60,12 @@ def ppo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Ten
 
 def cispo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
     ratio = (logprobs.detach() - rows["logprobs"]).exp()
-    return -_within_clips(ratio, rows, options) * rows["advantages"] * logprobs
+    return cast(Tensor, -_within_clips(ratio, rows, options) * rows["advantages"] * logprobs)
 
 
 def dro(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
     penalty = 0.5 * options["beta"] * (logprobs - rows["logprobs"]).square()
-    return penalty - rows["advantages"] * logprobs
+    return cast(Tensor, penalty - rows["advantages"] * logprobs)
 
 
 def gspo(logprobs: Tensor, rows: TensorDict, options: Mapping[str, float]) -> Tensor:
@@ -87,7 +93,7 @@ LOSSES = {
     "cross_entropy": Loss(cross_entropy, ("weights",)),
     "importance_sampling": Loss(importance_sampling, OF_POLICY),
     "ppo": Loss(ppo, OF_POLICY, CLIPS),
-    "cispo": Loss(cispo, OF_POLICY, CLIPS),
+    "cispo": Loss(cispo, OF_POLICY, CISPO_CLIPS),
     "dro": Loss(dro, OF_POLICY, {"beta": 0.05}),
     "gspo": Loss(gspo, (*OF_POLICY, "sequence_ratio_mask"), CLIPS, by_row=False),
 }

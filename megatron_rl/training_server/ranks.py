@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,21 @@ from torch import Tensor
 
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.training_server.losses import make_loss
-from megatron_rl.training_server.shared_engine import AdamStep, Adapted, ModelState, SharedEngine
+from megatron_rl.training_server.shared_engine import AdamStep, Adapted, ModelState, Pass, SharedEngine
 from megatron_rl.training_server.wire import Datum
 
 FAILURES = (ValueError, CheckpointError)
 """Errors that an operation raises on all ranks alike. They end the request. Any other error ends the server."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A pass of the model with this id. loss: a name of LOSSES, with its options."""
+
+    model: str
+    data: list[Datum]
+    loss: str
+    options: dict[str, float]
 
 
 class Ranks:
@@ -31,11 +43,10 @@ class Ranks:
     def __init__(self, engine: SharedEngine) -> None:
         self.engine = engine
         self.models: dict[str, ModelState] = {}
-        self._operations = {
+        self._operations: dict[str, Callable[..., Any]] = {
             "create": self._create,
             "drop": self._drop,
-            "forward": self._forward,
-            "forward_backward": self._forward_backward,
+            "compute": self._compute,
             "optim_step": self._optim_step,
             "save": self._save,
             "load": self._load,
@@ -43,6 +54,10 @@ class Ranks:
             "rest": lambda: None,
             "stop": lambda: None,
         }
+
+    def is_at_hand(self, model: str) -> bool:
+        """Return True if the model's passes can run together with those of others."""
+        return self.engine.is_at_hand(self.models[model])
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Run an operation on all ranks and return rank 0's result. Rank 0 alone calls this."""
@@ -67,15 +82,9 @@ class Ranks:
     def _drop(self, model: str) -> None:
         self.engine.drop(self.models.pop(model))
 
-    def _forward(
-        self, model: str, data: list[Datum], loss: str, options: dict[str, float]
-    ) -> tuple[float, list[Tensor]]:
-        return self.engine.logprobs(self.models[model], data, make_loss(loss, options))
-
-    def _forward_backward(
-        self, model: str, data: list[Datum], loss: str, options: dict[str, float]
-    ) -> tuple[float, list[Tensor]]:
-        return self.engine.add_gradients(self.models[model], data, make_loss(loss, options))
+    def _compute(self, asked: list[Asked], with_gradients: bool) -> list[tuple[float, list[Tensor]]]:
+        passes = [Pass(self.models[one.model], one.data, make_loss(one.loss, one.options)) for one in asked]
+        return self.engine.compute(passes, with_gradients=with_gradients)
 
     def _optim_step(self, model: str, step: AdamStep) -> tuple[bool, float]:
         state = self.models[model]

@@ -6,7 +6,6 @@ Each raises ValueError with key, value, rule and way out.
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,9 +17,13 @@ from megatron_rl.training_server.losses import CLIPS, LOSSES
 from megatron_rl.training_server.shared_engine import TARGETS, AdamStep, Adapted
 from megatron_rl.training_server.wire import Datum
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-"""Names of saved weights. They become names of folders."""
 CLIENT_SIDE = "call forward_backward_custom with a function, whose gradient the client computes"
+WITHOUT = {"stable_reinforce": "needs what the official service records while it samples, whose form is not published"}
+"""Losses of the client that this server lacks -> why."""
+SEVERAL = "cross_entropy"
+"""The loss that may have several targets of a token."""
+MOST_TARGETS = 128
+"""Maximum number of targets of a token. Each costs a product with the output layer."""
 
 
 def checked_data(
@@ -30,7 +33,7 @@ def checked_data(
     check_loss(loss, options)
     if not data:
         raise ValueError("data: is empty; send at least one datum.")
-    wanted = LOSSES[loss].inputs
+    wanted, width = LOSSES[loss].inputs, _width(data[0], loss)
     extra = [key for key in CLIPS if key in LOSSES[loss].options and any(key in datum.inputs for datum in data)]
     found = []
     for number, datum in enumerate(data):
@@ -38,10 +41,10 @@ def checked_data(
         if not 1 <= length <= longest:
             raise ValueError(f"{place}.model_input: has {length} tokens, and must have 1 to {longest}; cut it.")
         check_ids(f"{place}.model_input", datum.tokens, vocab)
-        inputs = {TARGETS: _column(datum, TARGETS, number, loss).long()}
+        inputs = {TARGETS: _column(datum, TARGETS, number, loss, width).long()}
         check_ids(f"{place}.loss_fn_inputs['{TARGETS}']", inputs[TARGETS], vocab)
         for key in (*wanted, *extra):
-            inputs[key] = _column(datum, key, number, loss).float()
+            inputs[key] = _column(datum, key, number, loss, width).float()
             if not bool(torch.isfinite(inputs[key]).all()):
                 raise ValueError(
                     f"{place}.loss_fn_inputs[{key!r}]: has numbers that are NaN or infinite; correct them."
@@ -52,8 +55,9 @@ def checked_data(
 
 def check_loss(loss: str, options: Mapping[str, Any]) -> None:
     if loss not in LOSSES:
+        why = f" {WITHOUT[loss]}, and" if loss in WITHOUT else ""
         raise ValueError(
-            f"loss_fn = {loss!r}: this server has {', '.join(LOSSES)}; take one of them, or {CLIENT_SIDE}."
+            f"loss_fn = {loss!r}:{why} this server has {', '.join(LOSSES)}; take one of them, or {CLIENT_SIDE}."
         )
     known = LOSSES[loss].options
     for key, value in options.items():
@@ -69,16 +73,35 @@ def check_ids(key: str, ids: Tensor, vocab: int) -> None:
         raise ValueError(f"{key}: has the id {worst}, and the vocabulary has {vocab}; take the tokenizer of the model.")
 
 
-def _column(datum: Datum, key: str, number: int, loss: str) -> Tensor:
+def _width(datum: Datum, loss: str) -> tuple[int, ...]:
+    """Return the shape of a token's targets: `()`, or `(K,)` if the first datum has several for each token."""
+    targets = datum.inputs.get(TARGETS)
+    if targets is None or targets.ndim < 2:
+        return ()
+    width = targets.shape[1]
+    if loss != SEVERAL:
+        raise ValueError(
+            f"data[0].loss_fn_inputs['{TARGETS}']: has {width} targets of each token, and {loss} takes one; send one, "
+            f"or take {SEVERAL}."
+        )
+    if not 1 <= width <= MOST_TARGETS:
+        raise ValueError(
+            f"data[0].loss_fn_inputs['{TARGETS}']: has {width} targets of each token; send 1 to {MOST_TARGETS}, "
+            f"the most likely ones."
+        )
+    return (width,)
+
+
+def _column(datum: Datum, key: str, number: int, loss: str, width: tuple[int, ...]) -> Tensor:
     place = f"data[{number}].loss_fn_inputs[{key!r}]"
     if key not in datum.inputs:
         raise ValueError(f"{place}: is missing, and {loss} needs it for each token of model_input; add it.")
     column = datum.inputs[key]
-    if column.shape != datum.tokens.shape:
-        several = " Several targets of one token are not supported." if column.ndim > 1 else ""
+    if column.shape != (len(datum.tokens), *width):
+        rest = f" of {width[0]} numbers each, as in data[0]" if width else ""
         raise ValueError(
             f"{place}: has shape {list(column.shape)}, and model_input has {len(datum.tokens)} tokens; send as many "
-            f"entries as tokens.{several}"
+            f"entries as tokens{rest}."
         )
     return column
 
@@ -144,12 +167,3 @@ def adapted_of(lora: Any, rank: int, model: str) -> Adapted:
             "lora_config: train_attn and train_mlp are false; the output layer has no adapter here, so set one."
         )
     return found
-
-
-def check_name(name: Any) -> str:
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(
-            f"name = {name!r}: must have 1 to 128 letters, digits, dots, hyphens and underscores, and no dot or hyphen "
-            f"first."
-        )
-    return name

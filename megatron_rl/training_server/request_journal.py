@@ -39,7 +39,7 @@ class JournalFile:
         """Write a record. Raises OSError if it cannot be written whole; the file then ends before it."""
         said = json.dumps(event, separators=(",", ":")).encode()
         head = _HEAD.pack(_MAGIC, len(said), len(body), zlib.crc32(body, zlib.crc32(said)))
-        end = os.fstat(self._file).st_size
+        end = self.size
         record = memoryview(b"".join((head, said, body)))
         try:
             while record:
@@ -47,6 +47,11 @@ class JournalFile:
         except OSError:
             os.ftruncate(self._file, end)
             raise
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._file).st_size
 
     def close(self) -> None:
         os.close(self._file)

@@ -87,7 +87,7 @@ class Sampler:
         self._places = SGLANG_PLACES if self._has_base_beside else 1
         self._is_sglang = backend == "sglang"
         self._servers: dict[str, Server] = {}
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._client: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:

@@ -1,41 +1,36 @@
-"""Sessions, models and the requests to them, which outlive this process.
+"""The order in which clients' requests run, and what they do.
 
-Rank 0 has one Service. Its HTTP thread accepts requests and waits for their results; its main thread runs them, one at
-a time, in the order of each model's sequence numbers. Models take turns: a turn ends with an optimizer step, or when
-the model has no request left. What was accepted is in a journal of the model before the client hears of it. A restarted
-server loads the model's last checkpoint and runs the requests after it again, so that none is lost and no optimizer
-step counts twice.
+Rank 0 has one Service. Its HTTP thread accepts requests and waits for their results; its main thread runs them in the
+order of each model's sequence numbers. Models take turns: a turn ends with an optimizer step, after MOST_IN_TURN
+requests, or when the model has no request left. Forward and backward passes of other models that wait run along with
+one of the model whose turn it is, see shared_engine.py.
 
-    run.folder/training_server/server.journal             sessions, samplers, ended models
-    .../models/MODEL/model.json                           its tenant
-    .../models/MODEL/requests-SEQ.journal                 requests since SEQ, and results that may still be asked for
-    .../models/MODEL/resume/SEQ                           checkpoint after request SEQ
-    .../models/MODEL/{weights,sampler_weights}/NAME       what the client has saved, each with NAME.json
+What was accepted is in a journal of the model before the client hears of it. A restarted server loads the model's last
+checkpoint and runs the requests after it again, so that none is lost and no optimizer step counts twice.
+
+    run.folder/training_server/server.journal             client_sessions.py
+    .../models/MODEL/requests-SEQ.journal, resume/SEQ     client_models.py
+    .../models/MODEL/{weights,sampler_weights}/NAME       saved_weights.py
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-import shutil
 import threading
 import time
-import uuid
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from megatron_rl.training_server import request_checks as checks
 from megatron_rl.training_server import wire
-from megatron_rl.training_server.ranks import FAILURES, Ranks
-from megatron_rl.training_server.request_journal import JournalFile
+from megatron_rl.training_server.client_models import PASSES, Model, Request, Result, json_result
+from megatron_rl.training_server.client_sessions import Refused, Sessions
+from megatron_rl.training_server.ranks import FAILURES, Asked, Ranks
+from megatron_rl.training_server.saved_weights import SavedWeights, check_name, facts_of, note_facts, write_whole
 from megatron_rl.training_server.shared_engine import Adapted
 
 logger = logging.getLogger(__name__)
@@ -49,75 +44,19 @@ MOST_QUEUED_BYTES = 512 * 1024**2
 """Maximum bytes of one tenant's waiting requests. Further ones get status 429, and the client repeats them later."""
 MOST_TRIES = 8
 """If the server has ended this many times while it ran a request, the restarted server gives the request up."""
-KEPT_RESULTS = 256
-"""Results of a model that stay available after they were fetched, for a client that lost the answer."""
-TINKER = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
-
-
-class Refused(Exception):
-    """Ends an HTTP request with this message and status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass
-class Result:
-    """The answer to a request. is_proto: True if `body` is a protocol buffer, False if it is JSON."""
-
-    body: bytes
-    is_proto: bool = False
-    was_fetched: bool = False
-
-
-@dataclass
-class Request:
-    seq: int
-    kind: str
-    event: dict[str, Any]
-    """The client's JSON body. For a forward or backward pass, `body` has its protocol buffer instead."""
-    body: bytes
-
-
-@dataclass
-class Session:
-    id: str
-    tenant: str
-    seen: float = field(default_factory=time.monotonic)
-    is_over: bool = False
-
-
-@dataclass(eq=False)
-class Model:
-    """A client's model. seq: the number of the last request that has run, -1 before it was created."""
-
-    id: str
-    tenant: str
-    session: str
-    folder: Path
-    journal: JournalFile
-    seq: int = -1
-    adapted: Adapted | None = None
-    is_placed: bool = False
-    """True while it has one of the engine's slots."""
-    steps: int = 0
-    """Optimizer steps since the last checkpoint."""
-    pending: dict[int, Request] = field(default_factory=dict)
-    futures: dict[int, Future[Result]] = field(default_factory=dict)
-    tries: Counter[int] = field(default_factory=Counter)
-    """Number of times that the server began this request and ended before it had the result."""
-
-    @property
-    def head(self) -> Request | None:
-        return self.pending.get(self.seq + 1)
+MOST_IN_TURN = 8
+"""Maximum number of requests in a model's turn."""
+MOST_TOGETHER = 16
+"""Maximum number of models whose passes run together."""
+MOST_JOURNAL_BYTES = 256 * 1024**2
+"""After this many bytes of new requests a model gets a checkpoint, even if it makes no optimizer step."""
 
 
 class Service:
-    """Sessions, models and requests of all tenants.
+    """Models of all tenants, and the requests to them.
 
-    slots: number of models that the engine holds in turn. checkpoint_every: optimizer steps of a model between its
-    checkpoints. quiet_s: see QUIET_S.
+    slots: number of models that the engine holds. checkpoint_every: optimizer steps of a model between its checkpoints.
+    quiet_s: see QUIET_S.
     """
 
     def __init__(
@@ -130,69 +69,30 @@ class Service:
         checkpoint_every: int,
         quiet_s: float = QUIET_S,
     ) -> None:
-        self.folder, self.ranks, self.base_model = folder, ranks, base_model
+        self.ranks, self.base_model = ranks, base_model
         self.slots, self.checkpoint_every, self.quiet_s = slots, checkpoint_every, quiet_s
         engine = ranks.engine
         self.lora, self.vocab = engine.config.lora, engine.arch.vocab
         self.longest = engine.arch.max_positions
         if not engine.config.allow_longer_sequences:
             self.longest = min(self.longest, engine.config.tokens_per_microbatch - 1)
-        self.sessions: dict[str, Session] = {}
-        self.models: dict[str, Model] = {}
-        self.samplers: dict[str, tuple[str, str | None]] = {}
-        """Sampling session -> (its tenant, the tinker path of its weights or None for the base model)."""
         self._changed = threading.Condition(threading.RLock())
+        self.sessions = Sessions(folder / "server.journal", self._changed)
+        self.weights = SavedWeights(folder / "models")
+        self.models: dict[str, Model] = {}
         self._is_stopping = False
         self._turn: Model | None = None
-        self._journal = JournalFile(folder / "server.journal")
-        ended = set()
-        for event, _ in self._journal.records:
-            if event["kind"] == "session":
-                self.sessions[event["id"]] = Session(event["id"], event["tenant"])
-            elif event["kind"] == "finished":
-                self.sessions[event["id"]].is_over = True
-            elif event["kind"] == "sampler":
-                self.samplers[event["id"]] = (event["tenant"], event["path"])
-            elif event["kind"] == "ended":
-                ended.add(event["id"])
-        self._journal.records.clear()
+        self._left_in_turn = 0
         for path in sorted((folder / "models").glob("*/model.json")):
             said = json.loads(path.read_text())
-            if said["id"] not in ended:
-                with self._changed:
-                    self._reopen(path.parent, said)
+            if said["id"] not in self.sessions.ended and (model := Model.reopened(path.parent, said)) is not None:
+                self.models[model.id] = model
 
-    # -- the HTTP thread: sessions
-
-    def create_session(self, tenant: str) -> str:
-        with self._changed:
-            session = Session(uuid.uuid4().hex, tenant)
-            self._journal.add({"kind": "session", "id": session.id, "tenant": tenant})
-            self.sessions[session.id] = session
-            return session.id
-
-    def session(self, tenant: str, name: Any) -> Session:
-        """Return a session of this tenant, and note that its client lives."""
-        found = self.sessions.get(str(name))
-        if found is None or found.tenant != tenant:
-            raise Refused(f"session_id = {name!r}: there is no such session.", 404)
-        if found.is_over:
-            raise Refused(f"session_id = {name!r}: its client has finished it; make a new ServiceClient.", 410)
-        found.seen = time.monotonic()
-        return found
-
-    def finish_session(self, tenant: str, name: str) -> None:
-        with self._changed:
-            session = self.session(tenant, name)
-            self._journal.add({"kind": "finished", "id": name})
-            session.is_over = True
-            self._changed.notify_all()
-
-    # -- the HTTP thread: models and requests
+    # -- the HTTP thread
 
     def create_model(self, tenant: str, body: dict[str, Any], kind: str = "create") -> str:
         """Accept a new model and return the request's id. kind: `create`, or `load` for one from saved weights."""
-        session = self.session(tenant, body.get("session_id"))
+        session = self.sessions.get(tenant, body.get("session_id"))
         number = body.get("model_seq_id")
         if type(number) is not int or number < 0:
             raise Refused(f"model_seq_id = {number!r}: must be an integer of at least 0.", 400)
@@ -204,19 +104,15 @@ class Service:
         if kind == "create":
             checks.adapted_of(body.get("lora_config"), self.lora.rank, "")
         else:
-            self.weights(tenant, body.get("path"), "weights")
+            self.weights.find(tenant, body.get("path"), "weights")
         with self._changed:
             name = f"{session.id}:train:{number}"
             if name not in self.models:
-                folder = self._folder_of(name)
+                folder = self.weights.folder_of(name)
                 folder.mkdir(parents=True, exist_ok=True)
                 said = {"id": name, "tenant": tenant, "session": session.id}
-                said["user_metadata"] = body.get("user_metadata")
-                aside = folder / ".model.json"
-                aside.write_text(json.dumps(said))
-                aside.replace(folder / "model.json")
-                journal = JournalFile(folder / "requests-000000000.journal")
-                self.models[name] = Model(name, tenant, session.id, folder, journal)
+                write_whole(folder / "model.json", said | {"user_metadata": body.get("user_metadata")})
+                self.models[name] = Model.new(name, tenant, session.id, folder)
             return self.submit(tenant, name, 0, kind, body)
 
     def submit(self, tenant: str, name: Any, seq: Any, kind: str, event: dict[str, Any], body: bytes = b"") -> str:
@@ -232,15 +128,9 @@ class Service:
                 size = sum(len(request.body) for request in waits)
                 if len(waits) >= MOST_QUEUED or (waits and size + len(body) > MOST_QUEUED_BYTES):
                     raise Refused(f"{len(waits):,} requests of {size:,} bytes wait; send this one again later.", 429)
-                event = {key: value for key, value in event.items() if key not in ("seq", "kind")}
-                model.journal.add({"seq": seq, "kind": kind, **event}, body)
-                self._enqueue(model, Request(seq, kind, event, body))
+                model.accept(Request(seq, kind, event, body))
+                self._changed.notify_all()
             return f"{model.id}:{seq}"
-
-    def _enqueue(self, model: Model, request: Request) -> None:
-        model.pending[request.seq] = request
-        model.futures[request.seq] = Future()
-        self._changed.notify_all()
 
     def model(self, tenant: str, name: Any) -> Model:
         found = self.models.get(str(name))
@@ -258,79 +148,22 @@ class Service:
             )
         return model.futures[int(seq)], model
 
-    def add_sampler(self, tenant: str, session: Session, number: Any, path: str | None) -> str:
-        """Return the id of a sampling session, the same if it is asked for again."""
-        if type(number) is not int:
-            raise Refused(f"sampling_session_seq_id = {number!r}: must be an integer.", 400)
-        name = f"{session.id}:sample:{number}"
-        with self._changed:
-            if name not in self.samplers:
-                self._journal.add({"kind": "sampler", "id": name, "tenant": tenant, "path": path})
-                self.samplers[name] = (tenant, path)
-        return name
-
-    def sampler(self, tenant: str, name: Any) -> str | None:
-        """Return the tinker path that a sampling session samples from; None for the base model."""
-        owner, path = self.samplers.get(str(name), ("", None))
-        if owner != tenant:
-            raise Refused(f"sampling_session_id = {name!r}: there is no such sampling session.", 404)
-        return path
-
-    # -- saved weights
-
-    def weights(self, tenant: str, path: Any, *kinds: str) -> Path:
-        """Return the folder of saved weights of the tenant. kinds: `weights`, `sampler_weights`."""
-        match = TINKER.fullmatch(path) if isinstance(path, str) else None
-        if match and match[2] in kinds and checks.NAME.fullmatch(match[3]):
-            folder = self._folder_of(match[1])
-            said = json.loads(file.read_text()) if (file := folder / "model.json").is_file() else {"tenant": None}
-            if said["tenant"] == tenant and self.facts_of(found := folder / match[2] / match[3]):
-                return found
-        raise Refused(f"path = {path!r}: there are no such {' or '.join(kinds)}; give what a save has returned.", 404)
-
-    def facts_of(self, folder: Path) -> dict[str, Any]:
-        """Return what was noted about saved weights; {} if there are none."""
-        file = folder.with_name(f"{folder.name}.json")
-        return dict(json.loads(file.read_text())) if file.is_file() else {}
-
-    def saved(self, tenant: str, model: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the tenant's saved weights, (tinker path, facts), of one model or of all."""
-        for file in sorted((self.folder / "models").glob("*/model.json")):
-            said = json.loads(file.read_text())
-            if said["tenant"] != tenant or model not in ("", said["id"]):
-                continue
-            for facts in sorted([*file.parent.glob("weights/*.json"), *file.parent.glob("sampler_weights/*.json")]):
-                yield f"tinker://{said['id']}/{facts.parent.name}/{facts.stem}", json.loads(facts.read_text())
-
-    def delete(self, tenant: str, path: str) -> None:
-        folder = self.weights(tenant, path, "weights", "sampler_weights")
-        folder.with_name(f"{folder.name}.json").unlink()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def _folder_of(self, model: str) -> Path:
-        if not re.fullmatch(r"[0-9a-f]{32}:train:\d{1,9}", model):
-            raise Refused(f"{model!r}: is no model of this server.", 404)
-        return self.folder / "models" / model.replace(":", "-")
-
     # -- the main thread
 
     def run(self) -> None:
         """Run requests until `stop`. Rank 0's main thread calls this."""
         self._resume_all()
-        while (chosen := self._next()) is not None:
-            model, request = chosen
+        while chosen := self._next():
             with self._changed:
-                model.journal.add({"kind": "begun", "seq": request.seq})
-            try:
-                result = self._run(model, request)
-            except (*FAILURES, Refused) as error:
-                logger.info("%s request %d (%s) failed: %s", model.id, request.seq, request.kind, error)
-                is_user = isinstance(error, ValueError | Refused)
-                result = Result(orjson.dumps({"error": str(error), "category": "user" if is_user else "server"}))
-            if is_due := self._is_due(model, request):
-                self.ranks.call("save", model.id, model.folder / "resume" / str(request.seq))
-            with self._changed:
-                self._finish(model, request, result, is_saved=is_due)
+                for model, request in chosen:
+                    model.begin(request)
+            for (model, request), result in zip(chosen, self._results(chosen), strict=True):
+                if is_due := self._is_due(model, request):
+                    self.ranks.call("save", model.id, model.folder / "resume" / str(request.seq))
+                with self._changed:
+                    if request.kind == "optim_step":
+                        self._turn = None
+                    model.finish(request, result, is_saved=is_due)
         self.ranks.call("stop")
 
     def stop(self) -> None:
@@ -338,23 +171,41 @@ class Service:
             self._is_stopping = True
             self._changed.notify_all()
 
-    def _next(self) -> tuple[Model, Request] | None:
-        """Wait for a request that can run. Return None after `stop`."""
+    def _next(self) -> list[tuple[Model, Request]]:
+        """Wait for a request that can run, and return it with those that run along. Return [] after `stop`."""
         with self._changed:
             while not self._is_stopping:
                 self._end_finished()
-                if self._turn is None or not self._is_ready(self._turn):
+                if self._turn is None or not self._left_in_turn or not self._is_ready(self._turn):
                     # A list, because placing a model may end another.
                     self._turn = next((model for model in list(self.models.values()) if self._is_ready(model)), None)
+                    self._left_in_turn = MOST_IN_TURN
                 if self._turn is not None:
                     # The last in the order of the dictionary has its next turn last.
                     self.models[self._turn.id] = self.models.pop(self._turn.id)
-                    head = self._turn.head
-                    assert head is not None
-                    return self._turn, head
+                    self._left_in_turn -= 1
+                    return [(model, _head(model)) for model in [self._turn, *self._along_with(self._turn)]]
                 if not self._changed.wait(REST_S):
                     self.ranks.call("rest")
-            return None
+            return []
+
+    def _along_with(self, first: Model) -> list[Model]:
+        """Return the models whose next request runs in one pass with that of `first`."""
+        if not self._may_run_with_others(first):
+            return []
+        others = [model for model in self.models.values() if model is not first and self._may_run_with_others(model)]
+        return [model for model in others if _head(model).kind == _head(first).kind][: MOST_TOGETHER - 1]
+
+    def _may_run_with_others(self, model: Model) -> bool:
+        # A request during which the server has ended before might end it again, and then for others, too.
+        head = model.head
+        return (
+            head is not None
+            and head.kind in PASSES
+            and not model.tries[head.seq]
+            and model.is_placed
+            and self.ranks.is_at_hand(model.id)
+        )
 
     def _is_ready(self, model: Model) -> bool:
         return model.head is not None and (model.is_placed or self._has_slot())
@@ -364,57 +215,68 @@ class Service:
         while sum(model.is_placed for model in self.models.values()) >= self.slots:
             quiet = time.monotonic() - self.quiet_s
             idle = [model for model in self.models.values() if model.is_placed and model.head is None]
-            gone = next((model for model in idle if self.sessions[model.session].seen < quiet), None)
+            gone = next((model for model in idle if self.sessions.by_id[model.session].seen < quiet), None)
             if gone is None:
                 return False
             self._end(gone)
         return True
 
     def _end_finished(self) -> None:
-        for model in [model for model in self.models.values() if self.sessions[model.session].is_over]:
+        for model in [model for model in self.models.values() if self.sessions.by_id[model.session].is_over]:
             self._end(model)
 
     def _end(self, model: Model) -> None:
         """Forget a model whose session is over. What the client has saved by name stays."""
-        self._journal.add({"kind": "ended", "id": model.id})
+        self.sessions.note_ended(model.id)
         if self._turn is model:
             self._turn = None
         if model.is_placed:
             self.ranks.call("drop", model.id)
         del self.models[model.id]
-        model.journal.close()
-        for future in model.futures.values():
-            if not future.done():
-                future.set_result(Result(orjson.dumps({"error": "the session is over.", "category": "user"})))
-        for path in [*model.folder.glob("requests-*.journal"), *model.folder.glob("sampler_weights/snapshot-*.json")]:
-            path.unlink()
-        for path in [model.folder / "resume", *model.folder.glob("sampler_weights/snapshot-*")]:
-            shutil.rmtree(path, ignore_errors=True)
+        model.close()
 
     def _is_due(self, model: Model, request: Request) -> bool:
-        """Return True if a checkpoint is due: after a load, and every few optimizer steps."""
+        """Return True if a checkpoint is due: after a load, every few optimizer steps, and if the journal has grown."""
         model.steps += request.kind == "optim_step"
         state = self.ranks.models.get(model.id)
         if state is None or state.gradients is not None:
             return False
-        return request.kind == "load" or model.steps >= self.checkpoint_every
-
-    def _finish(self, model: Model, request: Request, result: Result, *, is_saved: bool) -> None:
-        """Note a result. is_saved: a checkpoint after this request has been written."""
-        model.seq = request.seq
-        del model.pending[request.seq]
-        if request.kind == "optim_step":
-            self._turn = None
-        fetched = [seq for seq, future in model.futures.items() if future.done() and future.result().was_fetched]
-        for seq in fetched[:-KEPT_RESULTS]:
-            del model.futures[seq]
-        if is_saved:
-            self._begin_journal(model, result)
-        else:
-            model.journal.add({"kind": "done", "seq": request.seq})
-        model.futures[request.seq].set_result(result)
+        has_grown = model.journal.size - model.carried_bytes > MOST_JOURNAL_BYTES
+        return request.kind == "load" or model.steps >= self.checkpoint_every or has_grown
 
     # -- what requests do
+
+    def _results(self, chosen: list[tuple[Model, Request]]) -> list[Result]:
+        """Run requests: one, or passes of several models together."""
+        if len(chosen) == 1:
+            return [self._result(*chosen[0])]
+        asked: dict[int, Asked] = {}
+        refused: dict[int, Result] = {}
+        for number, (model, request) in enumerate(chosen):
+            try:
+                asked[number] = self._asked(model, request)
+            except ValueError as error:
+                refused[number] = _failure(model, request, error)
+        try:
+            with_gradients = PASSES[chosen[0][1].kind]
+            found = self.ranks.call("compute", list(asked.values()), with_gradients) if asked else []
+        except FAILURES as error:  # one of them is at fault: each alone has its own result
+            logger.info("a pass of %d models failed, and each is run alone: %s", len(asked), error)
+            return [refused.get(number) or self._result(*one) for number, one in enumerate(chosen)]
+        answers = {number: _answer(*one) for number, one in zip(asked, found, strict=True)}
+        return [(refused | answers)[number] for number in range(len(chosen))]
+
+    def _result(self, model: Model, request: Request) -> Result:
+        try:
+            return self._run(model, request)
+        except (*FAILURES, Refused) as error:
+            return _failure(model, request, error)
+
+    def _asked(self, model: Model, request: Request) -> Asked:
+        """Return the pass that a request asks for, with its data checked."""
+        asked = wire.read_forward_backward(request.body)
+        data = checks.checked_data(asked.data, asked.loss, asked.options, vocab=self.vocab, longest=self.longest)
+        return Asked(model.id, data, asked.loss, {name: float(value) for name, value in asked.options.items()})
 
     def _run(self, model: Model, request: Request) -> Result:
         kind, event = request.kind, request.event
@@ -422,11 +284,10 @@ class Service:
             raise ValueError(f"{kind}: the server has ended {MOST_TRIES} times while it ran this request; send less.")
         if kind == "create":
             self._place(model, checks.adapted_of(event.get("lora_config"), self.lora.rank, model.id))
-            return _json(type="create_model", model_id=model.id)
+            return json_result(type="create_model", model_id=model.id)
         if kind == "load":
-            folder = self.weights(model.tenant, event.get("path"), "weights")
-            facts = self.facts_of(folder)
-            adapted = Adapted(**facts["adapted"])
+            folder = self.weights.find(model.tenant, event.get("path"), "weights")
+            adapted = Adapted(**facts_of(folder)["adapted"])
             if not model.is_placed:
                 self._place(model, adapted)
             elif model.adapted != adapted:
@@ -435,21 +296,18 @@ class Service:
                     f"with create_training_client_from_state."
                 )
             self.ranks.call("load", model.id, folder, bool(event.get("optimizer")))
-            return _json(type="load_weights", path=event["path"], model_id=model.id)
+            return json_result(type="load_weights", path=event["path"], model_id=model.id)
         if not model.is_placed:
             raise ValueError("the model was not created, as the error of its creation says; make a new client.")
-        if kind == "pass":
-            asked = wire.read_forward_backward(request.body)
-            data = checks.checked_data(asked.data, asked.loss, asked.options, vocab=self.vocab, longest=self.longest)
-            name = "forward" if asked.forward_only else "forward_backward"
-            loss, logprobs = self.ranks.call(name, model.id, data, asked.loss, asked.options)
-            return Result(wire.forward_backward_response(logprobs, {"loss:sum": loss}), is_proto=True)
+        if kind in PASSES:
+            ((loss, logprobs),) = self.ranks.call("compute", [self._asked(model, request)], PASSES[kind])
+            return _answer(loss, logprobs)
         if kind == "optim_step":
             step = checks.adam_step(event)
             applied, norm = self.ranks.call("optim_step", model.id, step)
             if not applied:
                 raise ValueError(f"optim_step: the gradient's norm is {norm}, so the weights were left as they are.")
-            return _json(metrics={"grad_norm": norm, "learning_rate": step.lr})
+            return json_result(metrics={"grad_norm": norm, "learning_rate": step.lr})
         assert kind in ("weights", "sampler_weights"), kind
         return self._save(model, request)
 
@@ -460,82 +318,44 @@ class Service:
     def _save(self, model: Model, request: Request) -> Result:
         kind, event = request.kind, request.event
         is_named = kind == "weights" or event.get("path") is not None
-        name = checks.check_name(event.get("path")) if is_named else f"snapshot-{request.seq}"
-        folder, facts = model.folder / kind / name, self.facts_of(model.folder / kind / name)
+        name = check_name(event.get("path")) if is_named else f"snapshot-{request.seq}"
+        folder = model.folder / kind / name
+        facts = facts_of(folder)
         if not facts or facts["seq"] < request.seq:
             if facts and not event.get("overwrite"):
                 raise ValueError(f"name = {name!r}: there are weights of this name; take another, or overwrite=True.")
             folder.parent.mkdir(exist_ok=True)
             self.ranks.call("save" if kind == "weights" else "export", model.id, folder)
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             assert model.adapted is not None
             facts = {"seq": request.seq, "adapted": asdict(model.adapted), "time": datetime.now(UTC).isoformat()}
-            facts |= {"size_bytes": size, "user_metadata": event.get("user_metadata")}
-            aside = folder.with_name(f".{name}.json")
-            aside.write_text(json.dumps(facts))
-            aside.replace(folder.with_name(f"{name}.json"))
+            note_facts(folder, facts | {"user_metadata": event.get("user_metadata")})
         path = f"tinker://{model.id}/{kind}/{name}"
         if kind == "weights":
-            return _json(type="save_weights", path=path)
+            return json_result(type="save_weights", path=path)
         if is_named:
-            return _json(type="save_weights_for_sampler", path=path)
-        session = self.sessions[model.session]
-        sampler = self.add_sampler(model.tenant, session, event.get("sampling_session_seq_id"), path)
-        return _json(type="save_weights_for_sampler", sampling_session_id=sampler)
-
-    # -- life after a restart
-
-    def _begin_journal(self, model: Model, result: Result) -> None:
-        """Begin a journal after the checkpoint of the model's last request, with that request's and earlier results."""
-        model.steps, seq = 0, model.seq
-        path = model.folder / f"requests-{seq + 1:09d}.journal"
-        path.with_suffix(".new").unlink(missing_ok=True)
-        journal = JournalFile(path.with_suffix(".new"))
-        assert model.adapted is not None
-        journal.add({"kind": "resumed", "seq": seq, "adapted": asdict(model.adapted)})
-        done = {n: future.result() for n, future in model.futures.items() if future.done()} | {seq: result}
-        for number, one in done.items():
-            journal.add({"kind": "result", "seq": number, "is_proto": one.is_proto}, one.body)
-        for waiting in model.pending.values():
-            journal.add({"seq": waiting.seq, "kind": waiting.kind, **waiting.event}, waiting.body)
-        path.with_suffix(".new").rename(path)  # from here on a restart begins with this checkpoint
-        model.journal.close()
-        model.journal.path.unlink()
-        journal.path, model.journal = path, journal
-        for old in (model.folder / "resume").iterdir():
-            if old.name != str(seq):
-                shutil.rmtree(old)
-
-    def _reopen(self, folder: Path, said: dict[str, Any]) -> None:
-        """Read the journal of a model that an earlier process had."""
-        paths = sorted(folder.glob("requests-*.journal"))
-        if not paths:
-            return
-        for old in paths[:-1]:
-            old.unlink()
-        model = Model(said["id"], said["tenant"], said["session"], folder, JournalFile(paths[-1]))
-        for event, body in model.journal.records:
-            kind, seq = event.pop("kind"), event.pop("seq")
-            if kind == "resumed":
-                model.seq, model.adapted = seq, Adapted(**event["adapted"])
-            elif kind == "result":
-                model.futures[seq] = Future()
-                model.futures[seq].set_result(Result(body, event["is_proto"]))
-            elif kind in ("begun", "done"):
-                model.tries[seq] = 0 if kind == "done" else model.tries[seq] + 1
-            else:
-                self._enqueue(model, Request(seq, kind, event, body))
-        model.journal.records.clear()
-        self.models[model.id] = model
+            return json_result(type="save_weights_for_sampler", path=path)
+        session = self.sessions.by_id[model.session]
+        sampler = self.sessions.add_sampler(model.tenant, session, event.get("sampling_session_seq_id"), path)
+        return json_result(type="save_weights_for_sampler", sampling_session_id=sampler)
 
     def _resume_all(self) -> None:
         """Put the models with a checkpoint back into the engine. Those without one begin with their first request."""
         for model in [model for model in self.models.values() if model.adapted is not None]:
             assert model.adapted is not None
             self._place(model, model.adapted)
-            self.ranks.call("load", model.id, model.folder / "resume" / str(model.seq), True)
+            self.ranks.call("load", model.id, model.resume_folder, True)
             logger.info("%s: resumed after request %d; %d wait", model.id, model.seq, len(model.pending))
 
 
-def _json(**body: Any) -> Result:
-    return Result(orjson.dumps(body))
+def _head(model: Model) -> Request:
+    assert model.head is not None
+    return model.head
+
+
+def _answer(loss: float, logprobs: list[Any]) -> Result:
+    return Result(wire.forward_backward_response(logprobs, {"loss:sum": loss}), is_proto=True)
+
+
+def _failure(model: Model, request: Request, error: Exception) -> Result:
+    logger.info("%s request %d (%s) failed: %s", model.id, request.seq, request.kind, error)
+    return json_result(error=str(error), category="user" if isinstance(error, ValueError | Refused) else "server")

@@ -1,14 +1,19 @@
-"""One engine that the models of several clients occupy in turn: adapters on one base, or whole models.
+"""One engine for the models of several clients: adapters on one base, or whole models in turn.
 
-A model is its weights, its optimizer's state and the gradients that wait for its next optimizer step. All of it is in
-host memory while another model has the engine. Copies are exact, so that a model's results are to the bit those that it
-would have alone.
+A model is its weights, its optimizer's state and the gradients that wait for its next optimizer step. One model
+occupies Megatron's own tensors. The others are kept on the device as long as there is room, else in host memory.
+
+Passes of several models with adapters run as one: Megatron's schedule gets the microbatches of all of them. Each
+microbatch has the rows of one model, with whose adapters its layers compute. A microbatch is therefore the same as if
+its model were alone, and so are its results to the bit. Rows of several models in one microbatch would not be: the last
+bits of a row of a matrix product may depend on the number of rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +22,15 @@ from torch import Tensor
 
 from megatron_rl.adapter_sums import sum_of, write_sums
 from megatron_rl.api import LogprobLoss
-from megatron_rl.batch.exchange import by_token
+from megatron_rl.batch.exchange import by_token, own_share
 from megatron_rl.config import LoraConfig
 from megatron_rl.engine import checkpoint
-from megatron_rl.engine.adapters import Adapter
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import tensors_of
+from megatron_rl.engine.one_copy import one_copy
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.training_server.wire import Datum
 from megatron_rl.types import FinetuneSpec, MicroBatch, TrajectoryBatch, prefix_sums
 from megatron_rl.weights.adapter_rules import FirstAdapters, adapter_shapes, write_peft_folder
@@ -59,8 +66,8 @@ class AdamStep:
 class ModelState:
     """A client's model.
 
-    kept: this rank's part of weights and optimizer, in host memory, or None while the model occupies the engine. steps:
-    the counts that an optimizer keeps by group. gradients: sums since the last optimizer step, or None.
+    kept: this rank's part of weights and optimizer, or None while the model occupies the engine. steps: the counts that
+    an optimizer keeps by group. gradients: sums since the last optimizer step, or None.
     """
 
     adapted: Adapted
@@ -69,27 +76,41 @@ class ModelState:
     gradients: list[Tensor] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """The loss of a model on some data. The data's targets all have the shape `[T]`, or all `[T, K]`."""
+
+    model: ModelState
+    data: list[Datum]
+    loss: LogprobLoss
+
+
 class SharedEngine(MegatronEngine):
     """Collective: every rank calls every method, with the same arguments.
 
     engine = SharedEngine(config.actor)
     engine.initialize()
     model = engine.new_model(Adapted(rank=8, seed=0))
-    loss, logprobs = engine.add_gradients(model, data, make_loss("cross_entropy", {}))
+    ((loss, logprobs),) = engine.compute([Pass(model, data, make_loss("cross_entropy", {}))], with_gradients=True)
     engine.optimizer_step(model, AdamStep(1e-4, (0.9, 0.95), 1e-12, 0.0, 0.0))
     """
 
+    groups: ParallelGroups  # after `initialize`
     occupant: ModelState | None = None
+    kept_on_device = 0
+    """Maximum number of models that are kept on the device in addition to the occupant."""
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         super().initialize(addr, ft_spec)
         checkpoint.start_adam(self.optimizer)
         self._buffers = tensors_of(self)[2]
+        self._waiting: set[ModelState] = set()  # those kept on the device
         self._first = [tensor.to("cpu", copy=True) for tensor in self._own()] if self.adapters is None else []
 
     def _own(self) -> list[Tensor]:
         """Return all tensors that differ from model to model, besides gradients, in an order that loading keeps."""
-        found = [parameter.data for parameter in self.parameters() if parameter.requires_grad]
+        trained = self.parameters() if self.adapters is None else self.adapters.parameters
+        found = [parameter.data for parameter in trained if parameter.requires_grad]
         storages = {weight.untyped_storage().data_ptr() for weight in found}
         for part in self.optimizer.chained_optimizers:
             for group in [] if part.optimizer is None else part.optimizer.param_groups:
@@ -110,19 +131,25 @@ class SharedEngine(MegatronEngine):
             for mine, first in zip(self._own(), self._first, strict=True):
                 mine.copy_(first)
         else:
-            self._scale_adapters(adapted)
+            self.adapters.set_scale(self._scale_of(adapted))
             self._load_adapters(PaddedAdapters(self.arch, self.config.lora, adapted))
         self._forget_moments()
         return self.occupant
 
     def drop(self, model: ModelState) -> None:
+        self._waiting.discard(model)
         if self.occupant is model:
             self.occupant = None
 
+    def is_at_hand(self, model: ModelState) -> bool:
+        """Return True if `compute` can run the model together with others: it is on the device, and has adapters."""
+        return self.adapters is not None and (model is self.occupant or model in self._waiting)
+
     def occupy(self, model: ModelState) -> None:
-        """Put `model` into the engine, and the one that was in it into host memory."""
+        """Put `model` into Megatron's tensors, and keep the one that was in them."""
         if self.occupant is model:
             return
+        self._waiting.discard(model)
         self._leave()
         assert model.kept is not None
         for mine, kept in zip(self._own(), model.kept, strict=True):
@@ -132,22 +159,24 @@ class SharedEngine(MegatronEngine):
         if model.gradients is not None:
             model.gradients = [part.to(self.device) for part in model.gradients]
         model.kept, self.occupant = None, model
-        self._scale_adapters(model.adapted)
+        if self.adapters is not None:
+            self.adapters.set_scale(self._scale_of(model.adapted))
 
     def _leave(self) -> None:
         model, self.occupant = self.occupant, None
         if model is None:
             return
-        model.kept = [tensor.to("cpu", copy=True) for tensor in self._own()]
+        place = torch.device("cpu")
+        if len(self._waiting) < self.kept_on_device:
+            self._waiting.add(model)
+            place = self.device
+        model.kept = [tensor.to(place, copy=True) for tensor in self._own()]
         model.steps = [group.get("step") for group in self.optimizer.param_groups]
         if model.gradients is not None:
-            model.gradients = [part.cpu() for part in model.gradients]
+            model.gradients = [part.to(place) for part in model.gradients]
 
-    def _scale_adapters(self, adapted: Adapted) -> None:
-        for chunk in self.chunks:
-            for module in chunk.modules():
-                if isinstance(module, Adapter):
-                    module.scale = self.config.lora.alpha / adapted.rank
+    def _scale_of(self, adapted: Adapted) -> float:
+        return self.config.lora.alpha / adapted.rank
 
     def _forget_moments(self) -> None:
         """Set Adam's state to that before the first step, and its main parameters to the weights."""
@@ -163,48 +192,155 @@ class SharedEngine(MegatronEngine):
 
     # -- computing
 
-    @torch.no_grad()
-    def logprobs(self, model: ModelState, data: list[Datum], loss: LogprobLoss) -> tuple[float, list[Tensor]]:
-        """Return the loss, and each datum's log-probabilities `[T]` of its targets."""
-        return self._sums(model, data, loss, forward_only=True)
+    def compute(self, passes: Sequence[Pass], *, with_gradients: bool) -> list[tuple[float, list[Tensor]]]:
+        """Compute passes of different models as one. For each, return the loss and each datum's log-probabilities.
 
-    def add_gradients(self, model: ModelState, data: list[Datum], loss: LogprobLoss) -> tuple[float, list[Tensor]]:
-        """Add the gradient of the loss to the model's; return what `logprobs` returns."""
-        self.occupy(model)
+        They have the shape of the datum's targets. with_gradients: add the gradient of each loss to its model's.
+        Nothing is added if an error is raised. Several passes need models that are at hand.
+        """
+        for one in passes:
+            if not self.is_at_hand(one.model):
+                assert len(passes) == 1, "a pass of several models needs all of them at hand"
+                self.occupy(one.model)
+        self._activate()
+        batches = [batch_of(one.data) for one in passes]
+        shares = [own_share(batch, self.groups) for batch in batches]
+        for one, share in zip(passes, shares, strict=True):
+            self.check_loss(one.loss, share)
+        packs = [self._pack(share, final_rows=False) for share in shares]
+        number_of = {id(microbatch): number for number, pack in enumerate(packs) for microbatch in pack}
+        stages = [self._stage_of(one) for one in passes]
+
+        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows) -> tuple[Tensor, Tensor, Any]:
+            return stages[number_of[id(microbatch)]](hidden, microbatch, packed)
+
+        every = [microbatch for pack in packs for microbatch in pack]
+        with torch.set_grad_enabled(with_gradients):
+            kept = self._run_passes(passes, every, last_stage, number_of, with_gradients=with_gradients)
+        found = []
+        for one, batch, share, pack in zip(passes, batches, shares, packs, strict=True):
+            own, kept = kept[: len(pack)], kept[len(pack) :]
+            totals = self._global_sums([sums for sums, _, _ in own], 0)
+            rows = [logprobs for _, _, logprobs in own]
+            found.append((totals["loss"], self._by_datum(one.data, batch, share, pack, rows)))
+        return found
+
+    def _run_passes(
+        self,
+        passes: Sequence[Pass],
+        microbatches: list[MicroBatch],
+        last_stage: Callable[..., tuple[Tensor, Tensor, Any]],
+        number_of: dict[int, int],
+        *,
+        with_gradients: bool,
+    ) -> list[Any]:
+        """Run the schedule once, each microbatch with the adapters of its pass. number_of: id of microbatch -> pass."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()  # gradients of the last step, which are views of the buffers
-        found = self._sums(model, data, loss, forward_only=False)
+        sums: list[list[Tensor]] = [[] for _ in passes]
+        prepare = None
+        if self.adapters is not None:
+            adapters = self.adapters
+            lent = [self._parts_of(one.model, sums[n] if with_gradients else None) for n, one in enumerate(passes)]
+
+            def prepare(microbatch: MicroBatch) -> None:
+                number = number_of[id(microbatch)]
+                adapters.lend(lent[number], self._scale_of(passes[number].model.adapted))
+
+        reduce = self.tf_config.finalize_model_grads_func
+
+        def complete(chunks: list[Any], weight: Tensor, **options: Any) -> None:
+            """Reduce the gradients of each pass over the ranks, as if it were alone, and add them to its model's."""
+            for one, parts in zip(passes, sums, strict=True):
+                if self.adapters is not None:
+                    for chunk in self.wrapped:
+                        chunk.zero_grad_buffer()
+                    for parameter, part in zip(self.adapters.parameters, parts, strict=True):
+                        _main_grad(parameter).copy_(part)
+                reduce(chunks, weight.clone(), **options)
+                self._keep_gradients(one.model)
+
+        self.tf_config.finalize_model_grads_func = complete
+        try:
+            return self._run(microbatches, last_stage, forward_only=not with_gradients, prepare=prepare)
+        finally:
+            self.tf_config.finalize_model_grads_func = reduce
+            if self.adapters is not None:
+                self.adapters.give_back()
+
+    def _parts_of(self, model: ModelState, sums: list[Tensor] | None) -> list[Tensor]:
+        """Return a model's adapters as leaves that share its memory.
+
+        sums: if given, an empty list that is filled with the sums to which the leaves' gradients will be added.
+        """
+        assert self.adapters is not None
+        own = self.adapters.parameters
+        if self.occupant is model:
+            values = [parameter.data for parameter in own]
+        else:
+            assert model.kept is not None
+            values = model.kept[: len(own)]
+        leaves = [value.detach() for value in values]
+        if sums is not None:
+            for parameter, leaf in zip(own, leaves, strict=True):
+                sums.append(torch.zeros_like(_main_grad(parameter)))
+                hook: Any = leaf.requires_grad_().register_post_accumulate_grad_hook
+                hook(_adding_to(sums[-1]))
+        return leaves
+
+    def _keep_gradients(self, model: ModelState) -> None:
         if model.gradients is None:
             model.gradients = [torch.zeros_like(buffer) for buffer in self._buffers]
         # Summed outside of Megatron's buffers: their reduction over ranks would count an earlier pass once more.
         for total, buffer in zip(model.gradients, self._buffers, strict=True):
             total += buffer
-        return found
 
-    def _sums(
-        self, model: ModelState, data: list[Datum], loss: LogprobLoss, *, forward_only: bool
-    ) -> tuple[float, list[Tensor]]:
-        self.occupy(model)
-        totals: dict[str, float] = {}
+    def _stage_of(self, one: Pass) -> Callable[..., tuple[Tensor, Tensor, Any]]:
+        if one.data[0].inputs[TARGETS].ndim == 1:
+            return self._last_stage(one.loss, _divides_nothing)
+        return self._last_stage_of_several
 
-        def compute(share: TrajectoryBatch) -> Tensor:
-            found, logprobs = self._accumulate(share, loss, _divides_nothing, forward_only=forward_only)
-            totals.update(found)
-            assert logprobs is not None
-            return logprobs
+    def _last_stage_of_several(
+        self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Compute the cross entropy of several targets of each token, one after the other."""
+        rows = one_copy(dict(microbatch.rows.items()), self.device)
+        columns: list[Tensor] = []
+        weights: list[Tensor] = []
+        while (name := column_of(TARGETS, len(columns))) in rows:
+            labels = torch.where(rows["labels"] < 0, rows["labels"], rows[name])
+            weights.append(rows[column_of("weights", len(columns))])
+            columns.append(self._head.logprobs(hidden, {"labels": labels}, packed, 1.0, with_entropy=False)[0])
+        logprobs = torch.stack(columns, dim=1)
+        loss = -(torch.stack(weights, dim=1) * logprobs).sum()  # untrained rows have log-probabilities of 0
+        kept = {"loss": loss.detach().float().clone()}, 0, logprobs.detach().float()
+        return loss, _divides_nothing({}), kept
 
-        self._activate()
-        batch = batch_of(data)
-        of_tokens = by_token(batch, self.groups, compute)
-        return totals["loss"], [part[1:] for part in of_tokens.split(batch.lengths.tolist())]
+    def _by_datum(
+        self,
+        data: list[Datum],
+        batch: TrajectoryBatch,
+        share: TrajectoryBatch,
+        microbatches: list[MicroBatch],
+        rows: list[Tensor],
+    ) -> list[Tensor]:
+        """Return each datum's log-probabilities. rows: those of this rank's microbatches; [] on earlier stages."""
+        width = data[0].inputs[TARGETS].shape[1:]
+        columns = []
+        for place in [(slice(None), number) for number in range(width[0])] if width else [slice(None)]:
+            tokens = self._by_token(share, microbatches, [part[place].contiguous() for part in rows])
+            columns.append(by_token(batch, self.groups, functools.partial(_known, tokens)))
+        of_tokens = torch.stack(columns, dim=1) if width else columns[0]
+        return [part[1:] for part in torch.split(of_tokens, batch.lengths.tolist())]
 
     def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
         """Take the labels from the targets, which need not be the next tokens."""
         microbatches = super()._pack(batch, final_rows=final_rows)
         for microbatch in microbatches:
             labels = microbatch.rows["labels"]
-            microbatch.rows["labels"] = torch.where(labels < 0, labels, microbatch.rows[TARGETS])
+            name = TARGETS if TARGETS in microbatch.rows.keys() else column_of(TARGETS, 0)
+            microbatch.rows["labels"] = torch.where(labels < 0, labels, microbatch.rows[name])
         return microbatches
 
     def optimizer_step(self, model: ModelState, step: AdamStep) -> tuple[bool, float]:
@@ -223,7 +359,8 @@ class SharedEngine(MegatronEngine):
             part.config.clip_grad = step.clip
             for group in [] if part.optimizer is None else part.optimizer.param_groups:
                 group.update(options)
-        return self.optimizer.step_if(lambda norm: self.is_sound(0.0, norm))
+        applied, norm = self.optimizer.step_if(lambda norm: self.is_sound(0.0, norm))
+        return applied, norm
 
     # -- files
 
@@ -265,18 +402,48 @@ def _divides_nothing(rows: Mapping[str, Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.int)
 
 
+def column_of(name: str, number: int) -> str:
+    """Return the name of a batch's column with one of several numbers of each token."""
+    return f"{name}.{number}"
+
+
+def _known(tokens: Tensor, _: TrajectoryBatch) -> Tensor:
+    return tokens
+
+
+def _main_grad(parameter: Tensor) -> Tensor:
+    """Return Megatron's sum of the parameter's gradients, a view of a buffer."""
+    found: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return found
+
+
+def _adding_to(total: Tensor) -> Callable[[Tensor], None]:
+    """Return a hook that moves a leaf's gradient into `total`, as Megatron's do: in the dtype of the sum."""
+
+    def add(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        total.add_(leaf.grad)
+        leaf.grad = None
+
+    return add
+
+
 def batch_of(data: list[Datum]) -> TrajectoryBatch:
-    """Return the data as trajectories of T + 1 tokens, whose entries t + 1 describe the targets of tokens t."""
-    last = [datum.inputs[TARGETS][-1:] for datum in data]
+    """Return the data as trajectories of T + 1 tokens, whose entries t + 1 describe the targets of tokens t.
+
+    An input of the shape `[T, K]` becomes K columns, see `column_of`.
+    """
+    last = [datum.inputs[TARGETS].view(len(datum.tokens), -1)[-1:, 0] for datum in data]
     tokens = {
         "input_ids": torch.cat([part for pair in zip((d.tokens for d in data), last, strict=True) for part in pair])
     }
     lengths = torch.tensor([len(datum.tokens) + 1 for datum in data])
     tokens["loss_mask"] = torch.ones(int(lengths.sum()), dtype=torch.bool)
     tokens["loss_mask"][prefix_sums(lengths)[:-1]] = False
-    for name in data[0].inputs:
-        columns = [datum.inputs[name] for datum in data]
-        tokens[name] = torch.cat([part for column in columns for part in (column.new_zeros(1), column)])
+    for name, first in data[0].inputs.items():
+        for number, key in [(0, name)] if first.ndim == 1 else [(n, column_of(name, n)) for n in range(first.shape[1])]:
+            columns = [datum.inputs[name].view(len(datum.tokens), -1)[:, number] for datum in data]
+            tokens[key] = torch.cat([part for column in columns for part in (column.new_zeros(1), column)])
     return TrajectoryBatch(tokens, {}, prefix_sums(lengths))
 
 

@@ -52,7 +52,11 @@ def parser() -> argparse.ArgumentParser:
         help="JSON file {name: file with the tenant's API key}; default: one, with the key in run.folder/api_key",
     )
     parser.add_argument("--model-name", help="what clients call the base model; default: model.path")
-    parser.add_argument("--slots", type=int, default=8, help="models that the engine holds in turn (default 8)")
+    parser.add_argument(
+        "--slots",
+        type=int,
+        help="most models at a time (default: as many as the plan's memory allows, up to 64; 1 whole model)",
+    )
     parser.add_argument(
         "--checkpoint-every", type=int, default=20, help="optimizer steps of a model between checkpoints (default 20)"
     )
@@ -74,11 +78,17 @@ def main(argv: list[str] | None = None) -> None:
             platform.prepare(may_use_transformer_engine=config.may_use_transformer_engine)
             from megatron_rl.training_server.ranks import Ranks
             from megatron_rl.training_server.shared_engine import SharedEngine
+            from megatron_rl.training_server.slot_memory import Room, room_of, slots_of
         engine = SharedEngine(config.actor, megatron=config.megatron)
         engine.initialize()
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         # Equal on all ranks: other summation orders make replicas drift.
         torch.set_num_threads(engine.groups.least(config.run.threads_per_rank or max(1, free_cores() // local_ranks)))
+        memory = torch.cuda.get_device_properties(engine.device).total_memory if platform.has_cuda() else None
+        sizes = {"world_size": engine.groups.world_size, "local_ranks": local_ranks}
+        own = room_of(config, engine.arch, **sizes, device_bytes=memory)
+        room = Room(engine.groups.least(own.on_device), engine.groups.least(own.in_host), own.model_bytes)
+        args.slots, engine.kept_on_device = slots_of(args.slots, room, config), room.on_device
         ranks = Ranks(engine)
         if engine.groups.is_main:
             serve(args, config, ranks)
@@ -92,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
 def config_for(args: argparse.Namespace) -> TrainConfig:
     """Return the checked config. Raises ValueError."""
     for key in ("slots", "checkpoint_every"):
-        if getattr(args, key) < 1:
+        if getattr(args, key) is not None and getattr(args, key) < 1:
             raise ValueError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1.")
     given = read_sections(args.config)
     unused = [f"{key}={value}" for key, value in UNUSED.items() if _value(given, key) is None]
@@ -106,8 +116,6 @@ def config_for(args: argparse.Namespace) -> TrainConfig:
         raise ValueError(
             "optimizer.megatron.optimizer_cpu_offload = True: models that wait are in host memory; leave it out."
         )
-    if config.lora.rank == 0 and args.slots > 1:
-        args.slots = 1  # a whole model and its optimizer fill the memory for which the layout was planned
     if config.rollout.servers or config.rollout.registry:
         raise ValueError(
             "rollout.servers, rollout.registry: a training server starts its rollout servers itself; leave them out."
@@ -205,7 +213,8 @@ def serve(args: argparse.Namespace, config: TrainConfig, ranks: object) -> None:
         if args.ready_file is not None:
             args.ready_file.with_suffix(".new").write_text(url)
             args.ready_file.with_suffix(".new").rename(args.ready_file)
-        print(f"training server ready at {url} (model {service.base_model}; API key: {folder / 'api_key'})", flush=True)
+        about = f"model {service.base_model}; slots: {service.slots}; API key: {folder / 'api_key'}"
+        print(f"training server ready at {url} ({about})", flush=True)
         service.run()
         loop.call_soon_threadsafe(stopped.set)
         thread.join()

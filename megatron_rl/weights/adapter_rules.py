@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ class AdaptedMatrices:
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the matrices as in the model folder, before merging."""
-        return ((name, self.model.read(name, 0, 0, self.shapes[name][0])) for name in self.names)
+        return plain_matrices(self.model.folder, self.names)
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the matrices after merging, computed like `Adapter.merged` for a model in `dtype`."""
@@ -271,6 +271,13 @@ class AdaptedMatrices:
             delta = up.float() @ down.float()
             scale = self.config.scale_of(name.removesuffix(".weight"))
             yield name, torch.add(weight.to(dtype).float(), delta, alpha=scale).to(dtype)
+
+
+def plain_matrices(model_folder: str | Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield matrices of a model folder."""
+    shapes = hf_shapes(read_architecture(model_folder))
+    model = HFFolder(model_folder, shapes)
+    return ((name, model.read(name, 0, 0, shapes[name][0])) for name in names)
 
 
 def is_peft_folder(path: str | Path) -> bool:

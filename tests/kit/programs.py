@@ -53,6 +53,14 @@ def script() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def serve_training() -> None:
+    """Run a training server. Its process may be a fork of one that does not wait for its children."""
+    from megatron_rl.training_server import training_command
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    training_command.main()
+
+
 PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.cli": cli.main,
     "megatron_rl.launch": local.main,
@@ -60,6 +68,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     "megatron_rl.rollout": megatron_rl.rollout.__main__.main,
     "megatron_rl.tools.embedded_server.server": paced_server,
     "megatron_rl.train": train.main,
+    "megatron_rl.training_server": serve_training,
     "script": script,
 }
 STARTERS = (local, rollout_process, server_process, megatron_rl.run.run)

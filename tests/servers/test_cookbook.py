@@ -1,129 +1,158 @@
-"""Training loops of the package tinker-cookbook, unmodified, with a tiny model on the training server.
+"""Recipes of the package tinker-cookbook: its own files, started by their command lines, on the training server.
 
-The package is not among those that make installs: pip install tinker tinker-cookbook
+The package wants other versions of transformers than ours, so it is installed into a folder of its own:
+
+    .venv/bin/python -m pip install --target build/tinker-cookbook --no-deps tinker-cookbook \
+        blobfile chz lxml pycryptodomex pylatexenc termcolor tiktoken tml-renderers
+
+The recipes know models and data sets by their names on the Hugging Face hub. Here they find folders of these names in
+the folder in which they run: the model is a tiny one, or SmolLM2 if `make demo` has written it, and the data is a few
+rows.
 """
 
-import asyncio
+import importlib.util
 import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.kit.models import make_model
-from tests.kit.optional import later
+from tests.kit.runs import ROOT
 from tests.kit.tokenizers import make_tokenizer
-from tests.kit.training_servers import RANK, serving
+from tests.kit.training_servers import serving
+from tests.kit.waiting import LATE_S, SLOWNESS
 
-WHY = "needs the package tinker-cookbook: pip install tinker tinker-cookbook"
-chz = later("chz", reason=WHY)
-supervised = later("tinker_cookbook.supervised.train", reason=WHY)
-supervised_data = later("tinker_cookbook.supervised.data", reason=WHY)
-supervised_types = later("tinker_cookbook.supervised.types", reason=WHY)
-rl = later("tinker_cookbook.rl.train", reason=WHY)
-arithmetic = later("tinker_cookbook.recipes.math_rl.arithmetic_env", reason=WHY)
-dpo = later("tinker_cookbook.preference.train_dpo", reason=WHY)
-dpo_data = later("tinker_cookbook.preference.dpo_datasets", reason=WHY)
-preferences = later("tinker_cookbook.preference.preference_datasets", reason=WHY)
-pytestmark = pytest.mark.thorough
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny model whose folder is also its name, so that the client finds its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    make_model("qwen3", folder, 2, vocab_size=512, max_position_embeddings=512)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+COOKBOOK = ROOT / "build" / "tinker-cookbook"
+SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
+if importlib.util.find_spec("tinker") is None:
+    pytest.skip("needs the package tinker; make installs it", allow_module_level=True)
+if not (COOKBOOK / "tinker_cookbook").is_dir() and importlib.util.find_spec("tinker_cookbook") is None:
+    pytest.skip("needs tinker-cookbook in build/tinker-cookbook, see this file's docstring", allow_module_level=True)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800 * SLOWNESS)]
+MODEL = "Qwen/Qwen3-8B-Base"
+"""The name by which recipes know the model. It decides that they write dialogues as `User: ...`, `Assistant: ...`."""
+RATES = {"tiny": 1e-2, "smollm2": 1e-3}
+"""Learning rates. A model that knows nothing must move further."""
+NO_ROBOTS = "tinker_cookbook.recipes.chat_sl.chat_datasets:NoRobotsBuilder"
+GSM8K = "tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    with (
-        serving(folder, model, "--model-name", model, "batch.tokens_per_microbatch=512") as (url, _),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+def dialogues(count):
+    """Return dialogues in which each answer is 42."""
+    questions = [f"What is {number} in the end?" for number in range(count)]
+    return [{"messages": [said("user", question), said("assistant", "42")]} for question in questions]
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def preferences(count):
+    """Return pairs of replies to questions, of which the same one is always preferred."""
+    asked = [f"\n\nHuman: What is {number}+1?\n\nAssistant:" for number in range(count)]
+    return [{"chosen": f"{question} yes", "rejected": f"{question} no"} for question in asked]
+
+
+def sums(count):
+    return [{"question": f"{n} + 2?", "answer": f"#### {n + 2}", "final_answer": str(n + 2)} for n in range(count)]
+
+
+def write_data(folder, name, rows, config="default"):
+    """Write a data set where `datasets.load_dataset(name, config)` finds it from `folder`."""
+    own = folder / name
+    own.mkdir(parents=True)
+    for split in ("train", "test"):
+        (own / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test")]
+    (own / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{''.join(files)}---\n")
+
+
+@pytest.fixture(scope="module", params=["tiny", "smollm2"])
+def shop(request, tmp_path_factory):
+    """The folder in which recipes run, with a server of the model in its environment."""
+    folder = tmp_path_factory.mktemp("shop")
+    model = folder / MODEL
+    model.parent.mkdir()
+    if request.param == "tiny":
+        make_model("qwen3", model, 2, vocab_size=512, max_position_embeddings=1024)
+        make_tokenizer().save_pretrained(model)
+    elif SMOLLM2.is_dir():
+        model.symlink_to(SMOLLM2)
+    else:
+        pytest.skip(f"{SMOLLM2} is missing; make demo writes it")
+    write_data(folder, "HuggingFaceH4/no_robots", dialogues(32))
+    write_data(folder, "openai/gsm8k", sums(8), "main")
+    write_data(folder, "Anthropic/hh-rlhf", preferences(64))
+    write_data(folder, "zwhe99/DeepMath-103K", sums(16))
+    options = ["--model-name", MODEL, "lora.rank=32", "lora.alpha=64", "batch.tokens_per_microbatch=1024"]
+    with serving(folder, model, *options) as (url, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_BASE_URL", url)
         patch.setenv("TINKER_API_KEY", (folder / "run" / "api_key").read_text().strip())
         patch.setenv("TINKER_TELEMETRY", "0")
-        yield
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_HOME", str(folder / "cache"))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(COOKBOOK), os.environ.get("PYTHONPATH", "")]))
+        yield folder
 
 
-def options(model, folder, name):
-    common = {"model_name": model, "renderer_name": "role_colon", "lora_rank": RANK, "eval_every": 0}
-    return common | {"log_path": str(folder), "recipe_name": name}
+@pytest.fixture(scope="module")
+def rate(shop):
+    return RATES["smollm2" if (shop / MODEL).is_symlink() else "tiny"]
 
 
-def common_of(model):
-    return supervised_types.ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=model, renderer_name="role_colon", max_length=120, batch_size=4
-    )
+def run(shop: Path, recipe: str, *words: str) -> list[dict]:
+    """Run a recipe's own file to its end, and return the metrics of its steps."""
+    log = shop / recipe
+    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={log}"]
+    done = subprocess.run([*command, *words], cwd=shop, capture_output=True, text=True, timeout=LATE_S)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
-def metrics_in(folder, name):
-    steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [step[name] for step in steps if name in step]
+def of(steps, name):
+    found = [step[name] for step in steps if name in step]
+    assert found, f"no step has {name}: {sorted(steps[-1])}"
+    return found
 
 
-def test_supervised_training_learns(model, tmp_path):
-    pairs = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "42"}]} for n in range(16)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    data = supervised_data.FromConversationFileBuilder(
-        common_config=common_of(model), file_path=str(tmp_path / "rows.jsonl")
-    )
-    config = supervised.Config(
-        **options(model, tmp_path / "log", "recipe_sl_basic"),
-        **{"dataset_builder": data, "learning_rate": 1e-2, "num_epochs": 3, "save_every": 4},
-        **{"evaluator_builders": [], "infrequent_evaluator_builders": []},
-    )
-    asyncio.run(supervised.main(config))
-    losses = metrics_in(tmp_path / "log", "train_mean_nll")
-    assert len(losses) == 12 and losses[-1] < losses[0] - 1
+@pytest.fixture(scope="module")
+def taught(shop, rate):
+    """The steps of sl_basic."""
+    builder = [f"dataset_builder={NO_ROBOTS}", "dataset_builder.common_config.batch_size=8"]
+    common = {"model_name_for_tokenizer": MODEL, "renderer_name": "role_colon", "max_length": 120}
+    builder += [f"dataset_builder.common_config.{key}={value}" for key, value in common.items()]
+    return run(shop, "sl_basic", *builder, f"learning_rate={rate}", "num_epochs=6")
 
 
-def test_rl_on_arithmetic_runs_and_agrees_with_its_sampler(model, tmp_path):
-    data = arithmetic.ArithmeticDatasetBuilder(
-        batch_size=2,
-        model_name_for_tokenizer=model,
-        renderer_name="role_colon",
-        n_batches=2,
-        group_size=4,
-        include_fewshot=False,
-    )
-    config = rl.Config(
-        **options(model, tmp_path / "log", "recipe_rl_basic"),
-        **{"dataset_builder": data, "learning_rate": 1e-3, "max_tokens": 8, "save_every": 1},
-    )
-    asyncio.run(rl.main(config))
-    assert max(map(abs, metrics_in(tmp_path / "log", "optim/kl_sample_train_v1"))) < 1e-5
+def test_sl_basic_learns(taught):
+    losses = of(taught, "train_mean_nll")
+    assert len(losses) == 24 and losses[-1] < losses[0] - 1
 
 
-def test_preferences_learn_from_the_loss_of_equal_replies(model, tmp_path):
-    def said(role, content):
-        return [{"role": role, "content": content}]
+def test_rl_basic_runs_and_agrees_with_its_sampler(shop):
+    builder = {"batch_size": 4, "group_size": 4, "model_name_for_tokenizer": MODEL, "renderer_name": "role_colon"}
+    words = [f"dataset_builder={GSM8K}", *(f"dataset_builder.{key}={value}" for key, value in builder.items())]
+    steps = run(shop, "rl_basic", *words, "max_tokens=8", "learning_rate=1e-3", "lora_rank=8")
+    assert len(steps) >= 2
+    assert max(map(abs, of(steps, "optim/kl_sample_train_v1"))) < 1e-4
 
-    pairs = [
-        {
-            "comparison": {
-                "prompt_conversation": said("user", f"What is {n}+1?"),
-                "completion_A": said("assistant", str(n + 1)),
-                "completion_B": said("assistant", str(n + 5)),
-            },
-            "label": "A",
-        }
-        for n in range(16)
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    data = dpo_data.DPODatasetBuilderFromComparisons(
-        common_config=common_of(model),
-        comparison_builder=preferences.ComparisonBuilderFromJsonl(train_path=str(tmp_path / "pairs.jsonl")),
-    )
-    config = dpo.Config(
-        **options(model, tmp_path / "log", "recipe_dpo"),
-        **{"dataset_builder": data, "learning_rate": 1e-2, "num_epochs": 4, "dpo_beta": 1.0},
-        **{"infrequent_eval_every": 0, "save_every": 0},
-    )
-    dpo.main(config)
-    losses = metrics_in(tmp_path / "log", "dpo_loss")
-    assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[-1] < 0.5
+
+def test_preference_dpo_learns_from_the_loss_of_equal_replies(shop, rate):
+    steps = run(shop, "preference.dpo.train", f"learning_rate={rate}", "dpo_beta=1.0", "batch_size=8")
+    losses = of(steps, "dpo_loss")
+    assert losses[0] == pytest.approx(0.693147, abs=1e-4) and len(losses) == 8
+    assert max(losses[-3:]) < 0.3
+
+
+def test_on_policy_distillation_runs_with_the_teacher_that_sl_basic_has_made(shop, taught, rate):
+    checkpoints = [json.loads(line) for line in (shop / "sl_basic" / "checkpoints.jsonl").read_text().splitlines()]
+    teacher = [f"teacher_model={MODEL}", f"teacher_checkpoint={checkpoints[-1]['sampler_path']}"]
+    sizes = ["groups_per_batch=4", "group_size=4", "max_tokens=8", "lora_rank=8", f"learning_rate={rate}"]
+    steps = run(shop, "distillation.on_policy_distillation", *teacher, *sizes, "save_every=2")
+    away = of(steps, "teacher_kl")
+    assert len(away) == 4 and away[0] != 0 and all(map(math.isfinite, away))
+    assert max(map(abs, of(steps, "optim/kl_sample_train_v1"))) < 1e-4

@@ -3,39 +3,38 @@
 import functools
 import json
 import subprocess
-import warnings
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_rl.config import LoraConfig
 from megatron_rl.training_server.losses import make_loss
 from megatron_rl.training_server.shared_engine import batch_of
-from megatron_rl.training_server.wire import Datum
 from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model
-from tests.kit.optional import later
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import ROOT, family
+from tests.kit.servers import NEVER_LATE, SGLANG_ARGUMENTS
+from tests.kit.tinker_clients import (
+    INPUTS,
+    LENGTHS,
+    adapters_in,
+    client_of,
+    logprobs_in,
+    quiet_clients,
+    saved,
+    some_data,
+    tinker,
+    types,
+)
 from tests.kit.training_servers import ALPHA, RANK, serving
+from tests.kit.waiting import SLOWNESS, wait_until
 
-tinker = later("tinker", reason="needs the package tinker; make installs it")
-types = later("tinker.types", reason="needs the package tinker; make installs it")
-client_parts = later("tinker.lib.internal_client_holder", reason="needs the package tinker; make installs it")
 STEP = dict(learning_rate=1e-2, beta1=0.0, beta2=0.0, eps=1e3)
 """With eps far above the gradients, Adam's step is SGD's, lr / eps of the gradient."""
-POLICY = ("logprobs", "advantages")
-INPUTS = {
-    "cross_entropy": ("weights",),
-    "importance_sampling": POLICY,
-    "ppo": POLICY,
-    "cispo": POLICY,
-    "dro": POLICY,
-    "gspo": (*POLICY, "sequence_ratio_mask"),
-}
-LENGTHS = (5, 12, 7)
-KILLS = 5
+IDLE_S, MOST_IDLE = 60.0, 0.05
+"""How long a client is idle, and which share of a core the server may take in that time."""
 
 
 def quickstart():
@@ -44,27 +43,10 @@ def quickstart():
     return page.partition("```python\n")[2].partition("```")[0]
 
 
-def client_of(url, key_file):
-    return tinker.ServiceClient(base_url=url, api_key=key_file.read_text().strip())
-
-
 @pytest.fixture(scope="module", autouse=True)
-def quiet_clients():
-    """Clients report their errors to their server, where nobody reads them, and give signs of life until closed."""
-    holders = client_parts.InternalClientHolder
-    made, start = [], holders.__init__
-
-    def start_noted(holder, *args, **options):
-        made.append(holder)
-        start(holder, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setenv("TINKER_TELEMETRY", "0")
-        patch.setattr(holders, "__init__", start_noted)
+def clients():
+    with quiet_clients():
         yield
-        for holder in made:
-            holder.close()
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +80,6 @@ def other(folder, url):
     return client_of(url, folder / "b.key")
 
 
-def some_data(loss, seed=0):
-    """The same data twice: as the client's, and as the engine's."""
-    generator, own, data = torch.Generator().manual_seed(seed), [], []
-    for length in LENGTHS:
-        ids = torch.randint(0, VOCAB, (length + 1,), generator=generator)
-        every = {name: torch.randn(length, generator=generator) for name in ("weights", "advantages", "logprobs")}
-        every["logprobs"] = every["logprobs"] * 0.1 - 4.5
-        every["sequence_ratio_mask"] = (torch.arange(length) >= 2).float()
-        inputs = {"target_tokens": ids[1:]} | {name: every[name] for name in INPUTS[loss]}
-        own.append(Datum(ids[:-1], inputs))
-        data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs))
-    return data, own
-
-
 def test_the_quickstart_runs_as_it_is_on_the_page(folder, url, capsys):
     said = {"http://127.0.0.1:8000": url, "runs/served/api_key": str(folder / "a.key")}
     program = functools.reduce(lambda text, pair: text.replace(*pair), said.items(), quickstart())
@@ -125,10 +93,6 @@ def test_the_quickstart_runs_as_it_is_on_the_page(folder, url, capsys):
     assert len(losses) == 10 and float(losses[-1]) < float(losses[0]) and reply == "decoded 8"
 
 
-def logprobs_in(output):
-    return torch.cat([datum["logprobs"].to_torch() for datum in output.loss_fn_outputs])
-
-
 def by_the_engine_alone(model, adapters, losses):
     """For each loss from the same adapters: its sum, log-probs, and the adapters after a step of MegatronEngine."""
     found = {}
@@ -140,17 +104,6 @@ def by_the_engine_alone(model, adapters, losses):
         logprobs = torch.cat([part[1:] for part in stats.logprobs.split([len(d.tokens) + 1 for d in data])])
         found[loss] = stats.loss, logprobs, {key: tensor.clone() for key, tensor in engine.adapter_tensors()}
     return found
-
-
-def saved(folder, path):
-    """The folder of saved weights on the server's disk."""
-    name, kind, own = path.removeprefix("tinker://").split("/")
-    return folder / "run" / "training_server" / "models" / name.replace(":", "-") / kind / own
-
-
-def adapters_in(folder):
-    prefix = "base_model.model."
-    return {name.removeprefix(prefix): part for name, part in load_file(folder / "adapter_model.safetensors").items()}
 
 
 def test_losses_and_a_step_are_those_of_the_engine_alone(service, folder, model):
@@ -193,6 +146,12 @@ def sent(model, steps):
 
 def losses_in(outputs):
     return [output.metrics["loss:sum"] for output in outputs]
+
+
+def test_more_models_than_fit_are_refused_by_name(tmp_path, model):
+    with pytest.raises(AssertionError, match="--slots 1000000000: a rank has room for [0-9]+ models of"):
+        with serving(tmp_path, model, "--slots", "1000000000"):
+            pass
 
 
 def test_models_of_two_tenants_at_once_have_the_results_of_each_alone_to_the_bit(service, other):
@@ -260,6 +219,27 @@ def test_a_custom_loss_has_the_gradient_of_the_built_in_one(service):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+def test_several_targets_of_a_token_come_back_with_a_log_probability_each(service, refused):
+    data, _ = some_data("cross_entropy")
+    single = logprobs_in(refused.forward(data, "cross_entropy").result())
+    several = []
+    for datum in data:
+        targets, weights = (datum.loss_fn_inputs[name].to_torch() for name in ("target_tokens", "weights"))
+        columns = {
+            "target_tokens": torch.stack([(targets + 1) % VOCAB, targets], dim=1),
+            "weights": torch.stack([torch.zeros_like(weights), weights], dim=1),  # sent as a sparse matrix
+        }
+        several.append(types.Datum(datum.model_input, columns))
+    output = refused.forward(several, "cross_entropy").result()
+    found = logprobs_in(output)
+    assert found.shape == (sum(LENGTHS), 2)
+    torch.testing.assert_close(found[:, 1], single, rtol=1e-6, atol=1e-6)
+    weights = torch.cat([datum.loss_fn_inputs["weights"].to_torch() for datum in data])
+    assert output.metrics["loss:sum"] == pytest.approx(float(-(weights * single).sum()), rel=1e-5)
+    with pytest.raises(tinker.RequestFailedError, match="has 2 targets of each token, and ppo takes one"):
+        refused.forward(several, "ppo").result()
+
+
 def test_saved_weights_sample_with_the_log_probabilities_of_the_engine(service):
     model, _ = trained(service)
     (datum, *_), _ = some_data("cross_entropy")
@@ -280,10 +260,25 @@ def test_saved_weights_sample_with_the_log_probabilities_of_the_engine(service):
     assert replies.prompt_logprobs[0] is None and len(replies.prompt_logprobs) == len(tokens)
 
 
+def test_a_rollout_server_lets_go_of_the_snapshot_of_a_session_that_is_over(service, folder, url):
+    base, prompt = service.create_sampling_client(base_model="tiny").result(), types.ModelInput.from_ints([1, 2, 3])
+    before = base.compute_logprobs(prompt).result()
+    client = client_of(url, folder / "a.key")
+    model, _ = trained(client, steps=1)
+    sampler = model.save_weights_and_get_sampling_client().result()
+    assert sampler.compute_logprobs(prompt).result() != before
+    snapshots = saved(folder, f"tinker://{model.model_id}/sampler_weights/any").parent
+    assert list(snapshots.iterdir())
+    client.close("success").result()
+    wait_until(lambda: not list(snapshots.iterdir()), "the snapshot is kept")
+    assert base.compute_logprobs(prompt).result() == before
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss": "stable_reinforce"}, "loss_fn = 'stable_reinforce': this server has cross_entropy"),
+        ({"loss": "stable_reinforce"}, "loss_fn = 'stable_reinforce': needs what the official service records"),
+        ({"loss": "nll"}, "loss_fn = 'nll': this server has cross_entropy"),
         ({"loss": "ppo"}, "data[0].loss_fn_inputs['logprobs']: is missing"),
         ({"options": {"clip": 1.0}}, "loss_fn_config['clip']: cross_entropy has no options"),
         ({"tokens": [VOCAB] * 5}, f"data[0].model_input: has the id {VOCAB}"),
@@ -358,23 +353,47 @@ def test_several_ranks_serve_what_one_does(layout, tmp_path, model, service):
 
 
 @pytest.mark.thorough
-def test_after_many_kills_nothing_is_lost_and_nothing_counts_twice(tmp_path, model):
-    arguments, port, outputs = ("--checkpoint-every", "3", "--slots", "2"), 0, []
-    with serving(tmp_path, model, *arguments) as (url, process):
-        port = int(url.rpartition(":")[2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_idle_client_costs_nothing(ranks, tmp_path, model):
+    with serving(tmp_path, model, f"parallel.tensor={ranks}", ranks=ranks) as (url, process):
         client = client_of(url, tmp_path / "run" / "api_key")
-        killed = client.create_lora_training_client("tiny", rank=2, seed=1).result()
-        process.kill()
-    for life in range(KILLS):
-        with serving(tmp_path, model, *arguments, port=port) as (_, process):
-            futures = sent(killed, range(2 * life, 2 * life + 2))
-            futures[life % 2].future().add_done_callback(lambda _, process=process: process.kill())
-            process.wait()
-            outputs += futures
-    with serving(tmp_path, model, *arguments, port=port):
-        outputs = [future.result() for future in outputs]
-        _, expected = trained(client, steps=2 * KILLS)
-    assert losses_in(outputs) == losses_in(expected)
+        own, _ = trained(client, steps=1)  # and from now on signs of life alone
+        before, begun = cpu_seconds(process.pid), time.monotonic()
+        time.sleep(IDLE_S)
+        share = (cpu_seconds(process.pid) - before) / (time.monotonic() - begun)
+        assert losses_in([one.result() for one in sent(own, range(1, 2))])
+    print(f"{ranks} ranks, idle: {share:.2%} of a core")
+    assert share < MOST_IDLE
+
+
+def cpu_seconds(pid):
+    """The processor time of a process and all that descend from it."""
+    return sum(sum(process.cpu_times()[:2]) for process in family(pid))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1500 * SLOWNESS)
+def test_real_sglang_samples_with_saved_adapters(needs_sglang, tmp_path, model):
+    arguments = ["rollout.backend=sglang", f"rollout.server_args=[{','.join(SGLANG_ARGUMENTS)}]"]
+    arguments += [f"rollout.{key}={value}" for key, value in NEVER_LATE.items()]
+    with serving(tmp_path, model, *arguments) as (url, _):
+        client = client_of(url, tmp_path / "run" / "api_key")
+        (datum, *_), _ = some_data("cross_entropy")
+        models = [trained(client, seed=seed)[0] for seed in range(3)]  # one more than SGLang holds at a time
+        samplers = [one.save_weights_and_get_sampling_client().result() for one in models]
+        samplers.append(client.create_sampling_client(base_model="tiny").result())
+        futures = [sampler.compute_logprobs(datum.model_input) for sampler in samplers * 2]
+        found = [torch.tensor(future.result()[1:]) for future in futures]
+        for own, sampled in zip(models, found, strict=False):
+            expected = logprobs_in(own.forward([datum], "cross_entropy").result())[:-1]
+            torch.testing.assert_close(sampled, expected, rtol=0, atol=1e-3)
+        for one, other in zip(found[:4], found[4:], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        assert all((found[3] - one).abs().max() > 1e-3 for one in found[:3])
+        params = types.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
+        options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+        reply = samplers[0].sample(datum.model_input, 2, params, **options).result()
+        assert [len(one.tokens) for one in reply.sequences] == [4, 4] and len(reply.topk_prompt_logprobs[1]) == 2
 
 
 @pytest.mark.thorough

@@ -30,7 +30,7 @@ from megatron_rl.tools.embedded_server.bodies import BODIES
 from megatron_rl.tools.embedded_server.direct_updates import changes, shared_tensors
 from megatron_rl.tools.embedded_server.fields import MOST_LETTERS, field, integer, shown
 from megatron_rl.tools.embedded_server.responses import Handler, json_response, read_object, wait
-from megatron_rl.weights.adapter_rules import AdaptedMatrices
+from megatron_rl.weights.adapter_rules import AdaptedMatrices, plain_matrices
 from megatron_rl.weights.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 INCOMPLETE = "incomplete"
@@ -59,6 +59,8 @@ class WeightEndpoints:
         """Folder from which the weights were last loaded."""
         self.adapter: str | None = None
         """Name of the adapter merged into the weights."""
+        self._adapted: list[str] = []
+        """Names of the matrices that it changes."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         self._joining: set[str] = set()
         """Names of groups that a thread is trying to join."""
@@ -259,29 +261,39 @@ class WeightEndpoints:
         name, folder = field(body, "lora_name", str), field(body, "lora_path", str)
         if self.adapter is not None:
             raise ValueError(f"lora_name = {shown(name)}: the adapter {shown(self.adapter)} is loaded; unload it first")
-        await self._write_matrices(folder, is_merged=True)
-        self.adapter, self._adapter_folder = name, folder
+        self._adapted = await self._write_matrices(folder, lambda: self._merged(folder))
+        self.adapter = name
         return success(f"Loaded adapter {name}.")
 
     async def unload_adapter(self, http: web.Request) -> web.Response:
+        """Write the matrices that the adapter has changed as the model has them. The adapter's folder may be gone."""
         name = field(await read_object(http), "lora_name", str)
         if name != self.adapter:
             raise ValueError(f"lora_name = {shown(name)}: no such adapter is loaded")
-        await self._write_matrices(self._adapter_folder, is_merged=False)
+        names = self._adapted
+        await self._write_matrices(self.model_path, lambda: plain_matrices(self.model_path, names))
         self.adapter = None
         return success(f"Unloaded adapter {name}.")
 
-    async def _write_matrices(self, folder: str, *, is_merged: bool) -> None:
-        """Write the matrices that an adapter changes: with the adapter merged, or as they are in the model's folder."""
+    def _merged(self, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+        return AdaptedMatrices(self.model_path, folder).merged(self.batcher.model.dtype)
+
+    async def _write_matrices(
+        self, folder: Any, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    ) -> list[str]:
+        """Write the matrices that an adapter changes, and return their names. folder: where they come from."""
+        names: list[str] = []
 
         def write() -> None:
-            matrices = AdaptedMatrices(self.model_path, folder)
-            self._write(matrices.merged(self.batcher.model.dtype) if is_merged else matrices.plain())
+            for name, tensor in tensors():
+                self.batcher.model.write(name, tensor)
+                names.append(name)
 
         try:
             await wait(self._update(write, {"flush_cache": False}))
         except OSError as error:
-            raise ValueError(f"lora_path = {shown(folder)}: {error}") from error
+            raise ValueError(f"lora_path = {shown(str(folder))}: {error}") from error
+        return names
 
     def _refuse_flush(self, body: dict[str, Any]) -> bool:
         """Return True if the update flushes the cache; ValueError if paused requests still use the cache."""

@@ -5,24 +5,42 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+import torch
 
 from megatron_rl.config import LoraConfig
 from megatron_rl.training_server import service as room
-from megatron_rl.training_server.service import MOST_TRIES, Refused, Service
+from megatron_rl.training_server.client_sessions import Refused
+from megatron_rl.training_server.service import MOST_IN_TURN, MOST_TRIES, Service
 from tests.kit.waiting import LIMIT_S
+from tests.unit.training_server.test_wire import request
 
+PASS = request(loss="cross_entropy")
 STEP = {"adam_params": {"learning_rate": 0.5}}
 
 
 class NotedRanks:
-    """Ranks without an engine: it notes each call, and a model's "weight" is the number of its steps."""
+    """Ranks without an engine: it notes each call, and a model's "weight" is the number of its steps.
+
+    refused: a model whose passes raise ValueError.
+    """
+
+    refused = None
 
     def __init__(self):
         config = SimpleNamespace(lora=LoraConfig(rank=4), allow_longer_sequences=True, tokens_per_microbatch=64)
         self.engine = SimpleNamespace(config=config, arch=SimpleNamespace(vocab=97, max_positions=128))
         self.models, self.calls = {}, []
 
+    def is_at_hand(self, model):
+        return True
+
     def call(self, name, *arguments):
+        if name == "compute":
+            models = [asked.model for asked in arguments[0]]
+            self.calls.append((name, *models))
+            if self.refused in models:
+                raise ValueError("refused")
+            return [(float(len(models)), [torch.zeros(3)]) for _ in models]
         if name not in ("rest", "stop"):
             self.calls.append((name, *arguments[:1]))
         if name == "create":
@@ -60,7 +78,7 @@ def made(tmp_path):
 
 
 def new_model(service, tenant="a", number=0, session=None):
-    session = session or service.create_session(tenant)
+    session = session or service.sessions.create(tenant)
     name = service.create_model(tenant, {"session_id": session, "model_seq_id": number, "base_model": "tiny"})
     return name.removesuffix(":0"), session
 
@@ -99,6 +117,104 @@ def test_models_take_turns_that_end_with_an_optimizer_step(made):
     ]
 
 
+def passes(calls):
+    return [sorted(models) for name, *models in calls if name == "compute"]
+
+
+def created(service, thread, count):
+    """Start the service and return models that have been created."""
+    names = [new_model(service)[0] for _ in range(count)]
+    thread.start()
+    for name in names:
+        result(service, name, 0)
+    return sorted(names)
+
+
+def test_passes_that_wait_run_together_and_steps_one_by_one(made):
+    service, ranks, thread = made(slots=3)
+    names = created(service, thread, 3)
+    with service._changed:  # so that all of them wait
+        for name in names:
+            service.submit("a", name, 1, "forward_backward", {}, PASS)
+            service.submit("a", name, 2, "optim_step", STEP)
+            service.submit("a", name, 3, "forward_backward", {}, PASS)
+    for name in names:
+        service.future("a", f"{name}:3")[0].result(LIMIT_S)
+    assert passes(ranks.calls) == [names, names]
+    assert [name for name, *_ in ranks.calls].count("optim_step") == 3
+
+
+@pytest.mark.parametrize("kinds", [("forward", "forward"), ("forward", "forward_backward")])
+def test_only_passes_of_one_kind_run_together(kinds, made):
+    service, ranks, thread = made()
+    names = created(service, thread, 2)
+    with service._changed:
+        for name, kind in zip(names, kinds, strict=True):
+            service.submit("a", name, 1, kind, {}, PASS)
+    for name in names:
+        service.future("a", f"{name}:1")[0].result(LIMIT_S)
+    assert len(passes(ranks.calls)) == len(set(kinds))
+
+
+def test_a_pass_that_fails_with_others_fails_alone(made):
+    service, ranks, thread = made()
+    one, other = created(service, thread, 2)
+    ranks.refused = one
+    with service._changed:
+        for name in (one, other):
+            service.submit("a", name, 1, "forward", {}, PASS)
+    assert result(service, one, 1) == {"error": "refused", "category": "user"}
+    assert service.future("a", f"{other}:1")[0].result(LIMIT_S).is_proto
+    assert sorted(passes(ranks.calls)) == sorted([[one, other], [one], [other]])
+
+
+def test_wrong_data_does_not_keep_others_from_running(made):
+    service, ranks, thread = made()
+    one, other = created(service, thread, 2)
+    with service._changed:
+        service.submit("a", one, 1, "forward", {}, b"")
+        service.submit("a", other, 1, "forward", {}, PASS)
+    assert "this server has cross_entropy" in result(service, one, 1)["error"]
+    assert service.future("a", f"{other}:1")[0].result(LIMIT_S).is_proto
+    assert passes(ranks.calls) == [[other]]
+
+
+def test_a_request_that_may_have_ended_the_server_runs_without_others(made):
+    service, ranks, thread = made()
+    one, other = created(service, thread, 2)
+    with service._changed:
+        for name in (one, other):
+            service.submit("a", name, 1, "forward", {}, PASS)
+        service.models[one].tries[1] = 1
+    for name in (one, other):
+        service.future("a", f"{name}:1")[0].result(LIMIT_S)
+    assert sorted(passes(ranks.calls)) == sorted([[one], [other]])
+
+
+def test_a_model_that_never_takes_a_step_does_not_keep_others_waiting(made):
+    service, ranks, thread = made()
+    one, other = created(service, thread, 2)
+    ranks.calls.clear()
+    with service._changed:
+        for seq in range(1, 3 * MOST_IN_TURN):
+            service.submit("a", one, seq, "forward", {}, PASS)
+        service.submit("a", other, 1, "optim_step", STEP)
+    result(service, other, 1)
+    service.future("a", f"{one}:{3 * MOST_IN_TURN - 1}")[0].result(LIMIT_S)
+    assert [name for name, *_ in ranks.calls].index("optim_step") <= 2 * MOST_IN_TURN
+
+
+def test_a_long_journal_is_cut_by_a_checkpoint_without_any_step(made, monkeypatch):
+    monkeypatch.setattr(room, "MOST_JOURNAL_BYTES", 2000)
+    service, ranks, thread = made()
+    (name,) = created(service, thread, 1)
+    for seq in range(1, 31):
+        service.submit("a", name, seq, "forward", {}, PASS)
+    service.future("a", f"{name}:30")[0].result(LIMIT_S)
+    saves = [call for call in ranks.calls if call[0] == "save"]
+    assert 2 <= len(saves) < 30
+
+
 def test_a_model_waits_for_a_slot_until_a_session_is_finished(made):
     service, ranks, thread = made(slots=1)
     first, session = new_model(service)
@@ -106,7 +222,7 @@ def test_a_model_waits_for_a_slot_until_a_session_is_finished(made):
     thread.start()
     result(service, first, 0)
     assert not service.future("a", f"{second}:0")[0].done()
-    service.finish_session("a", session)
+    service.sessions.finish("a", session)
     assert result(service, second, 0)["model_id"] == second
     assert ("drop", first) in ranks.calls
     with pytest.raises(Refused, match="there is no such model"):
@@ -158,7 +274,7 @@ def test_too_many_waiting_requests_are_refused_for_now(made, monkeypatch):
     service, _, _ = made()
     name, _ = new_model(service)
     with pytest.raises(Refused, match="wait; send this one again later") as error:
-        service.submit("a", name, 1, "pass", {}, b"more than ten bytes")
+        service.submit("a", name, 1, "forward", {}, b"more than ten bytes")
     assert error.value.status == 429
 
 
@@ -174,7 +290,7 @@ def test_too_many_waiting_requests_are_refused_for_now(made, monkeypatch):
 )
 def test_a_model_that_cannot_be_is_refused(body, message, made):
     service, _, _ = made()
-    session = service.create_session("a")
+    session = service.sessions.create("a")
     with pytest.raises((Refused, ValueError), match=message):
         service.create_model("a", {"session_id": session, "model_seq_id": 0, "base_model": "tiny"} | body)
 

@@ -24,7 +24,7 @@ def tensor(values, kind, shape):
     return encoded(1, np.asarray(values).tobytes()) + encoded(3, kind) + b"".join(encoded(4, size) for size in shape)
 
 
-def request(weights=None):
+def request(weights=None, loss="dro"):
     tokens = encoded(1, encoded(1, encoded(1, np.asarray([5, 6, 7], dtype=np.int32).tobytes())))
     targets = tensor(np.asarray([6, 7, 8], dtype=np.int64), INT64, [3])
     weights = tensor(np.asarray([0.0, 1.0, 0.5], dtype=np.float32), FLOAT32, [3]) if weights is None else weights
@@ -32,8 +32,8 @@ def request(weights=None):
         encoded(2, encoded(1, name) + encoded(2, content))
         for name, content in (("target_tokens", targets), ("weights", weights))
     )
-    options = encoded(5, encoded(1, "beta") + encoded(2, 0.25))
-    return encoded(1, "m") + encoded(2, 300) + encoded(3, datum) + encoded(4, "dro") + options + encoded(6, 1)
+    options = encoded(5, encoded(1, "beta") + encoded(2, 0.25)) if loss == "dro" else b""
+    return encoded(1, "m") + encoded(2, 300) + encoded(3, datum) + encoded(4, loss) + options + encoded(6, 1)
 
 
 def test_a_request_is_read_as_it_was_written():

@@ -1,0 +1,112 @@
+"""How many clients' models fit into the memory of a rank, by the plan's figures.
+
+One model occupies the engine. The others are kept: on the device as far as the base, an update and the plan's reserves
+leave room there, and then in host memory. Without a GPU, both are the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.tools.plan.devices import FRAGMENTATION
+from megatron_rl.tools.plan.memory import Model, TrainerMemory, memory_of, states_of_stage
+from megatron_rl.tools.plan.step_sizes import BatchPlan, Bounds, PromptTokens
+from megatron_rl.weights.decoder import Architecture
+
+HOST_SHARE = 0.8
+"""Share of the free host memory that models may take. Requests, results and checkpoints need the rest."""
+MOST_BY_DEFAULT = 64
+MIB = 2**20
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Numbers of models that can be kept in addition to the occupant. model_bytes: memory of one in host memory."""
+
+    on_device: int
+    in_host: int
+    model_bytes: float
+
+    @property
+    def slots(self) -> int:
+        return 1 + self.on_device + self.in_host
+
+
+def room_of(
+    config: TrainConfig, arch: Architecture, *, world_size: int, local_ranks: int, device_bytes: float | None
+) -> Room:
+    """Return the room on this rank, whose engine is built. device_bytes: memory of its GPU, or None without one."""
+    policy = Model("policy", arch, config.actor, megatron=config.megatron)
+    kept = gathered = 0.0
+    for stage in range(config.parallel.pipeline):
+        states = states_of_stage(policy, stage, world_size)
+        own = policy.trained_of_stage(stage).total * policy.itemsize + states["optimizer"] + states["gradients"]
+        kept, gathered = max(kept, own), max(gathered, states["gradients"])
+    memory = memory_of(policy, _without_sharing(config), _batch(config, arch), PromptTokens.of([1]), world_size)
+    host = HOST_SHARE * free_host_bytes() / local_ranks
+    if device_bytes is None:
+        host -= (
+            memory.peak - memory.kept + config.rollout.server_count * policy.itemsize * policy.parameters / local_ranks
+        )
+        return Room(int(max(0.0, host) / (kept + gathered)), 0, kept)
+    room = device_bytes - TrainerMemory({"policy": memory}, False, device_bytes).peak
+    on_device = int(max(0.0, room) / ((1 + FRAGMENTATION) * (kept + gathered)))  # a pass gathers gradients once more
+    return Room(on_device, int(max(0.0, host) / kept), kept)
+
+
+def slots_of(given: int | None, room: Room, config: TrainConfig) -> int:
+    """Return the number of slots: the given one, or by default as many as fit. Raises ValueError if more are given."""
+    if given is None:  # a whole model is as large as the base, and clients rarely expect to share a server for them
+        return min(room.slots, MOST_BY_DEFAULT) if config.lora.rank else 1
+    if given > room.slots:
+        smaller = f"a lower lora.rank than {config.lora.rank}" if config.lora.rank else "lora.rank for adapters"
+        raise ValueError(
+            f"--slots {given}: a rank has room for {room.slots} models of {room.model_bytes / MIB:,.1f} MiB, one in "
+            f"the engine, {room.on_device} on its device and {room.in_host} in host memory; set at most {room.slots}, "
+            f"or {smaller}, or start more ranks with optimizer.distributed=true."
+        )
+    return given
+
+
+def free_host_bytes() -> float:
+    """Return the free memory of this host, or that of this process's container if it is less."""
+    free = float(psutil.virtual_memory().available)
+    limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and (most := limit.read_text().strip()) != "max":
+        free = min(free, float(most) - float(used.read_text()))
+    return max(0.0, free)
+
+
+def _without_sharing(config: TrainConfig) -> TrainConfig:
+    return replace(config, batch=replace(config.batch, share_prompts=False))
+
+
+def _batch(config: TrainConfig, arch: Architecture) -> BatchPlan:
+    """Return a step of full microbatches, more than a pipeline has stages."""
+    longest = arch.max_positions
+    if not config.batch.allow_longer_sequences:
+        longest = min(longest, config.batch.tokens_per_microbatch)
+    microbatches = 4 * config.parallel.pipeline * config.parallel.virtual_pipeline
+    count = microbatches * max(1, config.batch.tokens_per_microbatch // longest)
+    none = dict.fromkeys(
+        ("prompts", "requests", "prompt_tokens", "most_reply_tokens", "computed_rows", "groups_in_flight"), 0
+    )
+    return BatchPlan(
+        **none,
+        trajectories=count,
+        longest_sequence=longest,
+        replicas=1,
+        trajectories_per_replica=Bounds(count, count),
+        microbatches=Bounds(microbatches, microbatches),
+        updates=1,
+        episodes_running=0,
+        replies_running=0,
+        evaluations=0,
+        all_requests=0,
+        epochs=None,
+    )
