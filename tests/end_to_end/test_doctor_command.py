@@ -25,6 +25,7 @@ def test_nothing_is_said_of_a_sound_config(tmp_path):
     code, said = told(tmp_path)
     assert code == 0 and [line for line in said.splitlines() if line.startswith(("ok", "FAULT"))] == [
         "ok: machine",
+        "ok: hosts",
         "ok: data",
         "ok: model",
     ], said

@@ -24,7 +24,10 @@ from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.run.evaluate_command import where_it_is
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.tools.doctor import states, surroundings
-from megatron_rl.tools.doctor.diagnosis import Finding, diagnose, wrong_weights
+from megatron_rl.tools.doctor.diagnosis import diagnose, wrong_weights
+from megatron_rl.tools.doctor.finding import Finding
+from megatron_rl.tools.doctor.hosts import check_hosts
+from megatron_rl.tools.doctor.machine_checks import check_machine
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.transformer import Decoder
 from megatron_rl.types import FinetuneSpec
@@ -51,7 +54,8 @@ def doctor(path: Path, overrides: list[str], *, say: Callable[[str], None] = pri
     prompts = training_prompts(config, tokenizer)
     found: list[Finding] = []
     for title, check in (
-        ("machine", lambda: surroundings.check_machine(Path(config.run.folder))),
+        ("machine", lambda: check_machine(Path(config.run.folder))),
+        ("hosts", lambda: check_hosts(Path(config.run.folder))),
         ("data", lambda: of_data(config, prompts, tokenizer)),
         ("model", lambda: of_models(config, prompts, tokenizer)),
     ):

@@ -1,13 +1,8 @@
-"""Checks of what surrounds a model: prompts, tokenizer, stop tokens, sampling, rewards, this machine."""
+"""Checks of what surrounds a model: prompts, tokenizer, stop tokens, sampling, rewards."""
 
 from __future__ import annotations
 
-import os
-import resource
-import shutil
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.rollout.factory import check_reward
-from megatron_rl.tools.doctor.diagnosis import Finding
+from megatron_rl.tools.doctor.finding import Finding
 from megatron_rl.workflows.rendering import prompt_ids
 
 LOOKED_AT = 200
 """Prompts that are rendered."""
-LEAST_FILES, LEAST_SHARED_BYTES, LEAST_BYTES_PER_S = 4096, 64 << 20, 50e6
 UNLIKELY = 1e-6
 """Chance below which replies cannot be those of the configured sampling."""
 
@@ -162,29 +156,3 @@ def check_rewards(config: TrainConfig, row: dict[str, Any], tokenizer: PreTraine
             f"the same reply to the same prompt gets {values[0]:g} and {values[1]:g}: the reward is not deterministic"
         )
         yield Finding(who="reward", where=config.rollout.reward or "rollout.recipe", cause=cause)
-
-
-def check_machine(folder: Path) -> Iterator[Finding]:
-    """Check limits of files, shared memory and the speed of the run's disk."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield Finding(
-            who="machine", where="open files", cause=f"the limit is {soft}; raise it to {LEAST_FILES} (ulimit -n)"
-        )
-    shared = Path("/dev/shm")
-    if shared.is_dir() and (free := shutil.disk_usage(shared).free) < LEAST_SHARED_BYTES:
-        yield Finding(who="machine", where=str(shared), cause=f"has {free / 1e6:.0f} MB free; give the container more")
-    folder.mkdir(parents=True, exist_ok=True)
-    probe, data, begin = folder / ".doctor", b"\0" * (32 << 20), time.monotonic()
-    try:
-        with probe.open("wb") as file:
-            file.write(data)
-            os.fsync(file.fileno())
-    except OSError as error:
-        yield Finding(who="machine", where=str(folder), cause=f"cannot be written: {error}")
-        return
-    finally:
-        probe.unlink(missing_ok=True)
-    speed = len(data) / (time.monotonic() - begin)
-    if speed < LEAST_BYTES_PER_S:
-        yield Finding(who="machine", where=str(folder), cause=f"takes only {speed / 1e6:.0f} MB/s; name a faster disk")
