@@ -23,7 +23,7 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.run.evaluate_command import where_it_is
 from megatron_rl.servers.supervisor import Supervisor
-from megatron_rl.tools.doctor import states, surroundings
+from megatron_rl.tools.doctor import elimination, states, surroundings
 from megatron_rl.tools.doctor.diagnosis import diagnose, wrong_weights
 from megatron_rl.tools.doctor.finding import Finding
 from megatron_rl.tools.doctor.hosts import check_hosts
@@ -172,15 +172,25 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
         rollout = RemoteSGLangEngine(replace(options, token_file=str(supervisor.token_file)), seed=config.run.seed)
         rollout.initialize(supervisor.urls)
         try:
-            replies = served(rollout, engine, config.generation, prompts)
-            reference = load_reference(folder)
-            with torch.no_grad():
-                logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
-            eos = DecoderConfig.read(folder).eos_token_ids
-            yield from surroundings.check_replies(replies, logits, config.generation, eos, SERVED[config.model.dtype])
+            yield from of_rollouts(config, rollout, engine, folder, prompts)
         finally:
             engine.close_publisher()
             rollout.destroy()
+
+
+def of_rollouts(
+    config: TrainConfig, rollout: RemoteSGLangEngine, engine: MegatronEngine, folder: Path, prompts: list[list[int]]
+) -> Iterator[Finding]:
+    """Publish weights to a server that `rollout` is connected to, and compare its replies with transformers."""
+    replies, tolerance = served(rollout, engine, config.generation, prompts), SERVED[config.model.dtype]
+    reference = load_reference(folder)
+    with torch.no_grad():
+        logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
+    eos, temperature = DecoderConfig.read(folder).eos_token_ids, config.generation.temperature
+    yield from surroundings.check_replies(
+        *(replies, logits, config.generation, eos, tolerance),
+        explain=lambda: elimination.explain(folder, replies, temperature, tolerance),
+    )
 
 
 def served(
@@ -193,7 +203,7 @@ def served(
     weights = [parameter.detach().clone() for parameter in engine.parameters()]
     with torch.no_grad():
         for parameter in engine.parameters():
-            parameter.mul_(1.1)
+            parameter.mul_(elimination.EARLIER)
     engine.update_weights(rollout, 1)
     rollout.rollout_batch(rows, workflow)
     with torch.no_grad():
