@@ -28,11 +28,11 @@ def config_of(**changes):
     return change
 
 
-def stale(part, rows=slice(None), factor=1.1):
+def stale(part, rows=None, factor=1.1):
     def change(weights):
         for name in weights:
             if part in name:
-                weights[name][rows] *= factor
+                weights[name][rows or slice(None)] *= factor
 
     return lambda folder: weights_of(folder, change)
 

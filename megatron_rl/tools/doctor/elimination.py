@@ -154,10 +154,10 @@ def config_errors(config: DecoderConfig) -> Iterator[tuple[str, DecoderConfig]]:
 
 
 @contextlib.contextmanager
-def _scaled(decoder: Decoder, names: list[str], rows: slice = slice(None), factor: float = EARLIER) -> Iterator[None]:
+def _scaled(decoder: Decoder, names: list[str], rows: slice | None = None, factor: float = EARLIER) -> Iterator[None]:
     kept = {name: decoder.parameters[name].clone() for name in names}
     for name in names:
-        decoder.parameters[name][rows] *= factor
+        decoder.parameters[name][rows or slice(None)] *= factor
     try:
         yield
     finally:
