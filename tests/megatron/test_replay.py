@@ -250,6 +250,13 @@ def test_a_token_that_was_changed_in_the_record_shows_in_its_own_reply(recorded,
     assert place.step == 0 and place.where.startswith(
         "prompt 1, trajectory 1 of it: the tokens part at token 6, after ["
     )
+    assert "both say" not in place.where, "neither folder has a config that leads to a tokenizer"
+    for folder in (recorded, run):
+        (folder / "config.yaml").write_text(f"model: {{path: {ROOT / 'configs/models/count_tiny'}}}")
+    lines = parting(runs, (recorded, run)).where.splitlines()
+    before, sides = lines[-2], lines[-1].split("|")
+    assert before.startswith("  both say '") and before.endswith("', and then")
+    assert len(sides) == 2 and sides[0].strip() != sides[1].strip() and len(sides[0]) == 59
 
 
 # -- a part, and a file -----------------------------------------------------------------------------------------------
