@@ -115,6 +115,9 @@ def run(argv: list[str] | None = None) -> None:
     )
     sick.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
     sick.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
+    sick.add_argument(
+        "--layout", default="", help="also compare the trainer in a layout, on several processes: tensor=2,pipeline=2"
+    )
     convert = commands.add_parser(
         "convert",
         help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder",
@@ -222,9 +225,15 @@ def run(argv: list[str] | None = None) -> None:
                 from megatron_rl import platform
 
                 platform.prepare(may_use_transformer_engine=False)  # layers of its own have no norms to look at
+                from megatron_rl.replay.replay_command import layout_of
                 from megatron_rl.tools.doctor.doctor import doctor
+                from megatron_rl.tools.doctor.layout_doctor import doctor_in_layout
 
-                if doctor(args.config, args.overrides):
+                layout = layout_of(args.layout)
+                found = bool(doctor(args.config, args.overrides))
+                if layout:
+                    found |= doctor_in_layout(args.config, args.overrides, layout)
+                if found:
                     sys.exit(1)
             elif args.command == "algorithms":
                 from megatron_rl.algo.catalogue import table

@@ -31,6 +31,12 @@ def test_nothing_is_said_of_a_sound_config(tmp_path):
     ], said
 
 
+@pytest.mark.thorough  # tests/megatron/test_doctor.py compares the trainer in more layouts
+def test_the_trainer_is_compared_in_a_layout_too(tmp_path):
+    code, said = told(tmp_path, "--layout", "tensor=2")
+    assert code == 0 and "ok: trainer on 2 ranks" in said, said
+
+
 def test_keys_that_a_server_keeps_over_a_publication_are_found(tmp_path, monkeypatch):
     # in the server, which is forked: neither a publication nor a flush makes it forget what it has
     monkeypatch.setattr(KVRows, "forget_prefixes", lambda self: None)

@@ -1,7 +1,8 @@
 """`megatron-rl doctor`: the same tokens through the trainer, Hugging Face's own model and a rollout server.
 
 The checks go from what is cheap to what needs a server. A wrong weight, layer, operator or option is named where it
-first shows. Only one process computes; a run's layout is not needed, because results do not depend on it.
+first shows. One process computes, because results do not depend on the layout. With --layout, the trainer alone is
+compared again, in that layout (layout_doctor.py).
 """
 
 from __future__ import annotations
@@ -110,6 +111,44 @@ def of_models(
 def sequence(rows: list[list[int]], start: int, most: int) -> list[int]:
     """Return the tokens of some prompts, joined: as real as tokens can be before a server has sampled any."""
     return [token for ids in [*rows[start:], *rows[:start]] for token in ids][:most]
+
+
+def of_layout(config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+    """Compare the trainer in the config's layout with transformers. Collective: every rank calls it.
+
+    The main rank gets what was found.
+    """
+    if config.parallel.context > 1:
+        raise ValueError(
+            f"--layout context={config.parallel.context}: the doctor compares whole sequences; leave context out."
+        )
+    groups = parallel.start(config.parallel, seed=config.run.seed)
+    try:
+        model = replace(config.model, dtype="float32", transformer_impl="local")
+        engine = MegatronEngine(replace(config.actor, model=model), groups=groups)
+        engine.initialize(None, FinetuneSpec(total_updates=1))
+        folder = Path(config.model.path)
+        if config.model.init == "random":
+            folder = Path(config.run.folder) / "doctor_model"
+            engine.save(folder)
+        rows = [prompt_ids(tokenizer, row) for row in prompts[:PROMPTS]]
+        return compare_layout(engine, folder, sequence(rows, 0, min(TOKENS, engine.arch.max_positions)))
+    finally:
+        parallel.stop()
+
+
+def compare_layout(engine: MegatronEngine, folder: Path, ids: list[int]) -> list[Finding]:
+    """Compare a trainer in any layout with transformers, on the main rank. Collective: every rank calls it."""
+    held = {name: tensor.float().clone() for name, tensor in engine.hf_tensors()}
+    found = states.of_layout(engine, ids)
+    if not engine.groups.is_main:
+        return []
+    true = folder_weights(folder, engine)
+    if finding := wrong_weights("trainer", held, true):
+        return [finding]
+    expected = states.of_transformers(load_reference(folder), ids)
+    finding = diagnose("trainer", found, expected, true, DecoderConfig.read(folder), ids, TOLERANCE)
+    return [] if finding is None else [finding]
 
 
 def compare(engine: MegatronEngine, folder: Path, ids: list[int]) -> Iterator[Finding]:
