@@ -5,6 +5,8 @@ import importlib.util
 import io
 import json
 import re
+import shutil
+import subprocess
 import threading
 import time
 import tracemalloc
@@ -19,7 +21,9 @@ from megatron_rl.telemetry.run_log import RunLog, Sample, Turn, read_run
 from megatron_rl.telemetry.sample_index import SampleIndex
 from megatron_rl.tools.report.charts import Series, line_chart
 from megatron_rl.tools.report.figures import write_figures
+from megatron_rl.tools.report.live_script import LIVE_SCRIPT
 from megatron_rl.tools.report.report import write_report
+from megatron_rl.tools.report.report_samples import SCRIPT
 from megatron_rl.tools.watch.live_report import MOST_SENT
 from megatron_rl.tools.watch.watch import WatchServer
 from tests.kit.waiting import LATE_S, wait_until
@@ -146,6 +150,7 @@ def served(tmp_path):
             connection.close()
             return answer.status, answer.headers, body
 
+        ask.url = server.url.rstrip("/")
         yield tmp_path, ask
         server.shutdown()
         thread.join()
@@ -183,6 +188,78 @@ def test_a_live_report_searches_all_samples_of_the_run(served):
     assert {row[0] for row in found(split="held_out")["rows"]} == {"held_out"}
     assert found(find="nowhere") == {"rows": [], "note": "0 found"}
     assert found(order="<b>", split="../x", find='"')["rows"] == []
+
+
+# Enough of a browser's document for the page's two scripts, in an engine that has none.
+DOCUMENT = """
+class Node {
+  constructor(tag) { this.tag = tag; this.children = []; this.own = ""; this.heard = {}; this.dataset = {}; }
+  append(...children) { this.children.push(...children); }
+  replaceChildren(...children) { this.children = children; }
+  replaceWith(other) { known[this.id] = other; }
+  querySelectorAll() { return []; }
+  addEventListener(name, act) { this.heard[name] = act; }
+  get firstChild() { return this.children[0]; }
+  set textContent(text) { this.own = String(text); }
+  get textContent() { return this.own + this.children.map((child) => child.textContent).join("|"); }
+}
+const known = {}, body = new Node("body");
+const document = new Node("document");
+Object.assign(document, {
+  body, createElement: (tag) => new Node(tag), adoptNode: (node) => node,
+  getElementById: (id) => known[id] || (known[id] = Object.assign(new Node(id), { id })),
+  dispatchEvent: (event) => document.heard[event.type] && document.heard[event.type](),
+});
+class DOMParser {
+  parseFromString(text) {
+    const parts = [...text.matchAll(/<section id='([^']*)'>(.*?)<.section>/gs)];
+    return { querySelectorAll: () => parts.map(([, id, innerHTML]) => Object.assign(new Node(id), { id, innerHTML })) };
+  }
+}
+const later = [];
+const setTimeout = (act) => later.push(act);
+const put = (id, values) => Object.assign(document.getElementById(id), values);
+body.dataset.live = "yes";
+put("find", { value: "" }); put("split", { value: "all" }); put("order", { value: "newest" });
+put("samples", { textContent: '{"rows": []}' });
+"""
+
+
+def run_in_node(script):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed (apt package nodejs)")
+    done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, timeout=LATE_S)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_scripts_of_a_live_page_ask_the_server_and_show_what_is_new(served):
+    folder, ask = served
+    acts = """
+      const settled = () => new Promise((done) => setImmediate(() => setImmediate(done)));
+      const wait = async (holds) => { for (let n = 0; n < 10000 && !holds(); n++) await settled(); };
+      (async () => {
+        const said = (id) => document.getElementById(id).textContent;
+        await wait(() => said("found"));
+        const first = said("rows"), all = said("found");
+        put("find", { value: "P1" });
+        known.find.heard.input();
+        await wait(() => said("found") !== all);
+        const found = known.rows.children.length;
+        later.shift()();
+        await wait(() => said("live"));
+        const changed = Object.keys(known).filter((id) => known[id].innerHTML);
+        console.log(JSON.stringify([first, all, found, known.live.textContent, changed, later.length]));
+      })();
+    """
+    fetching = f'const fetch = (path, options) => real("{ask.url}" + path, options);'
+    first, everything, found, live, changed, again = run_in_node(
+        f"const real = fetch; {{ {DOCUMENT} {fetching} {SCRIPT} {LIVE_SCRIPT} {acts} }}"
+    )
+    assert first.startswith("3|0|p2|7|<step 2> é") and everything == "8 found"
+    assert found == 2 and live == "live" and again == 1
+    assert "headline" in changed and "samples-part" not in changed, "what a reader looks for stays"
 
 
 def test_the_live_report_is_not_for_other_pages_of_a_browser(served):
