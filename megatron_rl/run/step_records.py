@@ -103,6 +103,7 @@ class StepRecorder:
         self._defers = defers
         self._pending: dict[int, list[_Part]] = {}
         """Parts of the records in memory, by step, oldest first."""
+        self._pending_bytes = 0
         self._current: int | None = None
         """The step in progress, if its record is in memory."""
         self._kept_from = -1
@@ -167,8 +168,7 @@ class StepRecorder:
             tokens = {f"tokens.{name}": column for name, column in columns.items()} | {"cu_seqlens": own.cu_seqlens}
             part = self._part(COMPUTED_NUMBERS, batch, tokens, {COMPUTED: computed})
             if self._current is not None:
-                self._pending[self._current].append(part)
-                self._spill()
+                self._add(self._current, part)
             else:
                 self._failed(self._write(part))
             self._step = self._current = None
@@ -186,34 +186,39 @@ class StepRecorder:
         kept_from = max(0, step // every - options.keep_checkpoints) * every
         if kept_from != self._kept_from:
             self._kept_from = kept_from
-            self._pending = {number: parts for number, parts in self._pending.items() if number >= kept_from}
+            for number in [it for it in self._pending if it < kept_from]:
+                self._taken(number)
             if self.groups.is_main:
                 self._remove_before(kept_from)
         part = self._consumed_part(step, batch, prompts)
         # The step adds to its batch, and may change columns.
         part.files = {name: {key: it.clone() for key, it in columns.items()} for name, columns in part.files.items()}
-        self._pending[step] = [part]
+        self._taken(step)  # of an attempt that was abandoned
+        self._add(step, part)
         self._current = step
 
-    def _spill(self) -> None:
-        """Write the oldest records until the others fit into PENDING_BYTES."""
-        sizes = {step: sum(part.size for part in parts) for step, parts in self._pending.items()}
-        whole = sum(sizes.values())
-        for step, size in sizes.items():
-            if whole <= PENDING_BYTES:
-                return
-            self._write_pending(step)
-            whole -= size
+    def _add(self, step: int, part: _Part) -> None:
+        """Keep a part, and write the oldest records that then are too many. That of a step in progress stays."""
+        self._pending.setdefault(step, []).append(part)
+        self._pending_bytes += part.size
+        while self._pending_bytes > PENDING_BYTES and (oldest := next(iter(self._pending))) != step:
+            self._write_pending(oldest)
+
+    def _taken(self, step: int) -> list[_Part]:
+        """Remove a record from memory and return its parts."""
+        parts = self._pending.pop(step, [])
+        self._pending_bytes -= sum(part.size for part in parts)
+        return parts
 
     def _write_pending(self, step: int) -> None:
         """Write a record from memory. A fault is said, and costs no more than this record."""
-        folder = self.folder / f"step-{step}"
+        folder, parts = self.folder / f"step-{step}", self._taken(step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.groups.is_main:  # what a run that was killed has left
                 for name in (FACTS, COMPUTED):
                     (folder / name).unlink(missing_ok=True)
-            for part in self._pending.pop(step):
+            for part in parts:
                 self._save_part(part, folder)
         except (OSError, SafetensorError) as error:
             self._say(f"WARNING: the record {folder} cannot be written: {error}.")
