@@ -63,12 +63,12 @@ def write_pdf(chart: Curves | Bars, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         labels = [_plain(label) for _, label in chart.legend]
         if labels:
-            axes.legend(handles, labels, frameon=False, fontsize=7)
+            figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
         figure.savefig(path, metadata={"CreationDate": None})  # the same run has the same bytes
 
 
 def _curves(chart: Curves, axes: Any) -> list[Any]:
-    """Draw curves. Return what stands for each entry of the legend: the first curve of its colour."""
+    """Draw curves. Return what stands for each entry of the legend: the first curve of its colour that is not faint."""
     first: dict[str, Any] = {}
     for series in chart.series:
         style, color = series.style.rpartition(" ")[::2]
@@ -79,7 +79,8 @@ def _curves(chart: Curves, axes: Any) -> list[Any]:
         )
         options |= {"linestyle": "--"} if "dashed" in style else {}
         (line,) = axes.plot(list(series.x), y, **options)
-        first.setdefault(color, line)
+        if style != "faint":
+            first.setdefault(color, line)
     if chart.y_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     return [first[color] for color, _ in chart.legend]
