@@ -41,6 +41,8 @@ class SampleIndex:
         self.blocks: dict[Key, list[range]] = {}
         """Rows of each split and step. There are several blocks only if a step was logged again."""
         self._replaced: set[int] = set()
+        self.damaged: set[int] = set()
+        """Offsets of lines that are no valid rows, as far as they have been parsed."""
         self._key: Key | None = None
         self._earlier: dict[int, int] = {}
         """Rows of the newest block's split and step that were logged before, by number."""
@@ -68,17 +70,24 @@ class SampleIndex:
         else:
             row = _parsed(line)
             if row is None:
+                self.damaged.add(self._read)
                 return
             key, number = (row["split"], row["step"]), row["number"]
         place = len(self._begins)
-        blocks = self.blocks.setdefault(key, [])
+        blocks = self.blocks.get(key, [])
         if key != self._key or number <= self._numbers[-1]:  # logged again, after it or after others
             self._earlier = {self._numbers[it]: it for block in blocks for it in block}
-            blocks.append(range(place, place))
-            self._key = key
-        blocks[-1] = range(blocks[-1].start, place + 1)
-        if self._earlier and number in self._earlier:
+            self._key = None
+        if number in self._earlier:
+            if head is not None and _parsed(line) is None:  # a damaged row replaces none
+                self.damaged.add(self._read)
+                return
             self._replaced.add(self._earlier[number])
+        if self._key is None:
+            self.blocks.setdefault(key, []).append(range(place, place))
+            self._key = key
+        blocks = self.blocks[key]
+        blocks[-1] = range(blocks[-1].start, place + 1)
         self._begins.append(self._read)
         self._sizes.append(len(line))
         self._numbers.append(number)
@@ -102,7 +111,9 @@ class SampleIndex:
     def rows_by_place(self, places: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         for place, line in self._lines(places):
             row = _parsed(line)
-            if row is not None:
+            if row is None:
+                self.damaged.add(self._begins[place])
+            else:
                 yield place, EMPTY | row
 
     def search(self, words: Sequence[str], places: Sequence[int], *, most: int) -> list[dict[str, Any]]:

@@ -101,13 +101,13 @@ class HeldRun(MadeUpRun):
         self.records = StepRecorder(self.config, self.groups, self.trained, self.timers, say=self._say_line)
 
 
-def held(folder, most_bytes, last):
+def held(folder, most_bytes, last, steps):
     """Train to step `last`, of which the batch alone is recorded, as if an error ended the run in it."""
     os.chdir(ROOT)
     step_records.PENDING_BYTES = most_bytes
-    (folder / "records" / "step-3").mkdir(parents=True)
-    (folder / "records" / "step-3" / "computed.json").write_text("of a run that was killed")
-    own = (f"run.folder={folder}", "run.steps=9", "run.checkpoint_every_steps=2", "run.keep_checkpoints=1")
+    (folder / "records" / f"step-{last}").mkdir(parents=True)
+    (folder / "records" / f"step-{last}" / "computed.json").write_text("of a run that was killed")
+    own = (f"run.folder={folder}", f"run.steps={steps}", "run.checkpoint_every_steps=2", "run.keep_checkpoints=1")
     options, lines = load_config(COUNT, [*SMALL, *own]), []
     with HeldRun(options, folder, first=0, last=last, checkpoint=None, tolerance=None, say=lines.append) as run:
         for step in rl_steps(run):
@@ -121,24 +121,24 @@ def held(folder, most_bytes, last):
 
 
 def test_records_for_an_alarm_are_those_that_are_written_at_once(tmp_path):
-    before, after, lines = run_ranks(1, held, tmp_path / "held", 1 << 30, 3)[0]
-    assert before == [] and after == [0, 1, 2, 3] and lines == []
-    run = make_records(tmp_path / "run", "run.steps=9")  # on which the learning rate depends
-    for step in range(3):
+    before, after, lines = run_ranks(1, held, tmp_path / "held", 1 << 30, 2, 3)[0]
+    assert before == [] and after == [0, 1, 2] and lines == []
+    run = make_records(tmp_path / "run")
+    for step in range(2):
         mine, theirs = (read_record(folder / "records" / f"step-{step}") for folder in (tmp_path / "held", run))
         for name in ("consumed", "trained"):
             columns, expected = getattr(mine, name).columns(), getattr(theirs, name).columns()
             assert columns.keys() == expected.keys()
             assert all(torch.equal(columns[key], expected[key]) for key in columns), (step, name)
         assert mine.computed["updates"] == theirs.computed["updates"] and mine.facts["version"] == step
-    unfinished = read_record(tmp_path / "held" / "records" / "step-3")
+    unfinished = read_record(tmp_path / "held" / "records" / "step-2")
     assert unfinished.computed is None and len(unfinished.consumed) == 12
-    lines, difference = take_again(tmp_path / "held", 2, to=tmp_path / "replay")
-    assert difference == "" and "step 2: the same to the bit" in lines
+    lines, difference = take_again(tmp_path / "held", 1, to=tmp_path / "replay")
+    assert difference == "" and "step 1: the same to the bit" in lines
 
 
 def test_records_beyond_a_bound_are_written_and_old_ones_are_removed(tmp_path):
-    before, after, lines = run_ranks(1, held, tmp_path / "held", 1, 6)[0]
+    before, after, lines = run_ranks(1, held, tmp_path / "held", 1, 6, 9)[0]
     # Of the checkpoints of steps 2, 4 and 6, one is kept. The one before may still be the newest on the disk. The last
     # record stays in memory until the next one comes.
     assert before == [2, 3, 4] and after == [4, 5, 6] and lines == []

@@ -104,7 +104,8 @@ def of_layout(engine: MegatronEngine, ids: list[int]) -> States:
     whole = States()
     for place in dict.fromkeys(place for _, _, states in told for place in states):
         shares = {tensor: states[place] for replica, tensor, states in told if replica == 0 and place in states}
-        whole[place] = torch.cat([shares[rank] for rank in sorted(shares)]) if is_split else shares[0]
+        rows = torch.cat([shares[rank] for rank in sorted(shares)]) if is_split else shares[0]
+        whole[place] = rows[: len(ids) - 1]  # no label follows the last token, so its row may be padding
     return whole | {"log-probs": logprobs[1:].float().cpu()}
 
 

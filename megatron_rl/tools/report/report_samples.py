@@ -8,6 +8,7 @@ cut. A live page asks its server instead, which searches all samples.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from megatron_rl.telemetry.run_log import SAMPLES, TEXT
 from megatron_rl.telemetry.sample_index import Key, SampleIndex
 
+logger = logging.getLogger(__name__)
 SAMPLE_BYTES = 2_000_000
 """Maximum size of a page's samples as JSON. If there are more, only every k-th is kept."""
 ROUNDS_BYTES = 600_000
@@ -46,7 +48,10 @@ def shown_samples(folder: Path) -> ShownSamples:
     """Read the samples that the page of a run shows. Memory and time do not depend on the length of the texts."""
     index = SampleIndex(folder / SAMPLES)
     index.update()
-    return choose_samples(index, is_live=False)
+    samples = choose_samples(index, is_live=False)
+    if index.damaged:
+        logger.warning("%s: %d line(s) are damaged and left out", index.path, len(index.damaged))
+    return samples
 
 
 def choose_samples(index: SampleIndex, *, is_live: bool) -> ShownSamples:

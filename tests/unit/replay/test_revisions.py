@@ -56,6 +56,11 @@ def checkout(tmp_path):
         git(root, "add", ".")
         git(root, "commit", "-qm", f"value {value}")
         git(root, "tag", f"v{value}")
+    git(root, "checkout", "-q", "-b", "other", "v3")
+    for value in (None, 4):  # a revision that cannot judge, between good and bad
+        (root / "mine.py").write_text(f"VALUE = {value}\n")
+        git(root, "commit", "-qam", f"other {value}")
+    git(root, "checkout", "-q", "main")
     (root / "mine.py").write_text("VALUE = 'of the user'\n")
     return root
 
@@ -81,10 +86,6 @@ def test_a_replay_at_a_revision_runs_its_code_and_leaves_the_checkout_alone(
 def test_bisect_finds_the_revision_from_which_on_a_replay_differs(
     checkout, monkeypatch, capfd, tmp_path, folder_of_worktrees
 ):
-    (checkout / "mine.py").write_text("VALUE = None\n")  # a revision that cannot judge, between good and bad
-    git(checkout, "checkout", "-q", "-b", "other", "v3")
-    git(checkout, "commit", "-qam", "cannot judge")
-    git(checkout, "cherry-pick", "-Xtheirs", "v4")
     monkeypatch.setattr("megatron_rl.replay.revisions.ROOT", checkout)
     before = state(checkout)
     with pytest.raises(SystemExit) as ended:

@@ -278,7 +278,7 @@ def test_each_chart_becomes_a_file_for_papers(tmp_path, capsys):
     assert names == ["main.svg", "time.svg"] and str(tmp_path / "figures" / "time.svg") in capsys.readouterr().out
     root = ElementTree.parse(tmp_path / "figures" / "main.svg").getroot()
     assert "var(" not in "".join(root.itertext()) and float(root.get("width")) < 600
-    assert any(path.get("d") for path in root.iter("{*}path"))
+    assert any(path.get("d") for path in root.iterfind(".//{*}path"))
 
 
 def test_a_pdf_is_drawn_by_matplotlib_with_embedded_fonts_and_no_formula_of_a_name(tmp_path):
@@ -286,7 +286,9 @@ def test_a_pdf_is_drawn_by_matplotlib_with_embedded_fonts_and_no_formula_of_a_na
     with RunLog(tmp_path, 3, console=Console(quiet=True)) as log:
         for step in range(3):
             log.log_evaluation(step, "a$_b{$", {"accuracy": step / 3})
-            log.log_step(step, {"reward/mean": None if step == 1 else 0.5, "time/step": 1.0, "policy/loss": 0.1 * step})
+            log.log_step(
+                step, {"reward/mean": float("nan") if step == 1 else 0.5, "time/step": 1.0, "policy/loss": 0.1 * step}
+            )
     files = write_figures(tmp_path, ["pdf"])
     assert [path.name for path in files] == ["main.pdf", "time.pdf", "policy_loss.pdf"]
     for path in files:
