@@ -21,6 +21,8 @@ from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 
 EARLIER = 1.1
 """Factor of all weights in the publication before the one that is checked."""
+ALIKE_WITH_KEYS = 0.3
+"""The same share as ALIKE for old keys, because which of them a server has kept is not known exactly."""
 TRIED = 4
 """Replies with which every error is tried. One that explains these is confirmed with all replies."""
 MOST_EXPERTS = 16
@@ -42,13 +44,9 @@ def explain(folder: Path, replies: Sequence[Reply], temperature: float, toleranc
     whole = _distance(right, replies, temperature)
     limit = max(tolerance, ALIKE * whole)
 
-    def explains(decoder: Decoder, *, keeps_keys: bool = False) -> bool:
-        return all(
-            _distance(decoder, some, temperature, keeps_keys=keeps_keys) <= limit for some in (replies[:TRIED], replies)
-        )
+    def explains(decoder: Decoder) -> bool:
+        return all(_distance(decoder, some, temperature) <= limit for some in (replies[:TRIED], replies))
 
-    if explains(right, keeps_keys=True):
-        return "keys of earlier weights are in the KV cache: it was not flushed"
     for text, change in weight_errors(right, config):
         with change(right):
             if explains(right):
@@ -56,6 +54,8 @@ def explain(folder: Path, replies: Sequence[Reply], temperature: float, toleranc
     for text, changed in config_errors(config):
         if explains(_decoder(folder, changed, replies)):
             return text
+    if _distance(right, replies, temperature, keeps_keys=True) <= max(tolerance, ALIKE_WITH_KEYS * whole):
+        return "keys of earlier weights are in the KV cache: it was not flushed"
     return ""
 
 
