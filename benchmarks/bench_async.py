@@ -12,6 +12,9 @@ first request to its last update: filling the pipeline, and what is in flight at
 `interrupt`: a publication puts running requests back, and they go on with the new weights (SGLang's retract). `drain`:
 it waits for them to finish.
 
+With --records TURNS, only the cost of telemetry.record_steps=on_alarm is measured, at the first of --etas: runs without
+and with it take turns.
+
 Below stands what the simulation of `megatron-rl plan` (plan/simulation.py) makes of the same lengths: from the servers'
 times and each run's own seconds for everything but the rollout, how long the trainer waits and what the servers do.
 """
@@ -81,14 +84,14 @@ def length(rng: random.Random) -> int:
     return min(LONGEST, max(1, round(MEDIAN_TOKENS * rng.lognormvariate(0, 1))))
 
 
-def run(folder: Path, *, eta: int, drains: bool, decode_ms: float, steps: int) -> dict:
-    """Start servers and a training process; return what the latter measured."""
+def run(folder: Path, *, eta: int, drains: bool, decode_ms: float, steps: int, records: str = "[on_alarm]") -> dict:
+    """Start servers and a training process; return what the latter measured. records: telemetry.record_steps."""
     ports = [free_port() for _ in range(SERVERS)]
     serve = [sys.executable, ROOT / "benchmarks/modelled_server.py", "--slots", PROMPTS * SAMPLES // SERVERS]
     serve += ["--decode-ms", decode_ms, *(["--drains"] if drains else [])]
     servers = [subprocess.Popen([str(part) for part in [*serve, "--port", port]]) for port in ports]
     settings = {"eta": eta, "steps": steps, "servers": [f"http://127.0.0.1:{port}" for port in ports]}
-    settings |= {"inputs": str(folder), "folder": tempfile.mkdtemp(dir=folder)}
+    settings |= {"inputs": str(folder), "folder": tempfile.mkdtemp(dir=folder), "records": records}
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
@@ -179,6 +182,8 @@ def train_and_measure(settings: dict) -> None:
         "run.steps": settings["steps"],
         "run.folder": folder,
         "run.save_at_end": "false",
+        "telemetry.record_steps": settings["records"],
+        "run.checkpoint_every_steps": 1000,  # records for alarms are kept for runs with checkpoints; none is due
     }
     train(load_config(ROOT / "configs/count_grpo.yaml", [f"{key}={value}" for key, value in overrides.items()]))
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -190,6 +195,8 @@ def train_and_measure(settings: dict) -> None:
         "waited": sum(step["time/rollout"] for step in steps) / seconds,
         "others_s": statistics.median(step["time/step"] - step["time/rollout"] for step in steps[1:]),
         "publish_s": statistics.median(step["time/publish"] for step in steps[1:]),
+        "step_s": statistics.median(step["time/step"] for step in steps[1:]),
+        "record_s": statistics.median(step.get("time/record", 0.0) for step in steps[1:]),
         "rollout_s": statistics.median(step["time/rollout"] for step in steps[1:]),
         "dropped": sum(step["rollout/episodes_stale"] for step in steps),
         "slots_used": sum(s["slot_s"] for s in stats)
@@ -201,10 +208,30 @@ def train_and_measure(settings: dict) -> None:
     print(json.dumps(result))
 
 
+def compare_records(folder: Path, args: argparse.Namespace, machine: frame.Machine) -> None:
+    """Print the time of a step without records and with those for alarms, which take turns."""
+    kinds = {"without records": "[]", "with records for alarms": "[on_alarm]"}
+    rows: dict[str, list[dict]] = {label: [] for label in kinds}
+    options = {"eta": args.etas[0], "drains": False, "decode_ms": args.decode_ms, "steps": args.steps}
+    for turn in range(args.records):
+        for label in list(kinds) if turn % 2 == 0 else list(kinds)[::-1]:
+            rows[label].append(run(folder, records=kinds[label], **options))
+            print(f"{label}: {rows[label][-1]['step_s'] * 1e3:.1f} ms a step", file=sys.stderr, flush=True)
+    print(
+        f"{PROMPTS} prompts x {SAMPLES} samples a step, eta {args.etas[0]}, {args.records} runs of {args.steps} steps "
+        f"of each kind in turns, medians, {args.decode_ms:.1f} ms a full decode step; {machine}"
+    )
+    print(f"{'':<26}{'ms a step':>10}{'ms recording':>14}{'share of the step':>19}")
+    for label, runs in rows.items():
+        step_s, record_s = (statistics.median(run[name] for run in runs) for name in ("step_s", "record_s"))
+        print(f"{label:<26}{step_s * 1e3:>10.1f}{record_s * 1e3:>14.2f}{record_s / step_s:>19.2%}")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = frame.parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--etas", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--records", type=int, default=0, metavar="TURNS", help="measure the cost of records alone")
     parser.add_argument("--decode-ms", type=float, help="of a full decode step; measured if left out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = frame.arguments(parser, argv, steps=2, etas=[1], decode_ms=0.1)
@@ -218,6 +245,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.decode_ms is None:
             first = run(folder, eta=0, drains=False, decode_ms=CALIBRATION_MS, steps=CALIBRATION_STEPS)
             args.decode_ms = CALIBRATION_MS * 4 * first["others_s"] / first["rollout_s"]
+        if args.records:
+            return compare_records(folder, args, machine)
         cases = [("synchronous", 0, False)]
         cases += [
             (f"eta {eta}, {how}", eta, how == "drain")

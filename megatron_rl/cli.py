@@ -115,6 +115,9 @@ def run(argv: list[str] | None = None) -> None:
     )
     sick.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
     sick.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
+    sick.add_argument(
+        "--layout", default="", help="also compare the trainer in a layout, on several processes: tensor=2,pipeline=2"
+    )
     convert = commands.add_parser(
         "convert",
         help="convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder",
@@ -127,6 +130,17 @@ def run(argv: list[str] | None = None) -> None:
     convert.add_argument("target", type=Path, help="folder to write")
     report = commands.add_parser("report", help="write report.html and report.svg of a run")
     report.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
+    report.add_argument(
+        "--format",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="svg,pdf",
+        help="also write each chart as a file of its own into RUN/figures; pdf needs matplotlib",
+    )
+    report.add_argument(
+        "--live", action="store_true", help="serve the report on this host instead; it follows a run that goes on"
+    )
+    report.add_argument("--port", type=int, default=8765, help="--live: port on 127.0.0.1; 0 picks a free one")
     watched = commands.add_parser("watch", help="serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     watched.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 picks a free one (default 8765)")
@@ -211,9 +225,15 @@ def run(argv: list[str] | None = None) -> None:
                 from megatron_rl import platform
 
                 platform.prepare(may_use_transformer_engine=False)  # layers of its own have no norms to look at
+                from megatron_rl.replay.replay_command import layout_of
                 from megatron_rl.tools.doctor.doctor import doctor
+                from megatron_rl.tools.doctor.layout_doctor import doctor_in_layout
 
-                if doctor(args.config, args.overrides):
+                layout = layout_of(args.layout)
+                found = bool(doctor(args.config, args.overrides))
+                if layout:
+                    found |= doctor_in_layout(args.config, args.overrides, layout)
+                if found:
                     sys.exit(1)
             elif args.command == "algorithms":
                 from megatron_rl.algo.catalogue import table
@@ -240,10 +260,16 @@ def run(argv: list[str] | None = None) -> None:
                 print(page)
                 if args.bound is not None and found:
                     sys.exit(1)
+            elif args.live:
+                from megatron_rl.tools.watch.watch import watch
+
+                watch(args.run, args.port, page="report")
             else:
+                from megatron_rl.tools.report.figures import write_figures
                 from megatron_rl.tools.report.report import write_report
 
-                print(write_report(args.run))
+                figures = write_figures(args.run, args.format) if args.format else []
+                print(write_report(args.run), *figures, sep="\n")
     except KeyboardInterrupt:
         print(f"megatron-rl {args.command}: interrupted.", file=sys.stderr)
         sys.exit(130)

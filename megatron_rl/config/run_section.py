@@ -93,14 +93,16 @@ class TelemetryConfig(Section, name="telemetry"):
     record_steps: list[str] = ruled(
         "each must be a step's number from 0, `every K` with K of at least 1, or on_alarm",
         lambda steps: all(re.fullmatch(r"\d+|every [1-9]\d*|on_alarm", step) for step in steps),
-        default=[],
-        hint="e.g. [3, 12], 'every 100' or on_alarm",
+        default=["on_alarm"],
+        hint="e.g. [3, 12], 'every 100', on_alarm, or [] for none",
     )
     """Steps that `megatron-rl replay` can repeat: numbers of steps from 0, `every K` for every K-th step, or on_alarm
-    for the steps since the oldest of the newest run.keep_checkpoints checkpoints, whatever ends the run. A record has
-    the step's trajectories and what the step computed from them, in run.folder/records. Steps given by number or
-    `every K` also record gradients and weights by tensor. Their checkpoints are kept in addition to
-    run.keep_checkpoints, and so are the trajectories of the steps between checkpoint and step."""
+    for the steps since the oldest of the newest run.keep_checkpoints checkpoints, if an error ends the run. A record
+    has the step's trajectories and what the step computed from them, in run.folder/records. For on_alarm, up to 256 MB
+    of them stay in each rank's memory until there is an error; without checkpoints, none are kept. Steps given by
+    number or `every K` are written at once, also have gradients and weights by tensor, and survive a kill. Their
+    checkpoints are kept in addition to run.keep_checkpoints, and so are the trajectories of the steps between
+    checkpoint and step."""
 
     def records(self, first: int, end: float) -> bool:
         """Return True if a step in [first, end) is to be recorded with its tensors."""

@@ -168,13 +168,8 @@ class TrainConfig:
                 "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
                 "journal; set that, or leave the key out."
             )
-        if self.telemetry.record_steps and self.learns_from_data:
+        if self.learns_from_data and set(self.telemetry.record_steps) - {"on_alarm"}:
             self.telemetry.refuse("record_steps", f"records steps of RL, and {self.chosen_data} is set; leave it out")
-        if "on_alarm" in self.telemetry.record_steps and self.run.checkpoint_every_steps == 0:
-            self.telemetry.refuse(
-                "record_steps",
-                "on_alarm keeps the steps since a checkpoint, and run.checkpoint_every_steps = 0 writes none; set it",
-            )
         if self.reuse.groups_per_step > 0:
             self._refuse_a_reuse_that_cannot_be()
         # A reward model scores the batch, and ReMax keeps its greedy replies out of the batch unless told otherwise.

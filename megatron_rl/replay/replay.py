@@ -166,7 +166,7 @@ class ReplayedRun(RLRun):
         prompts = training_prompts(config, self.tokenizer) if needs_prompts else []
         self.devices = DeviceSharing(config, self.groups, self.timers, None, None)
         self._build_models(prompts, self.tokenizer)
-        self.records = StepRecorder(config, self.groups, self.trained, self.timers, say=self.say)
+        self.records = StepRecorder(config, self.groups, self.trained, self.timers, say=self.say, defers=False)
         self.warm_start = WarmStart(
             config,
             self.groups,

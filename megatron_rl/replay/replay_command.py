@@ -1,4 +1,7 @@
-"""`megatron-rl replay RUN --step N`: parses the command, starts its ranks, and exits with 1 if the step differs."""
+"""`megatron-rl replay RUN --step N`: parses the command, starts its ranks, and exits with 1 if the step differs.
+
+With --at or --bisect, the ranks are those of other revisions (revisions.py).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from megatron_rl.launch.local import Places, run
 from megatron_rl.launch.start_up import importing
 from megatron_rl.life.last_words import one_line
 from megatron_rl.life.process_exit import exit_with
+from megatron_rl.life.stop_signal import EXIT_INTERRUPTED
+from megatron_rl.replay.revisions import RESULT, bisect_command, bisect_replay, replay_at
 
-RESULT = "replay.json"
 AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 RECORDED = "recorded"
 
@@ -23,12 +27,25 @@ RECORDED = "recorded"
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "megatron-rl replay",
+        allow_abbrev=False,  # arguments are passed on, without some
         description="Take a recorded step of a run again and name the first value that differs from the record.",
         epilog="Further arguments are key=value settings, such as model.path=... where the model lies elsewhere.",
     )
-    parser.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo, or a file that --export has written")
+    parser.add_argument(
+        "run", type=Path, nargs="?", help="the run's folder, e.g. runs/demo, or a file that --export has written"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
-    parser.add_argument("--step", type=int, required=True, help="step to replay, counted from 0")
+    parser.add_argument("--step", type=int, help="step to replay, counted from 0")
+    parser.add_argument(
+        "--at", metavar="REVISION", help="replay with the code of this commit, tag or branch of the checkout in use"
+    )
+    parser.add_argument(
+        "--bisect",
+        nargs=2,
+        metavar=("GOOD", "BAD"),
+        help="find the first revision after GOOD, up to BAD, whose replay differs; or, with -- COMMAND as last words "
+        "and without RUN, at which the command fails",
+    )
     parser.add_argument(
         "--layout", default="", help="e.g. tensor=2,pipeline=2, or `recorded` for the run's own; default: one process"
     )
@@ -58,10 +75,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--folder", type=Path, help="folder for the replay's own records; default: RUN/replay")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
-    args = parser.parse_intermixed_args(argv)
-    folder = args.folder or (
-        args.run.with_name(f"{args.run.name}.replay") if args.run.is_file() else args.run / "replay"
-    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[words.index("--") + 1 :] if "--" in words else []
+    words = words[: words.index("--")] if "--" in words else words
+    args = parser.parse_intermixed_args(words)
+    if command and not args.bisect:
+        parser.error("-- COMMAND: is for --bisect GOOD BAD")
+    if args.at and args.bisect:
+        parser.error("--at: one revision, or two with --bisect, and not both")
+    if not command and (args.run is None or args.step is None):
+        parser.error("RUN and --step are needed")
+    if args.at or args.bisect:
+        sys.exit(with_other_code(args, words, command))
+    folder = folder_of(args)
     with one_line("megatron-rl replay"):
         layout, is_rank = layout_of(args.layout), "WORLD_SIZE" in os.environ
         settings, run_folder = (
@@ -81,7 +107,6 @@ def main(argv: list[str] | None = None) -> None:
             return
         ranks = args.ranks or ranks_of(run_folder, args.step, args.layout, layout)
         if ranks > 1 and not is_rank:
-            words = sys.argv[1:] if argv is None else argv
             sys.exit(run(Places(ranks=ranks), ["megatron_rl.replay", *words]) or differs(folder))
         if args.exit_with:
             exit_with(args.exit_with)
@@ -105,6 +130,39 @@ def main(argv: list[str] | None = None) -> None:
             (folder / RESULT).write_text(json.dumps({"differs": None if found is None else str(found)}))
         if "WORLD_SIZE" not in os.environ:
             sys.exit(differs(folder))
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """Return the folder of the replay's own records."""
+    beside = args.run.with_name(f"{args.run.name}.replay") if args.run.is_file() else args.run / "replay"
+    return args.folder or beside
+
+
+def with_other_code(args: argparse.Namespace, words: list[str], command: list[str]) -> int:
+    """Do what --at or --bisect asks for, and return the exit code. command: that of --bisect; [] for the replay."""
+    own = without(words, {"--at": 1, "--bisect": 2, "--folder": 1})
+    try:
+        with one_line("megatron-rl replay"):
+            if args.at:
+                return replay_at(args.at, own, folder_of(args))
+            print(bisect_command(*args.bisect, command) if command else bisect_replay(*args.bisect, own))
+            return 0
+    except KeyboardInterrupt:
+        print("megatron-rl replay: interrupted; the worktree is removed.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def without(words: list[str], options: dict[str, int]) -> list[str]:
+    """Return arguments without some options. options: the number of values of each."""
+    kept, place = list[str](), 0
+    while place < len(words):
+        name, given, _ = words[place].partition("=")
+        if name in options:
+            place += 1 if given else 1 + options[name]
+        else:
+            kept.append(words[place])
+            place += 1
+    return kept
 
 
 def prepare() -> None:

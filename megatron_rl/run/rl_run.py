@@ -122,6 +122,7 @@ class RLRun(Run):
         self.is_built = True
         self.traces = StepTraces(config, self.groups, self.timers, self.engine, process, say=self.say)
         self.records = StepRecorder(config, self.groups, self.trained, self.timers, say=self.say)
+        self.at_end.push(self._record_alarm)
         self.warm_start = WarmStart(
             config,
             self.groups,
@@ -132,6 +133,11 @@ class RLRun(Run):
             say=self.say,
             check=lambda stats: self.check_updates("policy", [stats]),
         )
+
+    def _record_alarm(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the records in memory if an error ends the run."""
+        if kind is not None and issubclass(kind, Exception):
+            self.records.alarm()
 
     def _looks(self) -> list[Look]:
         return [*super()._looks(), self.processes.silent]

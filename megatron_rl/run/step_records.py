@@ -4,6 +4,9 @@
 later the columns that it computed for them. The main rank adds the numbers of all trajectories, the plan that divides
 them, the prompts' rows, the run's options, and the losses, gradients and weights of the step. A step that fails leaves
 what it consumed.
+
+Steps that are recorded for alarms only stay in memory, and are written when an error ends the run. That costs a copy of
+the step's tokens. What does not fit into PENDING_BYTES is written at once.
 """
 
 from __future__ import annotations
@@ -50,11 +53,28 @@ FORMAT = 1
 LOGPROBS = "update_logprobs"
 """Computed column: log p of each trained token in the forward pass of its own update."""
 PLAN = ("lengths", "update", "owner", "group")
+PENDING_BYTES = 256 << 20
+"""Maximum size of the records that a rank holds in memory for an alarm."""
 PACKAGES = ("torch", "megatron-core", "transformers", "tensordict", "numpy", "safetensors")
 
 
+Columns = dict[str, Tensor]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Part:
+    """This rank's files of one half of a record. facts: JSON files, which the main rank writes last."""
+
+    files: dict[str, Columns]
+    facts: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        return sum(column.nbytes for columns in self.files.values() for column in columns.values())
+
+
 class StepRecorder:
-    """Records the steps that telemetry.record_steps asks for. Collective: every rank calls every method.
+    """Records the steps that telemetry.record_steps asks for. Collective: every rank calls every method but `alarm`.
 
     recorder = StepRecorder(config, groups, {"policy": engine}, timers, say=print)
     recorder.begin(3, batch)  # before anything is computed from the batch
@@ -70,7 +90,9 @@ class StepRecorder:
         timers: PhaseTimers,
         *,
         say: Callable[[str], None],
+        defers: bool = True,
     ) -> None:
+        """defers: hold records for alarms in memory. False writes them at once."""
         self.config, self.groups, self.engines, self.timers, self._say = config, groups, engines, timers, say
         self.folder = Path(config.run.folder) / FOLDER
         self._step: Path | None = None
@@ -78,12 +100,22 @@ class StepRecorder:
         self._consumed: frozenset[str] = frozenset()
         """Token columns that the step consumed."""
         self._watches: dict[str, _TensorWatch] = {}
+        self._defers = defers
+        self._pending: dict[int, list[_Part]] = {}
+        """Parts of the records in memory, by step, oldest first."""
+        self._pending_bytes = 0
+        self._current: int | None = None
+        """The step in progress, if its record is in memory."""
+        self._kept_from = -1
 
     def is_kept(self, step: int) -> bool:
         """Return True if the step is recorded: for itself, for a later step before the next checkpoint, or on alarm."""
-        telemetry, every = self.config.telemetry, self.config.run.checkpoint_every_steps
-        next_checkpoint = (step // every + 1) * every if every else float("inf")
-        return ON_ALARM in telemetry.record_steps or telemetry.records(step, next_checkpoint)
+        is_for_alarms = ON_ALARM in self.config.telemetry.record_steps and self.config.run.checkpoint_every_steps > 0
+        return is_for_alarms or self._is_asked_for(step)
+
+    def _is_asked_for(self, step: int) -> bool:
+        every = self.config.run.checkpoint_every_steps
+        return self.config.telemetry.records(step, (step // every + 1) * every if every else float("inf"))
 
     def begin(
         self,
@@ -99,19 +131,18 @@ class StepRecorder:
         oldest_checkpoint: called on the main rank. With on_alarm, records of steps before the step that it returns are
         removed, unless another entry asks for them.
         """
-        self._step = None
+        self._step = self._current = None
         if not (self.config.telemetry.record_steps and self.is_kept(step)):
             return
         with self.timers("record"):
-            self._step = self.folder / f"step-{step}"
             self._consumed = frozenset(batch.tokens)
+            if self._defers and not self._is_asked_for(step):
+                self._hold(step, batch, prompts)
+                return
+            self._step = self.folder / f"step-{step}"
             if self._failed(self._all_do(lambda: self._make_room(oldest_checkpoint()), on_main_only=True)):
                 return
-            own = batch.own().columns()
-            tokens = {name: column for name, column in own.items() if not name.startswith("sequences.")}
-            places = set(batch["prompt_index"].tolist()) if prompts and "prompt_index" in batch else set()
-            facts = {ROWS: {place: prompts[place] for place in sorted(places)}, FACTS: self._facts(step)}
-            if self._failed(self._write(CONSUMED_NUMBERS, batch, tokens, facts)):
+            if self._failed(self._write(self._consumed_part(step, batch, prompts))):
                 return
             if self.config.telemetry.records(step, step + 1):
                 self._watches = {name: _TensorWatch(engine) for name, engine in self.engines.items()}
@@ -121,7 +152,7 @@ class StepRecorder:
 
         batch: the trajectories that were trained. shares: this rank's updates. stats: by model, of each update.
         """
-        if self._step is None:
+        if self._step is None and self._current is None:
             return
         with self.timers("record"):
             own = batch.own()
@@ -135,39 +166,112 @@ class StepRecorder:
             }
             self._watches = {}
             tokens = {f"tokens.{name}": column for name, column in columns.items()} | {"cu_seqlens": own.cu_seqlens}
-            self._failed(self._write(COMPUTED_NUMBERS, batch, tokens, {COMPUTED: computed}))
-            self._step = None
+            part = self._part(COMPUTED_NUMBERS, batch, tokens, {COMPUTED: computed})
+            if self._current is not None:
+                self._add(self._current, part)
+            else:
+                self._failed(self._write(part))
+            self._step = self._current = None
+
+    def alarm(self) -> None:
+        """Write the records in memory, because an error ends the run. Each rank writes its own files."""
+        for step in list(self._pending):
+            self._write_pending(step)
+
+    def _hold(self, step: int, batch: StepBatch, prompts: Sequence[dict[str, Any]]) -> None:
+        """Keep a copy of what the step consumes, and forget steps that no checkpoint of the newest ones leads to."""
+        options = self.config.run
+        every = options.checkpoint_every_steps
+        # One more than are kept, because the newest may still be on its way to the disk.
+        kept_from = max(0, step // every - options.keep_checkpoints) * every
+        if kept_from != self._kept_from:
+            self._kept_from = kept_from
+            for number in [it for it in self._pending if it < kept_from]:
+                self._taken(number)
+            if self.groups.is_main:
+                self._remove_before(kept_from)
+        part = self._consumed_part(step, batch, prompts)
+        # The step adds to its batch, and may change columns.
+        part.files = {name: {key: it.clone() for key, it in columns.items()} for name, columns in part.files.items()}
+        self._taken(step)  # of an attempt that was abandoned
+        self._add(step, part)
+        self._current = step
+
+    def _add(self, step: int, part: _Part) -> None:
+        """Keep a part, and write the oldest records that then are too many. That of a step in progress stays."""
+        self._pending.setdefault(step, []).append(part)
+        self._pending_bytes += part.size
+        while self._pending_bytes > PENDING_BYTES and (oldest := next(iter(self._pending))) != step:
+            self._write_pending(oldest)
+
+    def _taken(self, step: int) -> list[_Part]:
+        """Remove a record from memory and return its parts."""
+        parts = self._pending.pop(step, [])
+        self._pending_bytes -= sum(part.size for part in parts)
+        return parts
+
+    def _write_pending(self, step: int) -> None:
+        """Write a record from memory. A fault is said, and costs no more than this record."""
+        folder, parts = self.folder / f"step-{step}", self._taken(step)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.groups.is_main:  # what a run that was killed has left
+                for name in (FACTS, COMPUTED):
+                    (folder / name).unlink(missing_ok=True)
+            for part in parts:
+                self._save_part(part, folder)
+        except (OSError, SafetensorError) as error:
+            self._say(f"WARNING: the record {folder} cannot be written: {error}.")
 
     def _make_room(self, oldest_checkpoint: int) -> None:
         assert self._step is not None
         shutil.rmtree(self._step, ignore_errors=True)  # of a run that was killed and has resumed before this step
         self._step.mkdir(parents=True)
-        for path in self.folder.glob("step-*") if ON_ALARM in self.config.telemetry.record_steps else ():
-            other = int(path.name.removeprefix("step-"))
-            every = self.config.run.checkpoint_every_steps
-            if other < oldest_checkpoint and not self.config.telemetry.records(other, (other // every + 1) * every):
-                shutil.rmtree(path)
+        if ON_ALARM in self.config.telemetry.record_steps:
+            self._remove_before(oldest_checkpoint)
 
-    def _write(self, kind: str, batch: StepBatch, tokens: dict[str, Tensor], facts: dict[str, Any]) -> str:
-        """Write this rank's files, and `facts` after all ranks have written. Returns a fault on all ranks, or ''."""
+    def _remove_before(self, oldest_checkpoint: int) -> None:
+        """Remove records of steps before a checkpoint's, unless another entry asks for them."""
+        for path in self.folder.glob("step-*"):
+            other = int(path.name.removeprefix("step-"))
+            if other < oldest_checkpoint and not self._is_asked_for(other):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _consumed_part(self, step: int, batch: StepBatch, prompts: Sequence[dict[str, Any]]) -> _Part:
+        own = batch.own().columns()
+        tokens = {name: column for name, column in own.items() if not name.startswith("sequences.")}
+        places = set(batch["prompt_index"].tolist()) if prompts and "prompt_index" in batch else set()
+        facts = {ROWS: {place: prompts[place] for place in sorted(places)}, FACTS: self._facts(step)}
+        return self._part(CONSUMED_NUMBERS, batch, tokens, facts)
+
+    def _part(self, kind: str, batch: StepBatch, tokens: Columns, facts: dict[str, Any]) -> _Part:
+        """Return the part of a record that this rank writes."""
+        files: dict[str, Columns] = {}
+        if self.groups.is_rollout_rank:
+            files[f"{kind}-{self.groups.data.rank}.safetensors"] = tokens
+        if self.groups.is_main:
+            plan = {f"plan.{name}": getattr(batch.plan, name) for name in PLAN}
+            plan |= {"plan.updates": torch.tensor([batch.plan.updates])}
+            plan |= {} if batch.plan.begin is None else {"plan.begin": batch.plan.begin}
+            numbers = {f"sequences.{name}": column for name, column in batch.sequences.items()}
+            files[f"{kind}.safetensors"] = plan | numbers
+        return _Part(files=files, facts=facts)
+
+    def _write(self, part: _Part) -> str:
+        """Write this rank's files, and the facts after all ranks have written. Returns a fault on all ranks, or ''."""
         assert self._step is not None
         folder = self._step
+        files, facts = dataclasses.replace(part, facts={}), dataclasses.replace(part, files={})
+        return self._all_do(lambda: self._save_part(files, folder)) or self._all_do(
+            lambda: self._save_part(facts, folder), on_main_only=True
+        )
 
-        def write() -> None:
-            if self.groups.is_rollout_rank:
-                _save(tokens, folder / f"{kind}-{self.groups.data.rank}.safetensors")
-            if self.groups.is_main:
-                plan = {f"plan.{name}": getattr(batch.plan, name) for name in PLAN}
-                plan |= {"plan.updates": torch.tensor([batch.plan.updates])}
-                plan |= {} if batch.plan.begin is None else {"plan.begin": batch.plan.begin}
-                numbers = {f"sequences.{name}": column for name, column in batch.sequences.items()}
-                _save(plan | numbers, folder / f"{kind}.safetensors")
-
-        def write_facts() -> None:
-            for name, content in facts.items():
-                (folder / name).write_text(json.dumps(content, default=repr), encoding="utf-8")
-
-        return self._all_do(write) or self._all_do(write_facts, on_main_only=True)
+    def _save_part(self, part: _Part, folder: Path) -> None:
+        for name, columns in part.files.items():
+            _save(columns, folder / name)
+        for name, content in part.facts.items() if self.groups.is_main else ():
+            content = content | self._facts_of_run if name == FACTS else content
+            (folder / name).write_text(json.dumps(content, default=repr), encoding="utf-8")
 
     def _all_do(self, act: Callable[[], None], *, on_main_only: bool = False) -> str:
         """Run `act` and wait until all ranks have. Returns the fault of this or another rank, on all ranks, or ''."""
@@ -187,8 +291,9 @@ class StepRecorder:
         return bool(fault)
 
     def _facts(self, step: int) -> dict[str, Any]:
+        """Return what distinguishes this record; `_facts_of_run` is added when it is written."""
         own = {"format": FORMAT, "step": step, "version": self.engines["policy"].get_version()}
-        return own | {"replicas": self.groups.data.size} | self._facts_of_run
+        return own | {"replicas": self.groups.data.size}
 
     @functools.cached_property
     def _facts_of_run(self) -> dict[str, Any]:

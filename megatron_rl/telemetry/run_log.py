@@ -339,19 +339,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Lines that are not valid log entries are skipped with a warning: a run can resume without them. A machine crash may
     leave zeros where a write did not reach the disk; zeros in front of a whole line are ignored.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
-    # Only "\n": splitlines would also split at other line separators within a sample's text.
-    complete = text[: text.rfind("\n") + 1]
     rows, damaged = [], []
-    for number, line in enumerate(complete.split("\n")[:-1], start=1):
-        try:
-            row = json.loads(line.lstrip("\0"))
-        except (ValueError, RecursionError):
-            row = None
-        if is_line(row, of_samples=path.name == SAMPLES):
-            rows.append(row)
-        else:
-            damaged.append(str(number))
+    # Only "\n" ends a line, and line by line a large file takes no memory of its own.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                row = json.loads(line.lstrip("\0"))
+            except (ValueError, RecursionError):
+                row = None
+            if is_line(row, of_samples=path.name == SAMPLES):
+                rows.append(row)
+            else:
+                damaged.append(str(number))
     if damaged:
         shown = ", ".join(damaged[:10]) + (" and others" if len(damaged) > 10 else "")
         logger.warning("%s: %d line(s) are damaged and left out: %s", path, len(damaged), shown)
@@ -401,8 +402,11 @@ class RunRecord:
     config: str
 
 
-def read_run(folder: str | Path) -> RunRecord:
-    """Read the folder of a running or finished run. If a step was logged twice, the later line counts."""
+def read_run(folder: str | Path, *, with_samples: bool = True) -> RunRecord:
+    """Read the folder of a running or finished run. If a step was logged twice, the later line counts.
+
+    with_samples: False leaves `samples` empty. Those of a long run may not fit into memory; SampleIndex reads some.
+    """
     folder = Path(folder)
     if not (folder / METRICS).is_file():
         raise ValueError(f"folder = {str(folder)!r}: has no {METRICS}; give the run.folder of a run that has begun.")
@@ -415,7 +419,7 @@ def read_run(folder: str | Path) -> RunRecord:
             # A resumed run may have logged it again; the dict keeps the last.
             evaluations[line["name"], line["step"]] = line
     samples: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
-    if (folder / SAMPLES).is_file():
+    if with_samples and (folder / SAMPLES).is_file():
         for row in read_lines(folder / SAMPLES):
             samples.setdefault((row["split"], row["step"]), {})[row["number"]] = EMPTY | row
     config = folder / CONFIG

@@ -25,9 +25,16 @@ def test_nothing_is_said_of_a_sound_config(tmp_path):
     code, said = told(tmp_path)
     assert code == 0 and [line for line in said.splitlines() if line.startswith(("ok", "FAULT"))] == [
         "ok: machine",
+        "ok: hosts",
         "ok: data",
         "ok: model",
     ], said
+
+
+@pytest.mark.thorough  # tests/megatron/test_doctor.py compares the trainer in more layouts
+def test_the_trainer_is_compared_in_a_layout_too(tmp_path):
+    code, said = told(tmp_path, "--layout", "tensor=2")
+    assert code == 0 and "ok: trainer on 2 ranks" in said, said
 
 
 def test_keys_that_a_server_keeps_over_a_publication_are_found(tmp_path, monkeypatch):
@@ -35,4 +42,4 @@ def test_keys_that_a_server_keeps_over_a_publication_are_found(tmp_path, monkeyp
     monkeypatch.setattr(KVRows, "forget_prefixes", lambda self: None)
     monkeypatch.setattr(KVRows, "epoch", property(lambda self: 0, lambda self, count: None), raising=False)
     code, said = told(tmp_path)
-    assert code == 1 and "keys of earlier weights may be in the KV cache" in said, said
+    assert code == 1 and "keys of earlier weights are in the KV cache: it was not flushed" in said, said

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.run.rl_run import RLRun
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
 from megatron_rl.run.step_records import recorded_steps
 from megatron_rl.train import train
@@ -60,9 +61,27 @@ def test_a_step_of_a_run_is_taken_again_from_the_checkpoint_before_it(server, tm
     assert difference == "" and lines[0].startswith("from the run's start, ")
 
 
+def alarming_experiment(overrides):
+    """A run that an alarm ends after its sixth step."""
+    check = RLRun.check_updates
+
+    def checked(self, model, updates, **options):
+        check(self, model, updates, **options)
+        if self.engine.get_version() == 6:
+            raise RuntimeError("planted alarm")
+
+    RLRun.check_updates = checked
+    experiment(overrides)
+
+
 def test_for_an_alarm_the_steps_since_the_oldest_kept_checkpoint_are_recorded(server, tmp_path):
-    folder = run(tmp_path / "run", server, "telemetry.record_steps=on_alarm", "run.keep_checkpoints=2")
-    assert min(recorded_steps(folder)) in (2, 4) and max(recorded_steps(folder)) == 5
+    folder = run(tmp_path / "quiet", server)
+    assert not (folder / "records").exists(), "by default records stay in memory until there is an alarm"
+    folder = tmp_path / "run"
+    settings = (*server, f"run.folder={folder}", *UNTAUGHT, *STEPS, "run.keep_checkpoints=2", "run.steps=8")
+    with pytest.raises(AssertionError, match="planted alarm"):
+        run_ranks(1, alarming_experiment, settings, timeout_s=LATE_S)
+    assert recorded_steps(folder) == [0, 1, 2, 3, 4, 5]  # checkpoints 2 and 4 are kept, and 0 for one that is written
     lines, difference = take_again(folder, 5, to=tmp_path / "replay")
     assert difference == "" and "step 5: the same to the bit" in lines
     assert not any("gradients" in line for line in lines)

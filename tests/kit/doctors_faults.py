@@ -22,7 +22,7 @@ from megatron_rl.config import GenerationConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.output_head import Head
 from megatron_rl.tools.doctor import doctor, states, surroundings
-from megatron_rl.tools.doctor.diagnosis import Finding
+from megatron_rl.tools.doctor.finding import Finding
 from megatron_rl.tools.embedded_server import sampling, transformer
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.transformer import Decoder

@@ -119,17 +119,29 @@ CASES = {
         "configs/count_ppo_critic.yaml",
     ),
     "replicas": (("optimizer.eps=1e-4", "optimizer.distributed=true"), 2, COUNT),
+    "covariance": (("optimizer.eps=1e-4", "algo.loss=kl_cov", "algo.loss_args={share: 0.2}"), 2, COUNT),
+    "sequence_ratio": (("optimizer.eps=1e-4", "algo.loss=gspo", "algo.clip_low=0.01", "algo.clip_high=0.01"), 1, COUNT),
+    "negative_bound": (
+        ("optimizer.eps=1e-4", "correction.negative_bound=0.1", "correction.weight=clamp", "correction.level=sequence"),
+        *(1, COUNT),
+    ),
+    "pass_at_k": (("optimizer.eps=1e-4", "algo.advantage=pass@k", "algo.advantage_args={k: 2}"), 1, COUNT),
+    "stages": (
+        ("optimizer.eps=1e-4", "parallel.pipeline=2", "parallel.tensor=1", "batch.share_prompts=true"),
+        *(2, COUNT),
+    ),
 }
 """Settings, ranks and config of each case in tests/reports."""
 
 
-def main(folder: Path) -> None:
-    """Record all cases in `folder`, each from its run's start to its second step."""
-    for name, (overrides, ranks, config) in CASES.items():
+def main(folder: Path, *names: str) -> None:
+    """Record cases in `folder`, by default all, each from its run's start to its second step."""
+    for name in names or CASES:
+        overrides, ranks, config = CASES[name]
         with tempfile.TemporaryDirectory() as run:
             make_records(Path(run), *overrides, ranks=ranks, config=config)
             print(write_replay_file(Path(run), 1, folder / f"{name}.tar.gz", with_weights=False))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -9,16 +9,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl import cli
+from megatron_rl.config import load_config
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.optimizer import CheckedOptimizer
 from megatron_rl.replay.replay import ReplayedRun
 from megatron_rl.replay.replay_file import unpack, write_replay_file
-from megatron_rl.run.step_records import read_record, recorded_steps
+from megatron_rl.run import step_records
+from megatron_rl.run.step_records import StepRecorder, read_record, recorded_steps
 from megatron_rl.telemetry.run_log import RunRecord
 from megatron_rl.tools.report.parting import parting
+from megatron_rl.train import rl_steps
 from tests.kit.programs import fork_programs
-from tests.kit.ranks import fork
-from tests.kit.records import make_records, take_again
+from tests.kit.ranks import fork, run_ranks
+from tests.kit.records import SMALL, MadeUpRun, make_records, take_again
+from tests.kit.runs import COUNT, ROOT
 from tests.kit.talkative_model import make_talkative_model
 
 # Adam turns a gradient of rounding errors into a whole step, unless eps is larger; another layout has other errors.
@@ -84,6 +88,60 @@ def test_a_record_that_cannot_be_written_costs_no_run(tmp_path):
     (folder / "records").write_text("a file in the way")
     make_records(folder)
     assert recorded_steps(folder) == []
+
+
+# -- records for alarms, which are held in memory ----------------------------------------------------------------------
+
+
+class HeldRun(MadeUpRun):
+    """A run whose records are held. It keeps what was written before and after the alarm."""
+
+    def _start(self):
+        super()._start()
+        self.records = StepRecorder(self.config, self.groups, self.trained, self.timers, say=self._say_line)
+
+
+def held(folder, most_bytes, last, steps):
+    """Train to step `last`, of which the batch alone is recorded, as if an error ended the run in it."""
+    os.chdir(ROOT)
+    step_records.PENDING_BYTES = most_bytes
+    (folder / "records" / f"step-{last}").mkdir(parents=True)
+    (folder / "records" / f"step-{last}" / "computed.json").write_text("of a run that was killed")
+    own = (f"run.folder={folder}", f"run.steps={steps}", "run.checkpoint_every_steps=2", "run.keep_checkpoints=1")
+    options, lines = load_config(COUNT, [*SMALL, *own]), []
+    with HeldRun(options, folder, first=0, last=last, checkpoint=None, tolerance=None, say=lines.append) as run:
+        for step in rl_steps(run):
+            if step == last:
+                break
+        before = recorded_steps(folder)
+        run.next_batch(last)
+        run.records.alarm()
+        run.records.alarm()  # nothing more
+    return before, recorded_steps(folder), lines
+
+
+def test_records_for_an_alarm_are_those_that_are_written_at_once(tmp_path):
+    before, after, lines = run_ranks(1, held, tmp_path / "held", 1 << 30, 2, 3)[0]
+    assert before == [] and after == [0, 1, 2] and lines == []
+    run = make_records(tmp_path / "run")
+    for step in range(2):
+        mine, theirs = (read_record(folder / "records" / f"step-{step}") for folder in (tmp_path / "held", run))
+        for name in ("consumed", "trained"):
+            columns, expected = getattr(mine, name).columns(), getattr(theirs, name).columns()
+            assert columns.keys() == expected.keys()
+            assert all(torch.equal(columns[key], expected[key]) for key in columns), (step, name)
+        assert mine.computed["updates"] == theirs.computed["updates"] and mine.facts["version"] == step
+    unfinished = read_record(tmp_path / "held" / "records" / "step-2")
+    assert unfinished.computed is None and len(unfinished.consumed) == 12
+    lines, difference = take_again(tmp_path / "held", 1, to=tmp_path / "replay")
+    assert difference == "" and "step 1: the same to the bit" in lines
+
+
+def test_records_beyond_a_bound_are_written_and_old_ones_are_removed(tmp_path):
+    before, after, lines = run_ranks(1, held, tmp_path / "held", 1, 6, 9)[0]
+    # Of the checkpoints of steps 2, 4 and 6, one is kept. The one before may still be the newest on the disk. The last
+    # record stays in memory until the next one comes.
+    assert before == [2, 3, 4] and after == [4, 5, 6] and lines == []
 
 
 # -- planted differences ----------------------------------------------------------------------------------------------
@@ -193,6 +251,13 @@ def test_a_token_that_was_changed_in_the_record_shows_in_its_own_reply(recorded,
     assert place.step == 0 and place.where.startswith(
         "prompt 1, trajectory 1 of it: the tokens part at token 6, after ["
     )
+    assert "both say" not in place.where, "neither folder has a config that leads to a tokenizer"
+    for folder in (recorded, run):
+        (folder / "config.yaml").write_text(f"model: {{path: {ROOT / 'configs/models/count_tiny'}}}")
+    lines = parting(runs, (recorded, run)).where.splitlines()
+    before, sides = lines[-2], lines[-1].split("|")
+    assert before.startswith("  both say '") and before.endswith("', and then")
+    assert len(sides) == 2 and sides[0].strip() != sides[1].strip() and len(sides[0]) == 59
 
 
 # -- a part, and a file -----------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.tools.doctor.finding import Finding
 from megatron_rl.tools.doctor.states import States, place_of, places
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
 
@@ -24,19 +25,6 @@ ALIKE = 0.05
 Weights = Mapping[str, Tensor]
 Variants = dict[str, Callable[[], Tensor]]
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something that is wrong: who computes it, where, and why as far as is known."""
-
-    who: str
-    """`trainer`, `server`, or the part of the config or data."""
-    where: str
-    cause: str
-
-    def __str__(self) -> str:
-        return f"{self.who}, {self.where}: {self.cause}"
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`megatron-rl doctor`: the same tokens through the trainer, Hugging Face's own model and a rollout server.
 
 The checks go from what is cheap to what needs a server. A wrong weight, layer, operator or option is named where it
-first shows. Only one process computes; a run's layout is not needed, because results do not depend on it.
+first shows. One process computes, because results do not depend on the layout. With --layout, the trainer alone is
+compared again, in that layout (layout_doctor.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.run.evaluate_command import where_it_is
 from megatron_rl.servers.supervisor import Supervisor
-from megatron_rl.tools.doctor import states, surroundings
-from megatron_rl.tools.doctor.diagnosis import Finding, diagnose, wrong_weights
+from megatron_rl.tools.doctor import elimination, states, surroundings
+from megatron_rl.tools.doctor.diagnosis import diagnose, wrong_weights
+from megatron_rl.tools.doctor.finding import Finding
+from megatron_rl.tools.doctor.hosts import check_hosts
+from megatron_rl.tools.doctor.machine_checks import check_machine
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.transformer import Decoder
 from megatron_rl.types import FinetuneSpec
@@ -51,7 +55,8 @@ def doctor(path: Path, overrides: list[str], *, say: Callable[[str], None] = pri
     prompts = training_prompts(config, tokenizer)
     found: list[Finding] = []
     for title, check in (
-        ("machine", lambda: surroundings.check_machine(Path(config.run.folder))),
+        ("machine", lambda: check_machine(Path(config.run.folder))),
+        ("hosts", lambda: check_hosts(Path(config.run.folder))),
         ("data", lambda: of_data(config, prompts, tokenizer)),
         ("model", lambda: of_models(config, prompts, tokenizer)),
     ):
@@ -106,6 +111,44 @@ def of_models(
 def sequence(rows: list[list[int]], start: int, most: int) -> list[int]:
     """Return the tokens of some prompts, joined: as real as tokens can be before a server has sampled any."""
     return [token for ids in [*rows[start:], *rows[:start]] for token in ids][:most]
+
+
+def of_layout(config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+    """Compare the trainer in the config's layout with transformers. Collective: every rank calls it.
+
+    The main rank gets what was found.
+    """
+    if config.parallel.context > 1:
+        raise ValueError(
+            f"--layout context={config.parallel.context}: the doctor compares whole sequences; leave context out."
+        )
+    groups = parallel.start(config.parallel, seed=config.run.seed)
+    try:
+        model = replace(config.model, dtype="float32", transformer_impl="local")
+        engine = MegatronEngine(replace(config.actor, model=model), groups=groups)
+        engine.initialize(None, FinetuneSpec(total_updates=1))
+        folder = Path(config.model.path)
+        if config.model.init == "random":
+            folder = Path(config.run.folder) / "doctor_model"
+            engine.save(folder)
+        rows = [prompt_ids(tokenizer, row) for row in prompts[:PROMPTS]]
+        return compare_layout(engine, folder, sequence(rows, 0, min(TOKENS, engine.arch.max_positions)))
+    finally:
+        parallel.stop()
+
+
+def compare_layout(engine: MegatronEngine, folder: Path, ids: list[int]) -> list[Finding]:
+    """Compare a trainer in any layout with transformers, on the main rank. Collective: every rank calls it."""
+    held = {name: tensor.float().clone() for name, tensor in engine.hf_tensors()}
+    found = states.of_layout(engine, ids)
+    if not engine.groups.is_main:
+        return []
+    true = folder_weights(folder, engine)
+    if finding := wrong_weights("trainer", held, true):
+        return [finding]
+    expected = states.of_transformers(load_reference(folder), ids)
+    finding = diagnose("trainer", found, expected, true, DecoderConfig.read(folder), ids, TOLERANCE)
+    return [] if finding is None else [finding]
 
 
 def compare(engine: MegatronEngine, folder: Path, ids: list[int]) -> Iterator[Finding]:
@@ -168,17 +211,27 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
         rollout = RemoteSGLangEngine(replace(options, token_file=str(supervisor.token_file)), seed=config.run.seed)
         rollout.initialize(supervisor.urls)
         try:
-            # Log-probabilities over supports would not be those of the reference, which knows no supports.
-            generation = config.generation.unrestricted() if config.generation.support_size else config.generation
-            replies = served(rollout, engine, generation, prompts)
-            reference = load_reference(folder)
-            with torch.no_grad():
-                logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
-            eos = DecoderConfig.read(folder).eos_token_ids
-            yield from surroundings.check_replies(replies, logits, generation, eos, SERVED[config.model.dtype])
+            yield from of_rollouts(config, rollout, engine, folder, prompts)
         finally:
             engine.close_publisher()
             rollout.destroy()
+
+
+def of_rollouts(
+    config: TrainConfig, rollout: RemoteSGLangEngine, engine: MegatronEngine, folder: Path, prompts: list[list[int]]
+) -> Iterator[Finding]:
+    """Publish weights to a server that `rollout` is connected to, and compare its replies with transformers."""
+    # Log-probabilities over supports would not be those of the reference, which knows no supports.
+    generation = config.generation.unrestricted() if config.generation.support_size else config.generation
+    replies, tolerance = served(rollout, engine, generation, prompts), SERVED[config.model.dtype]
+    reference = load_reference(folder)
+    with torch.no_grad():
+        logits = [reference(torch.tensor([ids])).logits[0].float() for ids, _, _ in replies]
+    eos, temperature = DecoderConfig.read(folder).eos_token_ids, generation.temperature
+    yield from surroundings.check_replies(
+        *(replies, logits, generation, eos, tolerance),
+        explain=lambda: elimination.explain(folder, replies, temperature, tolerance),
+    )
 
 
 def served(
@@ -191,7 +244,7 @@ def served(
     weights = [parameter.detach().clone() for parameter in engine.parameters()]
     with torch.no_grad():
         for parameter in engine.parameters():
-            parameter.mul_(1.1)
+            parameter.mul_(elimination.EARLIER)
     engine.update_weights(rollout, 1)
     rollout.rollout_batch(rows, workflow)
     with torch.no_grad():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -65,13 +66,7 @@ def of_trainer(engine: MegatronEngine, ids: list[int]) -> States:
     for number, layer in enumerate(chunk.decoder.layers):
         parts = (layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp)
         modules |= {place_of(number, place): part for place, part in zip(LAYER_PLACES, parts, strict=True)}
-    batch = TrajectoryBatch.from_padded(
-        {
-            "input_ids": torch.tensor([ids]),
-            "attention_mask": torch.ones(1, len(ids)),
-            "loss_mask": torch.tensor([[0] + [1] * (len(ids) - 1)]),
-        }
-    )
+    batch = _one_sequence(ids)
 
     def keep(logits: Tensor, rows: Any) -> Tensor:
         found["logits"] = _kept(logits.as_subclass(Tensor))
@@ -81,6 +76,47 @@ def of_trainer(engine: MegatronEngine, ids: list[int]) -> States:
     with _hooked(modules, found):
         engine.forward(batch, post_hook=keep)
     return found | {"log-probs": engine.forward(batch)[1:].float().cpu()}
+
+
+def of_layout(engine: MegatronEngine, ids: list[int]) -> States:
+    """Return the states of a trainer in any layout without context parallelism, on the main rank; {} on other ranks.
+
+    Collective: every rank calls it. The logits are left out, because no rank has whole rows of them.
+    """
+    groups, found = engine.groups, States()
+    modules: dict[str, nn.Module | None] = {}
+    for chunk in engine.chunks:
+        ends = {"embedding": getattr(chunk, "embedding", None), "last norm": chunk.decoder.final_layernorm}
+        modules |= {place: module for place, module in ends.items() if module is not None}
+        for layer in chunk.decoder.layers:
+            parts = (layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp)
+            named = zip(LAYER_PLACES, parts, strict=True)
+            modules |= {place_of(layer.layer_number - 1, place): part for place, part in named}
+    engine.eval()
+    with _hooked(modules, found):
+        logprobs = engine.forward(_one_sequence(ids))
+    own = (groups.data.rank, groups.tensor.rank, found)
+    told: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(told, own, group=groups.control)
+    if not groups.is_main:
+        return States()
+    is_split = engine.chunks[0].config.sequence_parallel
+    whole = States()
+    for place in dict.fromkeys(place for _, _, states in told for place in states):
+        shares = {tensor: states[place] for replica, tensor, states in told if replica == 0 and place in states}
+        rows = torch.cat([shares[rank] for rank in sorted(shares)]) if is_split else shares[0]
+        whole[place] = rows[: len(ids) - 1]  # no label follows the last token, so its row may be padding
+    return whole | {"log-probs": logprobs[1:].float().cpu()}
+
+
+def _one_sequence(ids: list[int]) -> TrajectoryBatch:
+    return TrajectoryBatch.from_padded(
+        {
+            "input_ids": torch.tensor([ids]),
+            "attention_mask": torch.ones(1, len(ids)),
+            "loss_mask": torch.tensor([[0] + [1] * (len(ids) - 1)]),
+        }
+    )
 
 
 def _kept(states: Tensor) -> Tensor:
@@ -93,7 +129,7 @@ def _ends(logits: Tensor, ids: list[int]) -> States:
 
 
 @contextlib.contextmanager
-def _hooked(modules: dict[str, nn.Module], found: States) -> Iterator[None]:
+def _hooked(modules: Mapping[str, nn.Module | None], found: States) -> Iterator[None]:
     """Keep what the modules return. Both libraries may return tuples, of which the first entry counts."""
 
     def keep(place: str) -> Callable[..., None]:
@@ -103,7 +139,7 @@ def _hooked(modules: dict[str, nn.Module], found: States) -> Iterator[None]:
 
         return hook
 
-    handles = [module.register_forward_hook(keep(place)) for place, module in modules.items()]
+    handles = [it.register_forward_hook(keep(place)) for place, it in modules.items() if it is not None]
     try:
         yield
     finally:

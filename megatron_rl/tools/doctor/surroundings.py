@@ -1,13 +1,8 @@
-"""Checks of what surrounds a model: prompts, tokenizer, stop tokens, sampling, rewards, this machine."""
+"""Checks of what surrounds a model: prompts, tokenizer, stop tokens, sampling, rewards."""
 
 from __future__ import annotations
 
-import os
-import resource
-import shutil
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import GenerationConfig, TrainConfig
 from megatron_rl.rollout.factory import check_reward
-from megatron_rl.tools.doctor.diagnosis import Finding
+from megatron_rl.tools.doctor.finding import Finding
 from megatron_rl.workflows.rendering import prompt_ids
 
 LOOKED_AT = 200
 """Prompts that are rendered."""
-LEAST_FILES, LEAST_SHARED_BYTES, LEAST_BYTES_PER_S = 4096, 64 << 20, 50e6
 UNLIKELY = 1e-6
 """Chance below which replies cannot be those of the configured sampling."""
 
@@ -79,10 +73,12 @@ def check_replies(
     generation: GenerationConfig,
     eos_ids: Iterable[int],
     tolerance: float,
+    explain: Callable[[], str] = lambda: "",
 ) -> Iterator[Finding]:
     """Check sampled replies against the reference's logits: their log-probs, where they end, and how they were drawn.
 
-    logits: of each reply, `[T, V]` by the reference, where row t predicts token t + 1.
+    logits: of each reply, `[T, V]` by the reference, where row t predicts token t + 1. explain: called if log-probs are
+    wrong and not those of another temperature; returns why, or "" if it is not known.
     """
     columns = [_sampled(ids, mask, told, rows) for (ids, mask, told), rows in zip(replies, logits, strict=True)]
     rows, tokens, told = (torch.cat([column[part] for column in columns]) for part in range(3))
@@ -92,7 +88,8 @@ def check_replies(
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0, 0])
         where = f"log-probs, position {int(place[first])}, token {int(tokens[first])}"
-        yield Finding(who="server", where=where, cause=_why(rows, tokens, told, tolerance))
+        cause = _other_temperature(rows, tokens, told, tolerance) or explain() or "no known error explains it"
+        yield Finding(who="server", where=where, cause=cause)
         return
     if cause := _drawn(rows, tokens, generation):
         yield Finding(who="server", where="sampling", cause=cause)
@@ -144,14 +141,11 @@ def _logprobs(rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     return (rows / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def _why(rows: Tensor, tokens: Tensor, told: Tensor, tolerance: float) -> str:
+def _other_temperature(rows: Tensor, tokens: Tensor, told: Tensor, tolerance: float) -> str:
     for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0):
         if float((_logprobs(rows, tokens, temperature) - told).abs().max()) <= tolerance:
             return f"they are those of temperature {temperature:g}"
-    return (
-        "weights and states of one pass over the tokens are equal; keys of earlier weights may be in the KV cache, or "
-        "requests may disturb one another"
-    )
+    return ""
 
 
 def check_rewards(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
@@ -162,29 +156,3 @@ def check_rewards(config: TrainConfig, row: dict[str, Any], tokenizer: PreTraine
             f"the same reply to the same prompt gets {values[0]:g} and {values[1]:g}: the reward is not deterministic"
         )
         yield Finding(who="reward", where=config.rollout.reward or "rollout.recipe", cause=cause)
-
-
-def check_machine(folder: Path) -> Iterator[Finding]:
-    """Check limits of files, shared memory and the speed of the run's disk."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield Finding(
-            who="machine", where="open files", cause=f"the limit is {soft}; raise it to {LEAST_FILES} (ulimit -n)"
-        )
-    shared = Path("/dev/shm")
-    if shared.is_dir() and (free := shutil.disk_usage(shared).free) < LEAST_SHARED_BYTES:
-        yield Finding(who="machine", where=str(shared), cause=f"has {free / 1e6:.0f} MB free; give the container more")
-    folder.mkdir(parents=True, exist_ok=True)
-    probe, data, begin = folder / ".doctor", b"\0" * (32 << 20), time.monotonic()
-    try:
-        with probe.open("wb") as file:
-            file.write(data)
-            os.fsync(file.fileno())
-    except OSError as error:
-        yield Finding(who="machine", where=str(folder), cause=f"cannot be written: {error}")
-        return
-    finally:
-        probe.unlink(missing_ok=True)
-    speed = len(data) / (time.monotonic() - begin)
-    if speed < LEAST_BYTES_PER_S:
-        yield Finding(who="machine", where=str(folder), cause=f"takes only {speed / 1e6:.0f} MB/s; name a faster disk")

@@ -11,6 +11,8 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
 """Margins in pixels for the axis labels."""
 HOVER_POINTS = 50
 """Maximum hover points per curve. More would make a long run's page megabytes larger."""
+COLUMN = 2
+"""Width in pixels of the columns into which a long curve is divided. Each shows its lowest and highest value."""
 TINY = 1e-290
 """Smaller axis ranges count as 0, because the power of ten of their tick step would underflow a float."""
 LONG_CURVE = 30
@@ -100,15 +102,33 @@ def draw_series(series: Series, frame: Frame) -> str:
         x, y = series.points[0]
         return f'<circle class="dot {series.style}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.5"/>'
     path, pen_is_up = [], True
-    for place, value in zip(series.x, series.y, strict=True):
+    for place, value in without_crowds(series, frame):
         if value is not None:
             path.append(f"{'M' if pen_is_up else 'L'}{frame.x(place):.1f} {frame.y(value):.1f}")
         pen_is_up = value is None
     return f'<path class="{series.style}" d="{" ".join(path)}"/>{hover_points(series, frame)}'
 
 
+def without_crowds(series: Series, frame: Frame) -> list[tuple[float, float | None]]:
+    """Return the points of a curve; of a long one, only the lowest and highest value of each COLUMN pixels.
+
+    The curve looks the same, and an outlier of one step remains. A column without any value is a gap.
+    """
+    points = list(zip(series.x, series.y, strict=True))
+    if len(points) <= (frame.width - LEFT - RIGHT) * 2 // COLUMN:
+        return points
+    columns: dict[int, list[tuple[float, float | None]]] = {}
+    for x, y in points:
+        columns.setdefault(int(frame.x(x) // COLUMN), []).append((x, y))
+    kept: list[tuple[float, float | None]] = []
+    for inside in columns.values():
+        known = [(y, x) for x, y in inside if y is not None]
+        kept += sorted({(x, y) for y, x in (min(known), max(known))}) if known else [inside[0]]
+    return kept
+
+
 def hover_points(series: Series, frame: Frame) -> str:
-    """Draw up to HOVER_POINTS invisible points that show their values on hover. Faint and dashed curves get none."""
+    """Draw about HOVER_POINTS invisible points that show their values on hover. Faint and dashed curves get none."""
     if "faint" in series.style or "dashed" in series.style:
         return ""
     color, points = series.style.split()[-1], series.points

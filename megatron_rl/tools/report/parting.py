@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
-from megatron_rl.telemetry.run_log import RunRecord, is_number
+from megatron_rl.telemetry.run_log import CONFIG, RunRecord, is_number
 
 OF_TIME = ("time/", "rollout/", "publish/", "mismatch/", "elapsed_s")
 """Beginnings of metrics' names that depend on time, or on which requests a server computed together."""
+COLUMN = 56
+"""Width in characters of each of two texts that are side by side."""
 SHOWN = 200
 """Maximum characters of each reply around the place where they part."""
 Sequence = tuple[list[int], list[float]]
@@ -104,8 +109,35 @@ def _first_token(step: int, folders: tuple[Path, Path]) -> str:
             sides += "".join(
                 f"\n  log-probs {[round(p, 6) for p in ps[place : place + 4]]}" for _, ps in (mine, theirs)
             )
-            return f"{name}: the tokens part at token {place}, after {mine[0][max(place - 12, 0) : place]}{sides}"
+            after = f"after {mine[0][max(place - 12, 0) : place]}"
+            return (
+                f"{name}: the tokens part at token {place}, {after}{sides}{_texts(folders, mine[0], theirs[0], place)}"
+            )
     return ""
+
+
+def _texts(folders: tuple[Path, Path], mine: list[int], theirs: list[int], place: int) -> str:
+    """Return what two lists of tokens say before and from `place` on, side by side; "" without a tokenizer."""
+    tokenizers = [_tokenizer(folder) for folder in folders]
+    if tokenizers[0] is None or tokenizers[1] is None:
+        return ""
+    before = tokenizers[0].decode(mine[max(place - SHOWN, 0) : place], skip_special_tokens=False)
+    columns = [
+        textwrap.wrap(repr(it.decode(ids[place : place + SHOWN], skip_special_tokens=False)), COLUMN) or ["''"]
+        for it, ids in zip(tokenizers, (mine, theirs), strict=True)
+    ]
+    rows = itertools.zip_longest(*columns, fillvalue="")
+    lines = "".join(f"\n  {left:<{COLUMN}} | {right}".rstrip() for left, right in rows)
+    return f"\n  both say {_cut(before, len(before))}, and then{lines}"
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run's model, if the model's folder is still there."""
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        return Tokenizer.from_file(str(Path(config["model"]["path"]) / "tokenizer.json"))
+    except Exception:  # tokenizers raises nothing narrower, and a config that was cut off has any form
+        return None
 
 
 def _recorded(folder: Path) -> dict[tuple[int, int], Sequence] | None:

@@ -30,18 +30,61 @@ RULES = "\n".join(re.findall(r"^(?:svg |\.c\d).*$", STYLE, re.MULTILINE))
 PICTURE_STYLE = "text{font-family:sans-serif;font-size:12px;fill:var(--soft)}.title{fill:var(--ink);font-weight:600}"
 
 
+Legend = list[tuple[str, str]]
+"""Pairs of a colour class and a label."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A drawing of WIDTH x `height` pixels with its heading and legend: pairs of a colour class and a label."""
+    """A drawing of `width` x `height` pixels with its heading and legend."""
 
     heading: str
     drawing: str
     height: int
-    legend: list[tuple[str, str]]
+    legend: Legend
+    width: int = WIDTH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """What a line chart shows, before it is drawn."""
+
+    heading: str
+    series: list[Series]
+    legend: Legend
+    y_zero: bool = False
+    """True if the y axis includes 0."""
+
+    def drawn(self, width: int, height: int) -> Chart:
+        title = f"{self.heading} by step"
+        drawing = line_chart(self.series, width=width, height=height, title=title, y_zero=self.y_zero)
+        return Chart(heading=self.heading, drawing=drawing, height=height, legend=self.legend, width=width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """What a chart of stacked bars shows, before it is drawn: seconds by phase of each bar."""
+
+    heading: str
+    bars: list[dict[str, float]]
+    x: list[float]
+    order: list[str]
+    legend: Legend
+
+    def drawn(self, width: int, height: int) -> Chart:
+        title = "Seconds per phase"
+        drawing = stacked_bars(self.bars, self.x, self.order, width=width, height=height, title=title)
+        return Chart(heading=self.heading, drawing=drawing, height=height, legend=self.legend, width=width)
 
 
 def aim_chart(run: RunRecord) -> Chart | None:
     """Draw the run's main metric by step, together with its evaluations."""
+    curves = aim_curves(run)
+    return None if curves is None else curves.drawn(WIDTH, 300)
+
+
+def aim_curves(run: RunRecord) -> Curves | None:
+    """Return the curves of the run's main metric and of its evaluations; None if it has neither."""
     aim = aim_of(run)
     series = [] if aim is None else curve(run.steps, aim.metric)
     legend = [] if aim is None else [("c0", f"{aim.label} of each step's batch")]
@@ -54,8 +97,7 @@ def aim_chart(run: RunRecord) -> Chart | None:
     if not series:
         return None
     starts_at_zero = aim is None or not aim.lower_is_better  # a loss curve would look flat
-    drawing = line_chart(series, width=WIDTH, height=300, title=f"{heading} by step", y_zero=starts_at_zero)
-    return Chart(heading=heading, drawing=drawing, height=300, legend=legend)
+    return Curves(heading=heading, series=series, legend=legend, y_zero=starts_at_zero)
 
 
 def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
@@ -69,7 +111,13 @@ def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
 
 
 def time_chart(run: RunRecord) -> Chart | None:
-    """Draw seconds per phase as stacked bars. In long runs, a bar is the mean of neighbouring steps."""
+    """Draw seconds per phase as stacked bars."""
+    bars = time_bars(run)
+    return None if bars is None else bars.drawn(WIDTH, 240)
+
+
+def time_bars(run: RunRecord) -> Bars | None:
+    """Return seconds per phase; None if none was measured. In long runs, a bar is the mean of neighbouring steps."""
     seconds = [phase_seconds(line) for line in run.steps]
     totals = phases_by_size(seconds)
     order, whole = list(totals), sum(totals.values())
@@ -85,8 +133,7 @@ def time_chart(run: RunRecord) -> Chart | None:
         (f"c{i % 8}", f"{name} {totals[name] / whole:.0%} ({totals[name]:.1f} s)") for i, name in enumerate(order)
     ]
     note = "" if per_bar == 1 else f", mean of {per_bar} steps per bar"
-    drawing = stacked_bars(bars, x, order, width=WIDTH, height=240, title="Seconds per phase")
-    return Chart(heading=f"Time, seconds per step by phase{note}", drawing=drawing, height=240, legend=legend)
+    return Bars(heading=f"Time, seconds per step by phase{note}", bars=bars, x=x, order=order, legend=legend)
 
 
 def picture(run: RunRecord, title: str) -> str:
@@ -97,23 +144,26 @@ def picture(run: RunRecord, title: str) -> str:
         if chart is not None:
             drawn, y = placed(chart, y)
             parts.append(drawn)
+    return svg_file("".join(parts), WIDTH + 2 * MARGIN, y)
+
+
+def svg_file(body: str, width: float, height: float) -> str:
+    """Return the text of an SVG file that needs no style of the page."""
     colors = re.sub(r"var\((--[\w-]+)\)", lambda name: LIGHT[name[1]], PICTURE_STYLE + RULES)
-    width = WIDTH + 2 * MARGIN
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y:.0f}" viewBox="0 0 {width} {y:.0f}">'
-        f'<style>{colors}</style><rect width="100%" height="100%" fill="{LIGHT["--panel"]}"/>{"".join(parts)}</svg>\n'
-    )
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    panel = f'<rect width="100%" height="100%" fill="{LIGHT["--panel"]}"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{colors}</style>{panel}{body}</svg>\n'
 
 
 def placed(chart: Chart, y: float) -> tuple[str, float]:
     """Draw a chart with heading and legend at height `y`. Return the drawing and the height at which it ends."""
     parts = [text(chart.heading, MARGIN, y, 14)]
-    size = f'x="{MARGIN}" y="{y + 12:.0f}" width="{WIDTH}" height="{chart.height}"'
+    size = f'x="{MARGIN}" y="{y + 12:.0f}" width="{chart.width}" height="{chart.height}"'
     parts.append(chart.drawing.replace("<svg ", f"<svg {size} ", 1))
     x, y = float(MARGIN + 54), y + chart.height + 34
     for color, label in chart.legend:
         width = 40 + LETTER * len(label)
-        if x + width > WIDTH and x > MARGIN + 54:
+        if x + width > chart.width and x > MARGIN + 54:
             x, y = float(MARGIN + 54), y + 20
         parts.append(f'<rect class="fill {color}" x="{x:.0f}" y="{y - 9:.0f}" width="10" height="10" rx="3"/>')
         parts.append(f'<text x="{x + 16:.0f}" y="{y:.0f}">{escape(label)}</text>')

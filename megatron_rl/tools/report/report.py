@@ -5,12 +5,12 @@ Model output is untrusted: every text from the run's files is escaped with `html
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -18,9 +18,10 @@ from megatron_rl.telemetry.provenance import read_provenance
 from megatron_rl.telemetry.run_log import TEXT, RunRecord, clock, is_number, read_run
 from megatron_rl.telemetry.trace import FOLDER
 from megatron_rl.tools.report.charts import Series, heat_map, line_chart, short
+from megatron_rl.tools.report.live_script import LIVE_SCRIPT
 from megatron_rl.tools.report.picture import Chart, aim_chart, curve, picture, time_chart
 from megatron_rl.tools.report.report_css import STYLE
-from megatron_rl.tools.report.report_samples import samples_section, turns_of
+from megatron_rl.tools.report.report_samples import Row, ShownSamples, samples_section, shown_samples, turns_of
 from megatron_rl.tools.report.summary import (
     aim_of,
     change_of,
@@ -30,9 +31,6 @@ from megatron_rl.tools.report.summary import (
     numbers,
     tenth_of,
 )
-
-Row = dict[str, Any]
-"""A line of samples.jsonl."""
 
 TITLES = {
     "rollout/reply_tokens": "Reply length (tokens)",
@@ -54,44 +52,56 @@ HISTOGRAMS = {
     "histogram/token_age": "Age of the trained tokens (versions)",
 }
 MISMATCHES = {"age": "By age of the token (versions)", "position": "By place in the reply (tokens before it)"}
+CHART_BYTES = 1_300_000
+"""Maximum size of the small charts of metrics. Metrics beyond it are listed by name."""
+COLUMNS = 80
+"""Maximum columns of a distribution's drawing."""
 ROWS_SHOWN = 12
 """Maximum visible rows of a table. The rest is folded."""
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write report.html and report.svg into a run's folder; return report.html's path. The run may still be running."""
+    """Write report.html and report.svg into a run's folder; return report.html's path. The run may still be running.
+
+    The page of a run of any length stays below 5 MB: curves keep their extremes, and samples are a selection.
+    """
     folder = Path(folder)
-    run = read_run(folder)
+    run = read_run(folder, with_samples=False)
     page = folder / "report.html"
-    traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
-    page.write_text(render(run, title=folder.name, traces=[path.name for path in traces]), **TEXT)
-    (folder / "report.svg").write_text(picture(run, title=folder.name), **TEXT)
+    page.write_text(render(run, folder, shown_samples(folder)), **TEXT)
+    (folder / "report.svg").write_text(picture(run, title=folder.resolve().name), **TEXT)
     return page
 
 
-def render(run: RunRecord, title: str, traces: Sequence[str] = ()) -> str:
-    """Return the page's HTML. traces: file names in the run's folder `trace`."""
-    sections = [
-        about(run),
-        headline(run),
-        chart_section(aim_chart(run)),
-        evaluation_section(run),
-        samples_section(run),
-        chart_section(time_chart(run)),
-        trace_section(traces),
-        histogram_section(run),
-        mismatch_section(run),
-        metric_section(run),
-        config_section(run),
-    ]
-    return html_page(title, "".join(sections))
+def render(run: RunRecord, folder: Path, samples: ShownSamples) -> str:
+    """Return the page's HTML. run: without its samples. folder: the run's, which gives the title and the traces."""
+    run = dataclasses.replace(run, samples=samples.rounds)
+    traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
+    sections = {
+        "about": about(run),
+        "headline": headline(run),
+        "aim": chart_section(aim_chart(run)),
+        "replies": evaluation_section(run),
+        "samples-part": samples_section(samples),
+        "times": chart_section(time_chart(run)),
+        "traces": trace_section([path.name for path in traces if not samples.is_live]),  # it serves no files
+        "distributions": histogram_section(run),
+        "mismatches": mismatch_section(run),
+        "metrics": metric_section(run),
+        "config": config_section(run),
+    }
+    # A live page replaces each section that has changed, and needs the empty ones too.
+    body = "".join(f"<section id='{name}'>{part}</section>" for name, part in sections.items())
+    return html_page(folder.resolve().name, body, is_live=samples.is_live)
 
 
-def html_page(title: str, body: str) -> str:
+def html_page(title: str, body: str, *, is_live: bool = False) -> str:
+    live = f"<p class='about' id='live'>live</p><script>{LIVE_SCRIPT}</script>" if is_live else ""
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
+        f"<style>{STYLE}</style></head><body{' data-live=yes' if is_live else ''}>"
+        f"<main><h1>{escape(title)}</h1>{live}{body}</main></body></html>\n"
     )
 
 
@@ -174,7 +184,7 @@ def histogram_section(run: RunRecord) -> str:
     In long runs, neighbouring steps are summed.
     """
     figures = []
-    per_column = -(-len(run.steps) // 120)
+    per_column = -(-len(run.steps) // COLUMNS)
     for key, name in HISTOGRAMS.items():
         lines = [line for line in run.steps if isinstance(line.get(key), dict)]
         columns, x = [], []
@@ -232,12 +242,21 @@ def metric_section(run: RunRecord) -> str:
     # A constant metric gets a line of text instead of a chart. After one step, constant ones are not known yet.
     constant = sorted(key for key, seen in values.items() if len(seen) == 1 and len(run.steps) > 1)
     changing = [key for key in [*TITLES, *sorted(set(values) - set(TITLES))] if key in values and key not in constant]
-    figures = {key: figure(TITLES.get(key, key), line_chart(curve(run.steps, key), title=key)) for key in changing}
+    figures, size = dict[str, str](), 0
+    for key in changing:
+        drawn = figure(TITLES.get(key, key), line_chart(curve(run.steps, key), title=key))
+        size += len(drawn)
+        if size > CHART_BYTES:
+            break
+        figures[key] = drawn
     first = "".join(drawn for key, drawn in figures.items() if key in TITLES)
     rest = [drawn for key, drawn in figures.items() if key not in TITLES]
     others = f"<details><summary>{len(rest)} other metrics</summary>{grid(''.join(rest))}</details>" if rest else ""
     unchanged = " · ".join(f"{key} {short(*values[key])}" for key in constant)
     note = f"<p class='unchanged'>The same in every step: {escape(unchanged)}</p>" if constant else ""
+    undrawn = [key for key in changing if key not in figures]
+    if undrawn:
+        note += f"<p class='unchanged'>Only in metrics.jsonl: {escape(' · '.join(undrawn))}</p>"
     body = f"{grid(first)}{others}{note}"
     return f"<h2>Metrics <small>by step</small></h2>{body}" if values else ""
 

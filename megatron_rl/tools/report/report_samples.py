@@ -1,41 +1,124 @@
 """Renders the report's table of logged samples. Readers can search and sort it offline.
 
 The page contains the samples as JSON, with `<` escaped, and its script inserts them as text nodes only. This way, model
-output is never interpreted as markup.
+output is never interpreted as markup. A long run's page has samples evenly spread over its steps, and long texts are
+cut. A live page asks its server instead, which searches all samples.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megatron_rl.telemetry.run_log import RunRecord
+from megatron_rl.telemetry.run_log import SAMPLES, TEXT
+from megatron_rl.telemetry.sample_index import Key, SampleIndex
 
-TEXT_BUDGET = 4_000_000
-"""Approximate maximum of sample characters in a page. Above it, only every k-th sample is kept."""
+logger = logging.getLogger(__name__)
+SAMPLE_BYTES = 2_000_000
+"""Maximum size of a page's samples as JSON. If there are more, only every k-th is kept."""
+ROUNDS_BYTES = 600_000
+"""Maximum size of the samples that are read of all evaluations' first and last rounds."""
+LETTERS = 6_000
+"""Maximum characters of a text, in a page that cannot have all of them."""
+TRAIN = "train"
 COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply", "turns")
+Row = dict[str, Any]
+"""A line of samples.jsonl."""
 
 
-def samples_section(run: RunRecord) -> str:
+@dataclass(frozen=True, kw_only=True)
+class ShownSamples:
+    """The samples that a page shows, of those that the run has logged."""
+
+    rows: list[Row] = field(default_factory=list)
+    """Samples that can be searched, by split and step."""
+    logged: int = 0
+    """Number of samples in samples.jsonl."""
+    rounds: dict[Key, list[Row]] = field(default_factory=dict)
+    """Samples of each evaluation's first and last round, by split and step."""
+    is_live: bool = False
+    """True if the page's server finds the samples."""
+
+
+def shown_samples(folder: Path) -> ShownSamples:
+    """Read the samples that the page of a run shows. Memory and time do not depend on the length of the texts."""
+    index = SampleIndex(folder / SAMPLES)
+    index.update()
+    samples = choose_samples(index, is_live=False)
+    if index.damaged:
+        logger.warning("%s: %d line(s) are damaged and left out", index.path, len(index.damaged))
+    return samples
+
+
+def choose_samples(index: SampleIndex, *, is_live: bool) -> ShownSamples:
+    """Choose samples of an index for a page. is_live: none but those of the evaluations."""
+    places = index.places()
+    whole = sum(map(index.size, places))
+    letters = LETTERS if whole > SAMPLE_BYTES else None
+    # A row's size counts only as far as its texts are kept; turns of a dialogue share the length of one text.
+    kept = sum(min(index.size(it), 2 * LETTERS) for it in places) if letters else whole
+    every = -(-kept // SAMPLE_BYTES) or 1
+    rounds: dict[Key, list[Row]] = {}
+    splits = list(dict.fromkeys(name for name, _ in index.blocks if name != TRAIN))
+    for split in splits:
+        steps = [step for name, step in index.blocks if name == split]
+        for key in dict.fromkeys([(split, min(steps)), (split, max(steps))]):
+            first = _first(index, key, ROUNDS_BYTES // (2 * len(splits)))
+            rounds[key] = [shortened(row, letters) for row in index.rows(first)]
+    rows = [] if is_live else [shortened(row, letters) for row in index.rows(places[::every])]
+    return ShownSamples(rows=rows, logged=len(index), rounds=rounds, is_live=is_live)
+
+
+def _first(index: SampleIndex, key: Key, most_bytes: int) -> list[int]:
+    """Return the first rows of a round that fit into `most_bytes`, and at least one."""
+    places, size = index.places([key]), 0
+    for count, place in enumerate(places):
+        size += min(index.size(place), 2 * LETTERS)
+        if size > most_bytes and count:
+            return places[:count]
+    return places
+
+
+def shortened(row: Row, letters: int | None) -> Row:
+    """Cut each text of a row to `letters` characters, and the turns of a dialogue to `letters` in all. None: no cut."""
+    if letters is None:
+        return row
+    row = row | {name: _cut(row[name], letters) for name in ("prompt", "answer", "reply")}
+    turns, left = [], letters
+    for number, turn in enumerate(row.get("turns") or []):
+        if left <= 0:
+            rest = len(row["turns"]) - number
+            turns.append({"by": "others", "text": f"... {rest:,} more turns are in samples.jsonl"})
+            break
+        turns.append(turn | {"text": _cut(turn["text"], left)})
+        left -= len(turn["text"])
+    return row | ({"turns": turns} if turns else {})
+
+
+def _cut(text: str, letters: int) -> str:
+    more = len(text) - letters
+    return text if more <= 0 else f"{text[:letters]} ... {more:,} more characters are in samples.jsonl"
+
+
+def samples_section(samples: ShownSamples) -> str:
     """Return the section's HTML, with its data and script; "" if the run has no samples."""
-    rows = [
-        [
-            split,
-            step + (split == "train"),  # the terminal counts training steps from 1
-            *(sample[name] for name in ("reward", "prompt", "answer", "reply")),
-            turns_of(sample),
-        ]
-        for (split, step), samples in sorted(run.samples.items())
-        for sample in samples
-    ]
-    if not rows:
+    if not samples.rows and not samples.is_live:
         return ""
-    kept = thin_out(rows)
-    note = "" if len(kept) == len(rows) else f" of {len(rows):,} in samples.jsonl"
-    data = json.dumps({"columns": COLUMNS, "rows": kept}, ensure_ascii=False).replace("<", "\\u003c")
-    splits = "".join(f"<option>{name}</option>" for name in ("all", *dict.fromkeys(_safe(row[0]) for row in kept)))
+    rows = [as_columns(row) for row in samples.rows]
+    data = _data(rows)
+    while (size := len(data.encode(**TEXT))) > SAMPLE_BYTES and len(rows) > 1:  # escapes make some texts much longer
+        rows = rows[:: -(-size // SAMPLE_BYTES)]
+        data = _data(rows)
+    note = "" if len(rows) == samples.logged else f" of {samples.logged:,} in samples.jsonl"
+    count = "all that are logged" if samples.is_live else f"{len(rows):,}{note}"
+    names = [TRAIN, *(split for split, _ in samples.rounds)] if samples.is_live else [row[0] for row in rows]
+    splits = "".join(f"<option>{name}</option>" for name in ("all", *dict.fromkeys(map(_safe, names))))
     return (
-        f"<h2>Samples <small>{len(kept):,}{note}</small></h2><div class='finder'>"
+        f"<h2>Samples <small>{count}</small></h2><div class='finder'>"
         "<input id='find' type='search' placeholder='words in prompt, answer or reply' aria-label='words'>"
         f"<select id='split' aria-label='split'>{splits}</select>"
         "<select id='order' aria-label='order'><option value='newest'>newest first</option>"
@@ -48,17 +131,20 @@ def samples_section(run: RunRecord) -> str:
     )
 
 
+def as_columns(row: Row) -> list[Any]:
+    """Return a row as the page's script takes it. Training steps count from 1, as in the terminal."""
+    split, step = row["split"], row["step"] + (row["split"] == TRAIN)
+    return [split, step, *(row[name] for name in ("reward", "prompt", "answer", "reply")), turns_of(row)]
+
+
+def _data(rows: Sequence[list[Any]]) -> str:
+    return json.dumps({"columns": COLUMNS, "rows": rows}, ensure_ascii=False).replace("<", "\\u003c")
+
+
 def turns_of(sample: dict[str, Any]) -> list[list[str]]:
     """Return [speaker, text] of each turn after the prompt. Empty for samples without turns, such as single replies."""
     turns = [[turn["by"], turn["text"]] for turn in sample.get("turns") or []]
     return turns[1:] if turns and turns[0][0] != "policy" else turns
-
-
-def thin_out(rows: list[list[object]]) -> list[list[object]]:
-    """Return every k-th sample, with the smallest k for which 1/k of the text fits into TEXT_BUDGET."""
-    size = sum(len(str(cell)) for row in rows for cell in row)
-    every = -(-size // TEXT_BUDGET) or 1
-    return rows if every == 1 else rows[::every]
 
 
 def _safe(name: object) -> str:
@@ -69,7 +155,8 @@ SCRIPT = """
 (() => {
   const PAGE = 20, get = id => document.getElementById(id);
   const all = JSON.parse(get('samples').textContent).rows;
-  let found = [], shown = 0;
+  const isLive = document.body.dataset.live === 'yes';
+  let found = [], shown = 0, asked = 0, told = '';
   const orders = {
     newest: (a, b) => b[1] - a[1], oldest: (a, b) => a[1] - b[1], best: (a, b) => (b[2] ?? -1e9) - (a[2] ?? -1e9),
     worst: (a, b) => (a[2] ?? 1e9) - (b[2] ?? 1e9), longest: (a, b) => said(b).length - said(a).length,
@@ -98,7 +185,7 @@ SCRIPT = """
       get('rows').append(row);
     }
     shown = Math.min(shown + PAGE, found.length);
-    get('found').textContent = `${found.length} found`;
+    get('found').textContent = told || `${found.length} found`;
     get('more').hidden = shown >= found.length;
   };
   const search = () => {
@@ -108,8 +195,20 @@ SCRIPT = """
     found.sort(orders[get('order').value]);
     get('rows').replaceChildren(); shown = 0; more();
   };
-  for (const id of ['find', 'split', 'order']) get(id).addEventListener('input', search);
+  const ask = async () => {
+    const mine = ++asked;
+    const query = new URLSearchParams(['find', 'split', 'order'].map(id => [id, get(id).value]));
+    const answer = await fetch('/samples.json?' + query);
+    if (!answer.ok) return;
+    const { rows, note } = await answer.json();
+    if (mine !== asked) return;  // another question was asked meanwhile
+    found = rows; told = note;
+    get('rows').replaceChildren(); shown = 0; more();
+  };
+  const begin = isLive ? ask : search;
+  for (const id of ['find', 'split', 'order']) get(id).addEventListener('input', begin);
+  if (isLive) document.addEventListener('fresh', () => { if (shown <= PAGE) ask(); });
   get('more').addEventListener('click', more);
-  search();
+  begin();
 })();
 """

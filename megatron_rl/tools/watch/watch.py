@@ -2,6 +2,7 @@
 
     GET /            the page (watch_page.py)
     GET /state.json  the page's data; long runs and many episodes in flight do not make it larger than a fixed bound
+    GET /report, /samples.json  the run's report (live_report.py)
 
 Listens on 127.0.0.1 only, and answers only requests whose Host is 127.0.0.1 or localhost.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.telemetry.run_log import CONFIG, METRICS, is_line, is_number
+from megatron_rl.tools.watch.live_report import LiveReport
 from megatron_rl.tools.watch.watch_page import PAGE
 
 logger = logging.getLogger(__name__)
@@ -207,12 +209,21 @@ class Handler(BaseHTTPRequestHandler):
             self._answer("text/html; charset=utf-8", PAGE.encode())
         elif self.path == "/state.json":
             self._answer("application/json", json.dumps(self.server.state()).encode())
+        elif self.path == "/report":
+            tag, page = self.server.report.page()
+            is_known = self.headers.get("If-None-Match") == tag
+            content, status = (b"", 304) if is_known else (page, 200)
+            self._answer("text/html; charset=utf-8", content, status=status, tag=tag)
+        elif self.path.partition("?")[0] == "/samples.json":
+            found = self.server.report.samples(self.path.partition("?")[2])
+            self._answer("application/json", json.dumps(found).encode())
         else:
             self.send_error(404)
 
-    def _answer(self, kind: str, content: bytes) -> None:
-        self.send_response(200)
+    def _answer(self, kind: str, content: bytes, *, status: int = 200, tag: str = "") -> None:
+        self.send_response(status)
         headers = {"Content-Type": kind, "Content-Length": len(content), "Cache-Control": "no-store"}
+        headers |= {"ETag": tag} if tag else {}
         for name, value in (headers | {"Content-Security-Policy": POLICY}).items():
             self.send_header(name, str(value))
         self.end_headers()
@@ -229,6 +240,7 @@ class WatchServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, port: int) -> None:
         self._watch, self._one_reads = Watch(folder), threading.Lock()
+        self.report = LiveReport(folder)
         try:
             super().__init__((LOOPBACK, port), Handler)
         except OSError as error:
@@ -243,8 +255,8 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
 
-def watch(folder: Path, port: int) -> None:
-    """Serve the page until Ctrl-C."""
+def watch(folder: Path, port: int, page: str = "") -> None:
+    """Serve the pages until Ctrl-C. page: the one whose address is printed, "" or `report`."""
     with WatchServer(folder, port) as server:
-        print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+        print(f"{server.url}{page}  (Ctrl-C ends it)", flush=True)
         server.serve_forever()

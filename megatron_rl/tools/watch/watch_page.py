@@ -102,7 +102,8 @@ PAGE = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>megatron-rl watch</title><link rel="icon" href="data:,"><style>{STYLE}{OWN_STYLE}</style></head><body><main>
 <h1><span id="name"></span> <small><b id="state"></b> <span id="about"></span></small></h1><p id="gone"></p>
-<p id="after" hidden>The run has ended. report.html in its folder has replies, all metrics and times.</p>
+<p id="after" hidden>The run has ended.</p>
+<p>Replies, all metrics and times are in the <a href="report">report</a>.</p>
 <div class="grid-of-charts">{chart("reward", "Reward by step")}{chart("staleness", "Staleness (versions)")}
 {chart("speed", "Generated tokens per second")}</div>
 {section("episodes", "Episodes by state")}{section("slowest", "Slowest episodes")}{section("servers", "Servers")}

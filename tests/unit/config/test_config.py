@@ -559,7 +559,6 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("run.threads_per_rank=-1", "run.threads_per_rank = -1: must be at least 0"),
         ("telemetry.record_steps=[often]", "telemetry.record_steps = .'often'.: each must be a step's number from 0"),
         ("telemetry.record_steps=every 0", "telemetry.record_steps = .'every 0'.: each must be a step's number"),
-        ("telemetry.record_steps=on_alarm", "telemetry.record_steps = .*: on_alarm keeps the steps since a checkpoint"),
     ],
 )
 def test_wrong_option_is_refused_with_the_way_out(load, override, message):
@@ -969,6 +968,9 @@ def test_steps_to_record_are_numbers_and_periods(load):
     telemetry = load("telemetry.record_steps=[3, every 10]").telemetry
     assert [step for step in range(25) if telemetry.records(step, step + 1)] == [0, 3, 10, 20]
     assert telemetry.records(4, 11) and not telemetry.records(4, 10) and telemetry.records(21, float("inf"))
+    assert (
+        load().telemetry.record_steps == ["on_alarm"] and load("telemetry.record_steps=[]").telemetry.record_steps == []
+    )
 
 
 def test_servers_of_a_large_model_had_five_minutes_to_read_it(tmp_path):

@@ -201,10 +201,11 @@ def test_distributions_are_drawn_with_classes_upwards(tmp_path):
 
 
 def test_page_of_a_long_run_keeps_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_rl.tools.report.report_samples.TEXT_BUDGET", 100)
+    monkeypatch.setattr("megatron_rl.tools.report.report_samples.SAMPLE_BYTES", 1500)
     write_run(tmp_path, steps=12)
     _, source = report(tmp_path)
     assert re.search(r"<h2>Samples <small>\d+ of 40 in samples.jsonl", source)
+    assert len(re.search(r"id='samples'>(.*?)</script>", source)[1]) <= 1500
 
 
 def write_dialogue(folder, reply="is it 2?"):

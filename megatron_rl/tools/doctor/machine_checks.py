@@ -1,0 +1,61 @@
+"""Checks of one machine: limits of files, shared memory, ports and the speed of the run's disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.launch.ports import LOWEST, first_of_connections
+from megatron_rl.tools.doctor.finding import Finding
+
+LEAST_FILES, LEAST_SHARED_BYTES, LEAST_BYTES_PER_S = 4096, 64 << 20, 50e6
+PORTS_TRIED, LEAST_FREE = 64, 16
+"""Ports for servers that are tried, spread over their range, and how many of them must be free."""
+
+
+def check_machine(folder: Path, probe_name: str = ".doctor") -> Iterator[Finding]:
+    """Check limits of files, shared memory, free ports and the speed of the run's disk.
+
+    probe_name: file in `folder` that is written and removed. Hosts with a common disk need different ones.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        yield Finding(
+            who="machine", where="open files", cause=f"the limit is {soft}; raise it to {LEAST_FILES} (ulimit -n)"
+        )
+    shared = Path("/dev/shm")
+    if shared.is_dir() and (free := shutil.disk_usage(shared).free) < LEAST_SHARED_BYTES:
+        yield Finding(who="machine", where=str(shared), cause=f"has {free / 1e6:.0f} MB free; give the container more")
+    end = first_of_connections()
+    tried = range(LOWEST, end, max(1, (end - LOWEST) // PORTS_TRIED))
+    if (free := sum(map(is_free, tried))) < LEAST_FREE:
+        cause = f"only {free} of {len(tried)} that were tried are free; end what listens there (ss -ltnp)"
+        yield Finding(who="machine", where=f"ports {LOWEST} to {end - 1}", cause=cause)
+    folder.mkdir(parents=True, exist_ok=True)
+    probe, data, begin = folder / probe_name, b"\0" * (32 << 20), time.monotonic()
+    try:
+        with probe.open("wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+    except OSError as error:
+        yield Finding(who="machine", where=str(folder), cause=f"cannot be written: {error}")
+        return
+    finally:
+        probe.unlink(missing_ok=True)
+    speed = len(data) / (time.monotonic() - begin)
+    if speed < LEAST_BYTES_PER_S:
+        yield Finding(who="machine", where=str(folder), cause=f"takes only {speed / 1e6:.0f} MB/s; name a faster disk")
+
+
+def is_free(port: int) -> bool:
+    """Return True if a process of this host can listen on the port."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
