@@ -62,6 +62,11 @@ class FSDPEngine(ModelEngine):
             raise ValueError(
                 f"lora.rank = {config.lora.rank}: FSDPEngine trains whole models; use MegatronEngine, or set it to 0."
             )
+        if config.draft.kind != "none":
+            raise ValueError(
+                f"draft.kind = {config.draft.kind!r}: FSDPEngine trains no draft head; use MegatronEngine, or set it "
+                f"to none."
+            )
         super().__init__(config, groups=groups, trainable=trainable, head=head)
         if self.arch.mixture is not None:
             raise ValueError(

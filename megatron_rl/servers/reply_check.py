@@ -97,6 +97,8 @@ class ReplyPart:
     """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
     support: Tensor | None = None
     """`[tokens, W]`, as in megatron_rl/support.py, if supports were requested."""
+    passes: int = 0
+    """Passes of the model that generated the tokens, if the server guesses tokens with a draft head. Otherwise 0."""
     timing: dict[str, float] = field(default_factory=dict)
     """The times named in TIMING that the server reports."""
 
@@ -183,8 +185,15 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         spans=named_spans(spans, count, late=asked.late) if count else [],
         routes=routes_of(meta, count, kind, asked),
         support=found,
+        passes=passes_of(meta, count),
         timing={key: float(meta[key]) for key in TIMING if is_number(meta.get(key))},
     )
+
+
+def passes_of(meta: dict[str, Any], count: int) -> int:
+    """Return how many passes of the model generated `count` tokens, or 0 if the server does not tell."""
+    passes = meta.get("spec_verify_ct")  # for a metric only, so a wrong number refuses no reply
+    return passes if type(passes) is int and 0 < passes <= count else 0
 
 
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:

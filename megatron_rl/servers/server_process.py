@@ -106,10 +106,17 @@ class ServerLauncher:
     """The GPUs of each server."""
     routes: RouteForm | None = None
     """Form in which the servers report the experts of tokens."""
+    draft_tokens: int = 0
+    """Tokens that a server guesses with the draft head that the trainer publishes. 0 without a draft head."""
 
     def __post_init__(self) -> None:
         backend = self.config.backend
         self.backend = backend if backend != "auto" else "sglang" if has_cuda() else "embedded"
+        if self.draft_tokens and self.backend == "sglang":
+            raise ValueError(
+                "draft.kind = 'eagle': a run publishes its draft head to embedded servers only, and rollout.backend = "
+                "auto starts SGLang where CUDA is; leave it out, or set rollout.backend=embedded."
+            )
 
     @property
     def token_file(self) -> Path:
@@ -157,6 +164,8 @@ class ServerLauncher:
         command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
         if self.routes is not None and self.routes.has_weights:
             command.append("--return-expert-weights")
+        if self.draft_tokens:
+            command += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(self.draft_tokens)]
         return command + self._shared_arguments()
 
     def sglang_command(self, port: int) -> list[str]:

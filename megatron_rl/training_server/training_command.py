@@ -106,6 +106,10 @@ def config_for(args: argparse.Namespace) -> TrainConfig:
         raise ValueError(
             "optimizer.megatron.optimizer_cpu_offload = True: models that wait are in host memory; leave it out."
         )
+    if config.draft.kind != "none":
+        raise ValueError(
+            f"draft.kind = {config.draft.kind!r}: a training server's models have no draft head; leave it out."
+        )
     if config.lora.rank == 0 and args.slots > 1:
         args.slots = 1  # a whole model and its optimizer fill the memory for which the layout was planned
     if config.rollout.servers or config.rollout.registry:

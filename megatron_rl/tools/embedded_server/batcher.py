@@ -7,7 +7,8 @@ batcher is paused or a weight update is pending. The request then waits in the q
     submit -> door -> waiting -> running -> finished
                         ^------- retracted: others need its row, or a pause sends it back
 
-Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token of every ready row.
+Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token of every ready row,
+or several if a draft head guesses them.
 Tests assert that tokens and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.tools.embedded_server.forward_passes import next_tokens, prefill
+from megatron_rl.tools.embedded_server.forward_passes import decode, guesses, next_tokens, prefill
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache
@@ -56,6 +57,8 @@ class Stats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0
+    decoded_rows: int = 0
+    """Passes of the model over a request's last token. Without a draft head, each generates one token."""
     tokens_per_s: float = 0.0
 
 
@@ -69,6 +72,7 @@ class Batcher:
         batcher.stop()
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
+    draft_tokens: number of tokens that the model's draft head guesses before each pass. 0 without a draft head.
     """
 
     def __init__(
@@ -83,13 +87,16 @@ class Batcher:
         weight_version: str = "default",
         reuse_prefixes: bool = True,
         prefill_tokens_per_turn: int = 2048,
+        draft_tokens: int = 0,
     ):
         self.model = model
-        self.cache = KVCache(model.config, model.dtype, model.device)
+        self.draft_tokens = draft_tokens
+        self.cache = KVCache(model.config, model.dtype, model.device, has_draft=draft_tokens > 0)
         self.kv_rows = KVRows(
             self.cache,
             max_rows=max_running_requests,
             context_length=context_length,
+            guessed_tokens=draft_tokens,
             max_total_tokens=max_total_tokens,
             reuse_prefixes=reuse_prefixes,
         )
@@ -355,7 +362,8 @@ class Batcher:
         deferred: list[Request] = []
         while self._waiting and len(self._running) < self.kv_rows.max_rows:
             request, running = self._waiting.popleft(), len(self._running)
-            if not self._fit(running + 1, max(self._longest(), len(request.tokens)), least_rows=running + 1):
+            longest = max(self._longest(), len(request.tokens) + self.draft_tokens)
+            if not self._fit(running + 1, longest, least_rows=running + 1):
                 self._waiting.appendleft(request)
                 break  # no request may overtake it, or a long prompt might never run
             prefix = self.kv_rows.find_prefix(request)
@@ -374,7 +382,8 @@ class Batcher:
         self.kv_rows.copy_prefixes()
 
     def _longest(self) -> int:
-        return max((len(request.tokens) for request in self._running), default=0)
+        """Return how many tokens a row needs for the next pass of the longest running request."""
+        return max((len(request.tokens) + self.draft_tokens for request in self._running), default=0)
 
     def _fit(self, rows: int, tokens: int, *, least_rows: int) -> bool:
         """Resize the cache to `rows` rows of `tokens` tokens, or to as many rows as memory allows.
@@ -400,7 +409,7 @@ class Batcher:
         request.retractions += 1
         self._waiting.appendleft(request)
 
-    # One token of each
+    # The next tokens of each
 
     def _decode(self) -> None:
         ready = [r for r in self._running if r.filled == len(r.tokens) - 1]
@@ -410,12 +419,28 @@ class Batcher:
         if not ready:
             return
         # If the requests have grown too long to fit together, this retracts the youngest. Those then have no row.
-        self._fit(len(self._running), max(len(r.tokens) for r in ready), least_rows=1)
+        self._fit(len(self._running), max(len(r.tokens) for r in ready) + self.draft_tokens, least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
-        chosen, logprobs = next_tokens(self.model, self.kv_rows, batch, self.eos_token_ids)
-        for request, token, logprob in zip(batch, chosen, logprobs, strict=True):
-            self._accept(request, token, logprob)
-        self.stats.generated_tokens += len(batch)
+        guessed: list[list[int]] = [[] for _ in batch]
+        if count := min(self.draft_tokens, max(r.room for r in batch) - 1):
+            guessed = guesses(self.model, self.kv_rows, batch, count, width=self.draft_tokens + 1)
+        hidden = decode(self.model, self.kv_rows, batch, guessed)  # [B, 1 + count, H]
+        self.stats.decoded_rows += len(batch)
+        for request in batch:
+            request.passes += self.draft_tokens > 0
+        places = list(range(len(batch)))
+        for number in range(count + 1):
+            requests = [batch[place] for place in places]
+            chosen, logprobs = next_tokens(self.model, hidden[places, number], requests, self.eos_token_ids)
+            for request, token, logprob in zip(requests, chosen, logprobs, strict=True):
+                self._accept(request, token, logprob)
+            self.stats.generated_tokens += len(requests)
+            if number < count:
+                right = [guessed[place][number] == token for place, token in zip(places, chosen, strict=True)]
+                places = [place for place, is_right in zip(places, right, strict=True) if is_right]
+                places = [place for place in places if batch[place].finish_reason is None]
+            if not places:
+                break
 
     def _accept(self, request: Request, token: int, logprob: float) -> None:
         params = request.params

@@ -52,6 +52,8 @@ class Request:
     row: int | None = None
     cached_tokens: int = 0
     retractions: int = 0
+    passes: int = 0
+    """Passes of the model that generated its tokens. Counted only if a draft head guesses tokens."""
     accepted: bool = False
     """True once the request has moved from the batcher's door to its queue."""
     started: bool = False

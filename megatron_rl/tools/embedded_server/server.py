@@ -258,9 +258,16 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         raise ValueError(f"--context-length {context_length}: must lie in [2, {config.max_positions}], the model's own")
     if args.max_running_requests < 1:
         raise ValueError(f"--max-running-requests {args.max_running_requests}: must be at least 1")
+    if (args.speculative_algorithm is None) != (args.speculative_num_steps is None):
+        raise ValueError("--speculative-algorithm and --speculative-num-steps: must be given together")
+    drafts = args.speculative_num_steps or 0
+    if args.speculative_algorithm and drafts < 1:
+        raise ValueError(f"--speculative-num-steps {drafts}: must be at least 1")
     if args.enable_return_routed_experts and config.experts is None:
         raise ValueError(f"--enable-return-routed-experts: {config.model_type} has no experts; leave it out")
-    model = Decoder(config, dtype=dtype, device=device, context_length=context_length)
+    # Guesses are computed before it is known how many of them fit into the context.
+    room = context_length + drafts
+    model = Decoder(config, dtype=dtype, device=device, context_length=room, has_draft=drafts > 0)
     if args.load_format == "dummy":
         model.draw()
     else:
@@ -275,6 +282,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         decode_text=text.decode if text else None,
         weight_version=args.weight_version,
         reuse_prefixes=not args.disable_radix_cache,
+        draft_tokens=drafts,
     )
     # /server_info shows these to every client, so private paths and the run's name are excluded.
     options = {k: v for k, v in vars(args).items() if k not in ("token_file", "model", "ready_file", "register", "run")}
@@ -411,6 +419,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--return-expert-weights", action="store_true", help="also return their weights, in the upper bits"
     )
+    parser.add_argument(
+        "--speculative-algorithm", choices=("EAGLE",), help="guess tokens with the draft head in MODEL/draft"
+    )
+    parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="tokens to guess before each pass")
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
     parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_rl import routes
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, Experts, inverse_frequencies
+from megatron_rl.weights.draft_files import FOLDER, LAYER, PREFIX, draft_shapes
 from megatron_rl.weights.update_group import checksum
 
 
@@ -29,20 +30,23 @@ class KVCache:
     Values at masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and a row that
     received NaN must be cleared with `clear_row`. The cache also holds the expert routes
     `[rows, capacity, layers, slots]`, int32 as packed by megatron_rl/routes.py, so that a reused prefix has its routes.
+    With a draft head, it has a further layer for the head's keys and values, and the model's hidden states
+    `[rows, capacity, H]`, which the head reads.
 
         cache = KVCache(decoder.config, torch.float32, torch.device("cpu"))
         cache.resize(rows=4, capacity=64, kept=[])
         cache.resize(rows=8, capacity=128, kept=[(2, 0, 50)])  # 50 tokens of row 2 are now in row 0
     """
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, has_draft: bool = False):
         self.shape = (config.num_kv_heads, config.head_dim)
         self.dtype, self.device = dtype, device
         self.rows = self.capacity = 0
         self.slots = (config.num_layers, config.experts.per_token if config.experts else 0)
         self.routes = torch.zeros(0, 0, *self.slots, dtype=torch.int32, device=device)
-        self.keys = [self._empty(0, 0) for _ in range(config.num_layers)]
-        self.values = [self._empty(0, 0) for _ in range(config.num_layers)]
+        self.states = torch.zeros(0, 0, config.hidden_size if has_draft else 0, dtype=dtype, device=device)
+        self.keys = [self._empty(0, 0) for _ in range(config.num_layers + has_draft)]
+        self.values = [self._empty(0, 0) for _ in range(config.num_layers + has_draft)]
 
     def _empty(self, rows: int, capacity: int) -> Tensor:
         heads, head_dim = self.shape
@@ -58,18 +62,21 @@ class KVCache:
                 layers[i] = new = self._empty(rows, capacity)
                 for source, target, tokens in kept:
                     new[target, :, :tokens] = old[source, :, :tokens]
-        old, self.routes = self.routes, self.routes.new_zeros(rows, capacity, *self.slots)
-        for source, target, tokens in kept:
-            self.routes[target, :tokens] = old[source, :tokens]
+        for name in ("routes", "states"):
+            old = getattr(self, name)
+            setattr(self, name, new := old.new_zeros(rows, capacity, *old.shape[2:]))
+            for source, target, tokens in kept:
+                new[target, :tokens] = old[source, :tokens]
         self.rows, self.capacity = rows, capacity
 
     def copy_prefix(self, source: int, targets: list[int], tokens: int) -> None:
         for layer in (*self.keys, *self.values):
             layer[targets, :, :tokens] = layer[source, :, :tokens]
-        self.routes[targets, :tokens] = self.routes[source, :tokens]
+        for table in (self.routes, self.states):
+            table[targets, :tokens] = table[source, :tokens]
 
     def clear_row(self, row: int) -> None:
-        for layer in (*self.keys, *self.values):
+        for layer in (*self.keys, *self.values, self.states):
             layer[row].zero_()
 
 
@@ -88,7 +95,7 @@ class Span:
 
 @dataclass
 class _Layer:
-    input_norm: Tensor  # [H]
+    input_norm: Tensor | None  # [H]; a draft head's layer has none
     qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, H]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [2, head_dim]: the norm of queries, the norm of keys
@@ -100,6 +107,13 @@ class _Layer:
     down: Tensor  # [H, intermediate], in a mixture [experts, H, size]
     down_bias: Tensor | None
     router: Tensor | None = None  # [experts, H]
+
+
+@dataclass
+class _DraftHead:
+    fc: Tensor  # [H, 2 H]
+    fc_bias: Tensor  # [H]
+    layer: _Layer
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -117,7 +131,16 @@ class Decoder:
         decoder.logits(hidden).argmax(-1)
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        context_length: int,
+        has_draft: bool = False,
+    ):
+        """has_draft: add a draft head, whose tensors' names begin with `draft.` (weights/draft_files.py)."""
         self.config, self.dtype, self.device = config, dtype, device
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
@@ -133,6 +156,7 @@ class Decoder:
         self.head = (
             self.embedding if config.tied else self._new("lm_head.weight", config.vocab_size, config.hidden_size)
         )
+        self.draft_head = self._new_draft() if has_draft else None
         angles = torch.outer(torch.arange(context_length).float(), inverse_frequencies(config.rope, config.head_dim))
         self.cos, self.sin = (f(angles).to(device=device, dtype=dtype)[:, None] for f in (torch.cos, torch.sin))
         # Row of `qk_norm` for each query and key head; all of them are normalized in one operation.
@@ -197,6 +221,34 @@ class Decoder:
         router = self._new(f"{prefix}gate.weight", experts.count, hidden)
         return dict(gate_up=gate_up, gate_up_bias=None, down=down, down_bias=None, router=router)
 
+    def _new_draft(self) -> _DraftHead:
+        c, layer = self.config, f"{PREFIX}{LAYER}"
+        sizes = {"ffn": c.intermediate_size, "heads": c.num_heads, "kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+        rows = {PREFIX + name: shape[0] for name, shape in draft_shapes(hidden=c.hidden_size, **sizes).items()}
+
+        def weight(columns: int, *names: str) -> Tensor:
+            parts = [f"{layer}{name}.weight" for name in names]
+            return self._new_fused([(name, rows[name]) for name in parts], columns)
+
+        attention, feed_forward = [f"self_attn.{n}_proj" for n in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+        return _DraftHead(
+            fc=self._new_fused([(f"{PREFIX}fc.weight", c.hidden_size)], 2 * c.hidden_size),
+            fc_bias=self._new(f"{PREFIX}fc.bias", c.hidden_size),
+            layer=_Layer(
+                input_norm=None,
+                qkv=weight(c.hidden_size, *attention),
+                qkv_bias=None,
+                qk_norm=None,
+                o=weight(c.num_heads * c.head_dim, "self_attn.o_proj"),
+                o_bias=None,
+                post_norm=self._new(f"{layer}post_attention_layernorm.weight", c.hidden_size),
+                gate_up=weight(c.hidden_size, *feed_forward),
+                gate_up_bias=None,
+                down=weight(c.intermediate_size, "mlp.down_proj"),
+                down_bias=None,
+            ),
+        )
+
     # Weights
 
     def weight(self, name: str) -> Tensor | None:
@@ -254,24 +306,30 @@ class Decoder:
         self._checksums.pop(name, None)
 
     def load(self, folder: Path) -> None:
-        """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ."""
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"model {folder}: no *.safetensors there")
+        """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ.
+
+        A draft head's weights are read from the folder's subfolder `draft`, unless the model's files have them.
+        """
         owner = {}
-        for path in files:
-            try:
-                handle = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
-            owner |= {name: handle for name in handle.keys() if not name.endswith("rotary_emb.inv_freq")}
-        for name, handle in owner.items():
-            self.check_tensor(name, handle.get_slice(name).get_shape())
+        for own, prefix in ((folder, ""), (folder / FOLDER, PREFIX)):
+            if prefix and self.draft_head is None:
+                continue
+            for path in sorted(own.glob("*.safetensors")):
+                try:
+                    handle = safe_open(path, framework="pt")
+                except SafetensorError as error:
+                    raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
+                names = (name for name in handle.keys() if not name.endswith("rotary_emb.inv_freq"))
+                owner |= {prefix + name: (handle, name) for name in names}
+        if not owner:
+            raise ValueError(f"model {folder}: no *.safetensors there")
+        for name, (handle, there) in owner.items():
+            self.check_tensor(name, handle.get_slice(there).get_shape())
         missing = sorted(self.parameters.keys() - owner.keys())
         if missing:
             raise ValueError(f"model {folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-        for name, handle in owner.items():
-            self.write(name, handle.get_tensor(name))
+        for name, (handle, there) in owner.items():
+            self.write(name, handle.get_tensor(there))
 
     def draw(self) -> None:
         """Fill all weights with small random values (norms with 1), until the trainer sends the real ones."""
@@ -309,10 +367,11 @@ class Decoder:
         """Return float32 logits `[T, V]` of hidden states `[T, H]`."""
         return _linear(hidden, self.head).float()
 
-    def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
+    def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache, following: Tensor | None = None) -> Tensor:
         """Run the packed tokens `[T]` of several rows and write their keys and values. Return hidden states `[T, H]`.
 
-        Each row must already hold positions [0, span.start).
+        Each row must already hold positions [0, span.start). following: the token after each of `tokens`, which a draft
+        head needs.
         """
         positions = torch.cat([torch.arange(s.start, s.start + s.count, device=self.device) for s in spans])
         rows = torch.repeat_interleave(
@@ -339,73 +398,131 @@ class Decoder:
                 out[part] = result[0].transpose(0, 1)
             return out
 
-        return self._forward(tokens, positions, attend, cache.routes, rows)
+        hidden = self._forward(tokens, positions, attend, cache, rows)
+        if self.draft_head is not None:
+            assert following is not None
+            self._draft(following, hidden, positions, attend)
+        return hidden
 
-    def decode(self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache) -> Tensor:
-        """Run one token of each row and write its key and value. Return hidden states `[B, H]`. `rows` must ascend."""
-        low, high, longest = rows[0], rows[-1] + 1, max(positions) + 1
+    def decode(
+        self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache, *, width: int = 1
+    ) -> Tensor:
+        """Run `width` tokens of each row and write their keys and values. Return hidden states `[B * width, H]`.
+
+        tokens: row by row. positions: of each row's first token. rows: must ascend.
+        """
+        at, row, attend = self._row_attention(positions, rows, cache, width)
+        return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache, row)
+
+    def draft(
+        self,
+        following: list[int],
+        states: Tensor,
+        positions: list[int],
+        rows: list[int],
+        cache: KVCache,
+        *,
+        width: int = 1,
+    ) -> Tensor:
+        """Run the draft head on `width` positions of each row. Return its states `[B * width, H]`, for `logits`.
+
+        following: the tokens after these positions. states: `[B * width, H]`, the model's at these positions, or the
+        head's own guess of them. Other arguments as in `decode`.
+        """
+        at, _, attend = self._row_attention(positions, rows, cache, width)
+        return self._draft(torch.tensor(following, device=self.device), states, at, attend)
+
+    def _draft(self, following: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        head = self.draft_head
+        assert head is not None
+        x = _linear(torch.cat([self.embedding[following], states], -1), head.fc, head.fc_bias)
+        return self._layer(len(self.layers), head.layer, x, (self.cos[positions], self.sin[positions]), attend)[0]
+
+    def _row_attention(
+        self, positions: list[int], rows: list[int], cache: KVCache, width: int
+    ) -> tuple[Tensor, Tensor, Attend]:
+        """Return position and row of each token `[B * width]`, and the attention of these tokens to their rows."""
+        low, high, longest = rows[0], rows[-1] + 1, max(positions) + width
         gapless = high - low == len(rows)
-        at = torch.tensor(positions, device=self.device)
-        row = torch.tensor(rows, device=self.device)
+        steps = torch.arange(width, device=self.device)
+        first, own = torch.tensor(positions, device=self.device), torch.tensor(rows, device=self.device) - low
+        at = (first[:, None] + steps).flatten()
+        row = (own + low).repeat_interleave(width)
         # Idle rows between `low` and `high` are computed and discarded, which is cheaper than gathering the cache. They
         # attend to one position, because a softmax over none is NaN.
-        lengths = torch.ones(high - low, dtype=torch.int64, device=self.device)
-        lengths[row - low] = at + 1
-        allowed = torch.arange(longest, device=self.device) < lengths[:, None]
+        lengths = torch.ones(high - low, width, dtype=torch.int64, device=self.device)
+        lengths[own] = at.view(-1, width) + 1
+        allowed = torch.arange(longest, device=self.device) < lengths[..., None]
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device).masked_fill_(~allowed, -math.inf)
-        mask = mask[:, None, None]
         kv_heads, head_dim = cache.shape
+        sharing = self.config.num_heads // kv_heads
+        mask = (mask if width == 1 else mask.repeat_interleave(sharing, 1))[:, None]
         scale = head_dim**-0.5
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.keys[i][row, :, at] = k
             cache.values[i][row, :, at] = v
             keys, values = cache.keys[i][low:high, :, :longest], cache.values[i][low:high, :, :longest]
+            q = q.reshape(len(rows), width, kv_heads, sharing, head_dim)
             if not gapless:
-                q = torch.zeros(high - low, *q.shape[1:], dtype=q.dtype, device=q.device).index_copy_(0, row - low, q)
+                q = torch.zeros(high - low, *q.shape[1:], dtype=q.dtype, device=q.device).index_copy_(0, own, q)
             # The query heads that share a key head take the sequence dim, so keys and values need not be repeated.
-            q = q.reshape(high - low, kv_heads, -1, head_dim)
+            q = q.transpose(1, 2).reshape(high - low, kv_heads, -1, head_dim)
             if self.dtype == torch.float32:
                 scores = torch.matmul(q * scale, keys.transpose(2, 3)).add_(mask)
                 out = torch.matmul(torch.softmax(scores, -1), values)
             else:
                 out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-            out = out.view(high - low, -1, head_dim)
-            return out if gapless else out[row - low]
+            out = out.view(high - low, kv_heads, width, sharing, head_dim).transpose(1, 2)
+            return (out if gapless else out[own]).reshape(len(rows) * width, -1, head_dim)
 
-        return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache.routes, row)
+        return at, row, attend
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taken: Tensor, rows: Tensor) -> Tensor:
-        """Run all layers; return hidden states. taken: the cache's routes, which are set at [rows, positions]."""
-        c, see = self.config, self.watch
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, cache: KVCache, rows: Tensor) -> Tensor:
+        """Run all layers; return hidden states. Sets the cache's routes and states at [rows, positions]."""
         hidden = self.embedding[tokens]
-        see(0, "embedding", hidden)
-        cos, sin = self.cos[positions], self.sin[positions]
-        rotated = c.num_heads + c.num_kv_heads
+        self.watch(0, "embedding", hidden)
+        rotation = self.cos[positions], self.sin[positions]
         for i, layer in enumerate(self.layers):
+            hidden, slots = self._layer(i, layer, hidden, rotation, attend)
+            if slots is not None:
+                cache.routes[rows, positions, i] = slots
+        hidden = F.rms_norm(hidden, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
+        if self.draft_head is not None:
+            cache.states[rows, positions] = hidden
+        return hidden
+
+    def _layer(
+        self, i: int, layer: _Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run layer `i`. Return the hidden states `[T, H]` behind it, and the routes `[T, slots]` of a mixture."""
+        c, see, slots = self.config, self.watch, None
+        cos, sin = rotation
+        rotated = c.num_heads + c.num_kv_heads
+        x = hidden
+        if layer.input_norm is not None:
             x = F.rms_norm(hidden, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
-            see(i, "first norm", x)
-            qkv = _linear(x, layer.qkv, layer.qkv_bias).view(len(tokens), -1, c.head_dim)
-            qk, v = qkv[:, :rotated], qkv[:, rotated:]
-            if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
-            # Hugging Face's rotary layout pairs an element with the one half a head further, not with its neighbour.
-            first, second = qk.chunk(2, -1)
-            qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-            out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
-            out = _linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
-            see(i, "attention", out)
-            hidden = hidden + out
-            x = F.rms_norm(hidden, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
-            see(i, "second norm", x)
-            if layer.router is not None:
-                out, taken[rows, positions, i] = _mixture(x, layer, c.experts)
-            else:
-                gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-                out = _linear(F.silu(gate) * up, layer.down, layer.down_bias)
-            see(i, "feed-forward", out)
-            hidden = hidden + out
-        return F.rms_norm(hidden, (c.hidden_size,), self.norm, c.rms_norm_eps)
+        see(i, "first norm", x)
+        qkv = _linear(x, layer.qkv, layer.qkv_bias).view(len(hidden), -1, c.head_dim)
+        qk, v = qkv[:, :rotated], qkv[:, rotated:]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
+        # Hugging Face's rotary layout pairs an element with the one half a head further, not with its neighbour.
+        first, second = qk.chunk(2, -1)
+        qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
+        out = _linear(out.reshape(len(hidden), -1), layer.o, layer.o_bias)
+        see(i, "attention", out)
+        hidden = hidden + out
+        x = F.rms_norm(hidden, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
+        see(i, "second norm", x)
+        if layer.router is not None:
+            out, slots = _mixture(x, layer, c.experts)
+        else:
+            gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            out = _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        see(i, "feed-forward", out)
+        return hidden + out, slots
 
 
 def _mixture(x: Tensor, layer: _Layer, experts: Experts) -> tuple[Tensor, Tensor]:

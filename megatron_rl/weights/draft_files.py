@@ -1,0 +1,108 @@
+"""A draft head's tensors: their names and shapes, and the folder in which they are saved.
+
+Names and config.json are those with which SGLang loads an EAGLE head (`LlamaForCausalLMEagle`). The embedding and the
+output layer are the policy's and are not saved. A model's folder has its head in the subfolder `draft`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.hf_files import HFFolder, write_tensors
+
+FOLDER = "draft"
+PREFIX = "draft."
+"""Prefix of the tensors' names in a publication, which has the policy's tensors too."""
+LAYER = "layers.0."
+SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families of models that the embedded server runs. Others have no server that takes a draft head."""
+
+
+def draft_shapes(
+    *, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """Return the shape of each tensor of a head, by name."""
+    attention, ffn_name = f"{LAYER}self_attn.", f"{LAYER}mlp."
+    return {
+        "fc.weight": (hidden, 2 * hidden),  # of the token's embedding, then the state before it
+        "fc.bias": (hidden,),
+        f"{attention}q_proj.weight": (heads * head_dim, hidden),
+        f"{attention}k_proj.weight": (kv_heads * head_dim, hidden),
+        f"{attention}v_proj.weight": (kv_heads * head_dim, hidden),
+        f"{attention}o_proj.weight": (hidden, heads * head_dim),
+        f"{LAYER}post_attention_layernorm.weight": (hidden,),
+        f"{ffn_name}gate_proj.weight": (ffn, hidden),
+        f"{ffn_name}up_proj.weight": (ffn, hidden),
+        f"{ffn_name}down_proj.weight": (hidden, ffn),
+    }
+
+
+def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return `draft_shapes` of the head of a policy. Its layer has the sizes of the policy's layers."""
+    sizes = {name: getattr(arch, name) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim")}
+    return draft_shapes(**sizes)
+
+
+def check_draft(arch: Architecture, *, pipeline: int) -> None:
+    """Raise ValueError if a policy cannot have a draft head. pipeline: number of its pipeline stages."""
+    if arch.family not in SERVED:
+        raise ValueError(
+            f"draft.kind = 'eagle': embedded servers are the only ones that take a draft head, and they run "
+            f"{', '.join(SERVED)}, not {arch.family}; set draft.kind=none."
+        )
+    if pipeline > 1 and not arch.tied:
+        raise ValueError(
+            f"draft.kind = 'eagle': the head reads the embedding, which parallel.pipeline = {pipeline} keeps on the "
+            f"first stage only, unless config.json has tie_word_embeddings = true; set parallel.pipeline=1."
+        )
+
+
+def has_draft(folder: str | Path) -> bool:
+    """Return True if a model's folder has a draft head."""
+    return any((Path(folder) / FOLDER).glob("*.safetensors"))
+
+
+def read_draft(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
+    """Read the head in a model's folder. Raises ValueError if its tensors are not those of `arch`."""
+    shapes = shapes_for(arch)
+    source = HFFolder(Path(folder) / FOLDER, shapes)
+    return {name: source.whole(name) for name in shapes}
+
+
+def write_draft(folder: str | Path, tensors: Mapping[str, Tensor], arch: Architecture) -> None:
+    """Write a head next to the model in `folder`. Raises OSError if a file cannot be written."""
+    target = Path(folder) / FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    write_tensors(target, ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()))
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(draft_config(arch, dtype), indent=2) + "\n", encoding="utf-8")
+
+
+def draft_config(arch: Architecture, dtype: str) -> dict[str, Any]:
+    """Return the config.json with which SGLang reads the head's folder."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": arch.hidden,
+        "intermediate_size": arch.ffn,
+        "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.kv_heads,
+        "head_dim": arch.head_dim,
+        "vocab_size": arch.vocab,
+        "max_position_embeddings": arch.max_positions,
+        "rms_norm_eps": arch.norm_eps,
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": arch.rope_scaling,
+        "tie_word_embeddings": arch.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": dtype,
+    }
