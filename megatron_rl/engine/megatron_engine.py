@@ -47,7 +47,7 @@ from megatron_rl.weights.adapter_rules import (
     is_peft_folder,
     write_peft_folder,
 )
-from megatron_rl.weights.draft_files import check_draft, has_draft, read_draft, write_draft
+from megatron_rl.weights.draft_files import has_draft, read_draft, write_draft
 from megatron_rl.weights.mapping import hf_shapes, weight_source
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
@@ -104,8 +104,8 @@ class MegatronEngine(ModelEngine):
         """
         config = self.config
         source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
-        draft = self._first_draft()
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
+        draft = self._first_draft()
         if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
             raise ValueError(
                 "optimizer.megatron.optimizer_cpu_offload = True: the engine shares its GPU, so its whole state is "
@@ -154,9 +154,8 @@ class MegatronEngine(ModelEngine):
     def _first_draft(self) -> dict[str, Tensor]:
         """Return the initial weights of the draft head: the model folder's, or new ones. {} if there is to be none."""
         config = self.config
-        if config.draft.kind == "none" or not self.trainable or self.arch.head != "policy":
+        if config.draft.kind == "none" or not self.trainable:
             return {}
-        check_draft(self.arch, pipeline=config.parallel.pipeline)
         if config.model.init == "hf" and has_draft(config.model.path):
             return read_draft(config.model.path, self.arch)
         return first_weights(self.arch, config.seed)

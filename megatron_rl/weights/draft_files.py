@@ -50,7 +50,11 @@ def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def check_draft(arch: Architecture, *, pipeline: int) -> None:
-    """Raise ValueError if a policy cannot have a draft head. pipeline: number of its pipeline stages."""
+    """Raise ValueError if a model cannot have a draft head. pipeline: number of its pipeline stages."""
+    if arch.head != "policy":
+        raise ValueError(
+            "draft.kind = 'eagle': a reward model generates no tokens, so none can be guessed; set draft.kind=none."
+        )
     if arch.family not in SERVED:
         raise ValueError(
             f"draft.kind = 'eagle': embedded servers are the only ones that take a draft head, and they run "

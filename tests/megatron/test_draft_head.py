@@ -325,6 +325,8 @@ def test_what_has_no_head_is_refused_by_name(models, tmp_path):
     with pytest.raises(ValueError, match="parallel.pipeline = 2 keeps on the first stage .*set parallel.pipeline=1"):
         check_draft(read_architecture(models / UNTIED), pipeline=2)
     check_draft(read_architecture(models / TIED), pipeline=2)
+    with pytest.raises(ValueError, match="draft.kind = 'eagle': a reward model generates no tokens"):
+        make_engine(models / TIED, ParallelConfig(), draft=EAGLE, head="value")
     with pytest.raises(ValueError, match="draft.kind = 'eagle': FSDPEngine trains no draft head; use MegatronEngine"):
         FSDPEngine(EngineConfig(model=ModelConfig(path=str(models / TIED)), draft=EAGLE))
 
