@@ -97,8 +97,10 @@ class ReplyPart:
     """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
     support: Tensor | None = None
     """`[tokens, W]`, as in megatron_rl/support.py, if supports were requested."""
-    passes: int = 0
-    """Passes of the model that generated the tokens, if the server guesses tokens with a draft head. Otherwise 0."""
+    guessed_passes: int = 0
+    """Passes over tokens that a draft head has guessed. 0 if the server guesses none."""
+    right_guesses: int = 0
+    """Guessed tokens that are tokens of the reply."""
     timing: dict[str, float] = field(default_factory=dict)
     """The times named in TIMING that the server reports."""
 
@@ -185,15 +187,18 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         spans=named_spans(spans, count, late=asked.late) if count else [],
         routes=routes_of(meta, count, kind, asked),
         support=found,
-        passes=passes_of(meta, count),
+        **guesses_of(meta, count),
         timing={key: float(meta[key]) for key in TIMING if is_number(meta.get(key))},
     )
 
 
-def passes_of(meta: dict[str, Any], count: int) -> int:
-    """Return how many passes of the model generated `count` tokens, or 0 if the server does not tell."""
-    passes = meta.get("spec_verify_ct")  # for a metric only, so a wrong number refuses no reply
-    return passes if type(passes) is int and 0 < passes <= count else 0
+def guesses_of(meta: dict[str, Any], count: int) -> dict[str, int]:
+    """Return what a reply of `count` tokens says of guessed tokens; {} if the server does not tell."""
+    found = [meta.get(name) for name in ("spec_verify_ct", "spec_num_correct_drafts")]
+    # They are for a metric only, so wrong numbers refuse no reply.
+    if not all(type(number) is int and 0 <= number <= count for number in found):
+        return {}
+    return dict(zip(("guessed_passes", "right_guesses"), found, strict=True))
 
 
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:

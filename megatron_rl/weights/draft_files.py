@@ -24,29 +24,21 @@ SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families of models that the embedded server runs. Others have no server that takes a draft head."""
 
 
-def draft_shapes(
-    *, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int
-) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Return the shape of each tensor of a head, by name."""
-    attention, ffn_name = f"{LAYER}self_attn.", f"{LAYER}mlp."
-    return {
-        "fc.weight": (hidden, 2 * hidden),  # of the token's embedding, then the state before it
-        "fc.bias": (hidden,),
-        f"{attention}q_proj.weight": (heads * head_dim, hidden),
-        f"{attention}k_proj.weight": (kv_heads * head_dim, hidden),
-        f"{attention}v_proj.weight": (kv_heads * head_dim, hidden),
-        f"{attention}o_proj.weight": (hidden, heads * head_dim),
-        f"{LAYER}post_attention_layernorm.weight": (hidden,),
-        f"{ffn_name}gate_proj.weight": (ffn, hidden),
-        f"{ffn_name}up_proj.weight": (ffn, hidden),
-        f"{ffn_name}down_proj.weight": (hidden, ffn),
-    }
-
-
 def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return `draft_shapes` of the head of a policy. Its layer has the sizes of the policy's layers."""
-    sizes = {name: getattr(arch, name) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim")}
-    return draft_shapes(**sizes)
+    """Return the shape of each tensor of a policy's head, by name. Its layer has the sizes of the policy's layers."""
+    hidden, ffn, attention, feed_forward = arch.hidden, arch.ffn, f"{LAYER}self_attn.", f"{LAYER}mlp."
+    return {
+        "fc.weight": (hidden, 2 * hidden),  # first columns: the next token's embedding; last: the state before it
+        "fc.bias": (hidden,),
+        f"{attention}q_proj.weight": (arch.heads * arch.head_dim, hidden),
+        f"{attention}k_proj.weight": (arch.kv_heads * arch.head_dim, hidden),
+        f"{attention}v_proj.weight": (arch.kv_heads * arch.head_dim, hidden),
+        f"{attention}o_proj.weight": (hidden, arch.heads * arch.head_dim),
+        f"{LAYER}post_attention_layernorm.weight": (hidden,),
+        f"{feed_forward}gate_proj.weight": (ffn, hidden),
+        f"{feed_forward}up_proj.weight": (ffn, hidden),
+        f"{feed_forward}down_proj.weight": (hidden, ffn),
+    }
 
 
 def check_draft(arch: Architecture, *, pipeline: int) -> None:

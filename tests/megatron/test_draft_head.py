@@ -16,7 +16,8 @@ from megatron_rl.ops import VocabShard
 from megatron_rl.parallel import Axis
 from megatron_rl.tools.convert import convert_folder
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
-from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
+from megatron_rl.tools.embedded_server.transformer import KVCache
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.draft_files import check_draft, read_draft, shapes_for, write_draft
@@ -218,8 +219,8 @@ def states_of_both(folder, ids):
     engine = make_engine(folder, ParallelConfig(), draft=EAGLE)
     head, arch = engine.draft, engine.arch
     assert isinstance(head, DraftHead)
-    decoder = Decoder(
-        DecoderConfig.read(folder), dtype=torch.float32, device=torch.device("cpu"), context_length=64, has_draft=True
+    decoder = DraftingDecoder(
+        DecoderConfig.read(folder), dtype=torch.float32, device=torch.device("cpu"), context_length=64
     )
     decoder.load(folder)
     hidden = torch.randn(len(ids), arch.hidden, generator=torch.Generator().manual_seed(1))

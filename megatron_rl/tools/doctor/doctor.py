@@ -86,9 +86,7 @@ def of_models(
     try:
         # In float32, in which no rounding hides what is wrong. The server has the run's dtype.
         model = replace(config.model, dtype="float32", transformer_impl="local")
-        alone = replace(
-            config.actor, model=model, parallel=ParallelConfig(), publication="group", draft=DraftConfig()
-        )
+        alone = replace(config.actor, model=model, parallel=ParallelConfig(), publication="group", draft=DraftConfig())
         engine = MegatronEngine(alone, groups=groups)
         engine.initialize(None, FinetuneSpec(total_updates=1))
         folder = Path(config.model.path)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.forward_passes import decode, guesses, next_tokens, prefill
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
@@ -57,8 +58,9 @@ class Stats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0
-    decoded_rows: int = 0
-    """Passes of the model over a request's last token. Without a draft head, each generates one token."""
+    guessed_passes: int = 0
+    right_guesses: int = 0
+    """As in Request, summed over requests."""
     tokens_per_s: float = 0.0
 
 
@@ -73,6 +75,7 @@ class Batcher:
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
     draft_tokens: number of tokens that the model's draft head guesses before each pass. 0 without a draft head.
+    guessing_rows: with so many running requests that a pass would read more tokens, fewer or none are guessed.
     """
 
     def __init__(
@@ -88,10 +91,11 @@ class Batcher:
         reuse_prefixes: bool = True,
         prefill_tokens_per_turn: int = 2048,
         draft_tokens: int = 0,
+        guessing_rows: int = 1024,
     ):
         self.model = model
-        self.draft_tokens = draft_tokens
-        self.cache = KVCache(model.config, model.dtype, model.device, has_draft=draft_tokens > 0)
+        self.draft_tokens, self.guessing_rows = draft_tokens, guessing_rows
+        self.cache = KVCache(model.config, model.dtype, model.device, has_draft=isinstance(model, DraftingDecoder))
         self.kv_rows = KVRows(
             self.cache,
             max_rows=max_running_requests,
@@ -422,12 +426,13 @@ class Batcher:
         self._fit(len(self._running), max(len(r.tokens) for r in ready) + self.draft_tokens, least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
         guessed: list[list[int]] = [[] for _ in batch]
-        if count := min(self.draft_tokens, max(r.room for r in batch) - 1):
+        worthwhile = self.guessing_rows // len(batch) - 1
+        count = max(0, min(self.draft_tokens, max(r.room for r in batch) - 1, worthwhile))
+        if count:
+            assert isinstance(self.model, DraftingDecoder)
             guessed = guesses(self.model, self.kv_rows, batch, count, width=self.draft_tokens + 1)
+            self._count_guesses(batch, passes=1)
         hidden = decode(self.model, self.kv_rows, batch, guessed)  # [B, 1 + count, H]
-        self.stats.decoded_rows += len(batch)
-        for request in batch:
-            request.passes += self.draft_tokens > 0
         places = list(range(len(batch)))
         for number in range(count + 1):
             requests = [batch[place] for place in places]
@@ -435,12 +440,19 @@ class Batcher:
             for request, token, logprob in zip(requests, chosen, logprobs, strict=True):
                 self._accept(request, token, logprob)
             self.stats.generated_tokens += len(requests)
+            if number:
+                self._count_guesses(requests, right=1)
             if number < count:
                 right = [guessed[place][number] == token for place, token in zip(places, chosen, strict=True)]
                 places = [place for place, is_right in zip(places, right, strict=True) if is_right]
                 places = [place for place in places if batch[place].finish_reason is None]
             if not places:
                 break
+
+    def _count_guesses(self, requests: list[Request], *, passes: int = 0, right: int = 0) -> None:
+        for counts in (*requests, *[self.stats] * len(requests)):
+            counts.guessed_passes += passes
+            counts.right_guesses += right
 
     def _accept(self, request: Request, token: int, logprob: float) -> None:
         params = request.params

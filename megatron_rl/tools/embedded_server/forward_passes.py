@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl.ops import packed_logprobs
 from megatron_rl.tools.embedded_server import sampling
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, Span
@@ -36,18 +37,22 @@ def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget
             budget -= count
     if not spans:
         return 0
-    following = None
-    if model.draft_head is not None:
-        after = (r.tokens[s.start + 1 : s.start + 1 + s.count] for r, s in zip(owners, spans, strict=True))
-        following = torch.tensor([token for own in after for token in own], device=model.device)
-    hidden = model.prefill(torch.tensor(tokens, device=model.device), spans, kv_rows.cache, following)
+    following = [_following(model, owners, spans)] if isinstance(model, DraftingDecoder) else []
+    hidden = model.prefill(torch.tensor(tokens, device=model.device), spans, kv_rows.cache, *following)
     begin = 0
     for request, span in zip(owners, spans, strict=True):
         if request.next_score is not None:
             _score(model, request, hidden[begin : begin + span.count], span)
         begin += span.count
         kv_rows.advance(request, span.count)
+        request.drafted = request.filled
     return len(tokens)
+
+
+def _following(model: Decoder, owners: Sequence[Request], spans: Sequence[Span]) -> Tensor:
+    """Return the tokens after the spans' positions, packed."""
+    after = (r.tokens[s.start + 1 : s.start + 1 + s.count] for r, s in zip(owners, spans, strict=True))
+    return torch.tensor([token for own in after for token in own], device=model.device)
 
 
 def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None:
@@ -63,13 +68,21 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
         request.input_logprobs += packed_logprobs(logits, targets).tolist()
 
 
-def guesses(model: Decoder, kv_rows: KVRows, batch: Sequence[Request], count: int, width: int) -> list[list[int]]:
+def guesses(
+    model: DraftingDecoder, kv_rows: KVRows, batch: Sequence[Request], count: int, width: int
+) -> list[list[int]]:
     """Return `count` guesses of the next tokens of each request. `batch` must be sorted by row.
 
-    width: number of positions that the head reads again, at least the number of tokens since its last call.
+    width: number of positions that the head reads for each request, of which the last ones may be new to it.
     """
     rows, params, cache = [r.row for r in batch], [r.params for r in batch], kv_rows.cache
-    # The head's keys exist up to the last call. Positions read a second time get the same keys again.
+    # While many requests ran, nothing was guessed, and the head has missed more than `width` positions.
+    if behind := [r for r in batch if r.filled - r.drafted > width]:
+        spans = [Span(r.row, r.drafted, r.filled - width - r.drafted) for r in behind]
+        model.draft_spans(_following(model, behind, spans), spans, cache)
+    for request in batch:
+        request.drafted = request.filled
+    # Positions that the head reads a second time get the same keys again.
     starts = [max(r.filled - width, 0) for r in batch]
     following: list[int] = []
     for request, start in zip(batch, starts, strict=True):

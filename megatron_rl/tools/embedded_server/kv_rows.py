@@ -166,7 +166,7 @@ class KVRows:
             if not self._copies or self._copies[-1][:2] != (prefix.row, prefix.length):
                 self._copies.append((prefix.row, prefix.length, []))
             self._copies[-1][2].append(index)
-        request.row, request.filled = index, prefix.length
+        request.row, request.filled, request.drafted = index, prefix.length, prefix.length
         row = self._rows[index]
         row.tokens, row.filled, row.epoch, row.request = request.tokens, prefix.length, self.epoch, request
 

@@ -33,6 +33,7 @@ from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
 from megatron_rl.tools.embedded_server.bodies import BODIES, Bodies, RequestFailed
 from megatron_rl.tools.embedded_server.connections import Connections
 from megatron_rl.tools.embedded_server.decoder_config import KINDS, DecoderConfig
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.guard import LogRate, guard, invite_later
 from megatron_rl.tools.embedded_server.information import InformationEndpoints
@@ -267,7 +268,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         raise ValueError(f"--enable-return-routed-experts: {config.model_type} has no experts; leave it out")
     # Guesses are computed before it is known how many of them fit into the context.
     room = context_length + drafts
-    model = Decoder(config, dtype=dtype, device=device, context_length=room, has_draft=drafts > 0)
+    model = (DraftingDecoder if drafts else Decoder)(config, dtype=dtype, device=device, context_length=room)
     if args.load_format == "dummy":
         model.draw()
     else:

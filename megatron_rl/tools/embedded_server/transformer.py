@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_rl import routes
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, Experts, inverse_frequencies
-from megatron_rl.weights.draft_files import FOLDER, LAYER, PREFIX, draft_shapes
 from megatron_rl.weights.update_group import checksum
 
 
@@ -94,7 +93,7 @@ class Span:
 
 
 @dataclass
-class _Layer:
+class Layer:
     input_norm: Tensor | None  # [H]; a draft head's layer has none
     qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, H]
     qkv_bias: Tensor | None
@@ -107,13 +106,6 @@ class _Layer:
     down: Tensor  # [H, intermediate], in a mixture [experts, H, size]
     down_bias: Tensor | None
     router: Tensor | None = None  # [experts, H]
-
-
-@dataclass
-class _DraftHead:
-    fc: Tensor  # [H, 2 H]
-    fc_bias: Tensor  # [H]
-    layer: _Layer
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -131,16 +123,7 @@ class Decoder:
         decoder.logits(hidden).argmax(-1)
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        context_length: int,
-        has_draft: bool = False,
-    ):
-        """has_draft: add a draft head, whose tensors' names begin with `draft.` (weights/draft_files.py)."""
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
         self.config, self.dtype, self.device = config, dtype, device
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
@@ -156,7 +139,6 @@ class Decoder:
         self.head = (
             self.embedding if config.tied else self._new("lm_head.weight", config.vocab_size, config.hidden_size)
         )
-        self.draft_head = self._new_draft() if has_draft else None
         angles = torch.outer(torch.arange(context_length).float(), inverse_frequencies(config.rope, config.head_dim))
         self.cos, self.sin = (f(angles).to(device=device, dtype=dtype)[:, None] for f in (torch.cos, torch.sin))
         # Row of `qk_norm` for each query and key head; all of them are normalized in one operation.
@@ -172,7 +154,7 @@ class Decoder:
         self.parameters.update((name, view) for (name, _), view in zip(parts, views, strict=True))
         return whole
 
-    def _new_layer(self, number: int) -> _Layer:
+    def _new_layer(self, number: int) -> Layer:
         prefix = f"model.layers.{number}."
         c, hidden = self.config, self.config.hidden_size
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -200,7 +182,7 @@ class Decoder:
                 down=weight(down, c.intermediate_size),
                 down_bias=bias(c.mlp_bias, down),
             )
-        return _Layer(
+        return Layer(
             input_norm=self._new(f"{prefix}input_layernorm.weight", hidden),
             qkv=weight(qkv, hidden),
             qkv_bias=bias(c.qkv_bias, qkv),
@@ -220,34 +202,6 @@ class Decoder:
             self.parameters |= {f"{prefix}experts.{expert}.{name}.weight": part for name, part in parts.items()}
         router = self._new(f"{prefix}gate.weight", experts.count, hidden)
         return dict(gate_up=gate_up, gate_up_bias=None, down=down, down_bias=None, router=router)
-
-    def _new_draft(self) -> _DraftHead:
-        c, layer = self.config, f"{PREFIX}{LAYER}"
-        sizes = {"ffn": c.intermediate_size, "heads": c.num_heads, "kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
-        rows = {PREFIX + name: shape[0] for name, shape in draft_shapes(hidden=c.hidden_size, **sizes).items()}
-
-        def weight(columns: int, *names: str) -> Tensor:
-            parts = [f"{layer}{name}.weight" for name in names]
-            return self._new_fused([(name, rows[name]) for name in parts], columns)
-
-        attention, feed_forward = [f"self_attn.{n}_proj" for n in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
-        return _DraftHead(
-            fc=self._new_fused([(f"{PREFIX}fc.weight", c.hidden_size)], 2 * c.hidden_size),
-            fc_bias=self._new(f"{PREFIX}fc.bias", c.hidden_size),
-            layer=_Layer(
-                input_norm=None,
-                qkv=weight(c.hidden_size, *attention),
-                qkv_bias=None,
-                qk_norm=None,
-                o=weight(c.num_heads * c.head_dim, "self_attn.o_proj"),
-                o_bias=None,
-                post_norm=self._new(f"{layer}post_attention_layernorm.weight", c.hidden_size),
-                gate_up=weight(c.hidden_size, *feed_forward),
-                gate_up_bias=None,
-                down=weight(c.intermediate_size, "mlp.down_proj"),
-                down_bias=None,
-            ),
-        )
 
     # Weights
 
@@ -306,14 +260,9 @@ class Decoder:
         self._checksums.pop(name, None)
 
     def load(self, folder: Path) -> None:
-        """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ.
-
-        A draft head's weights are read from the folder's subfolder `draft`, unless the model's files have them.
-        """
+        """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ."""
         owner = {}
-        for own, prefix in ((folder, ""), (folder / FOLDER, PREFIX)):
-            if prefix and self.draft_head is None:
-                continue
+        for own, prefix in self._folders(folder):
             for path in sorted(own.glob("*.safetensors")):
                 try:
                     handle = safe_open(path, framework="pt")
@@ -330,6 +279,10 @@ class Decoder:
             raise ValueError(f"model {folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
         for name, (handle, there) in owner.items():
             self.write(name, handle.get_tensor(there))
+
+    def _folders(self, folder: Path) -> list[tuple[Path, str]]:
+        """Return the folders with a model's files, each with the prefix of its tensors' names here."""
+        return [(folder, "")]
 
     def draw(self) -> None:
         """Fill all weights with small random values (norms with 1), until the trainer sends the real ones."""
@@ -365,14 +318,18 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits `[T, V]` of hidden states `[T, H]`."""
-        return _linear(hidden, self.head).float()
+        return linear(hidden, self.head).float()
 
-    def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache, following: Tensor | None = None) -> Tensor:
+    def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
         """Run the packed tokens `[T]` of several rows and write their keys and values. Return hidden states `[T, H]`.
 
-        Each row must already hold positions [0, span.start). following: the token after each of `tokens`, which a draft
-        head needs.
+        Each row must already hold positions [0, span.start).
         """
+        positions, rows, attend = self._span_attention(spans, cache)
+        return self._forward(tokens, positions, attend, cache, rows)
+
+    def _span_attention(self, spans: Sequence[Span], cache: KVCache) -> tuple[Tensor, Tensor, Attend]:
+        """Return position and row of each packed token `[T]`, and the attention of these tokens to their rows."""
         positions = torch.cat([torch.arange(s.start, s.start + s.count, device=self.device) for s in spans])
         rows = torch.repeat_interleave(
             torch.tensor([s.row for s in spans], device=self.device),
@@ -398,11 +355,7 @@ class Decoder:
                 out[part] = result[0].transpose(0, 1)
             return out
 
-        hidden = self._forward(tokens, positions, attend, cache, rows)
-        if self.draft_head is not None:
-            assert following is not None
-            self._draft(following, hidden, positions, attend)
-        return hidden
+        return positions, rows, attend
 
     def decode(
         self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache, *, width: int = 1
@@ -413,30 +366,6 @@ class Decoder:
         """
         at, row, attend = self._row_attention(positions, rows, cache, width)
         return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache, row)
-
-    def draft(
-        self,
-        following: list[int],
-        states: Tensor,
-        positions: list[int],
-        rows: list[int],
-        cache: KVCache,
-        *,
-        width: int = 1,
-    ) -> Tensor:
-        """Run the draft head on `width` positions of each row. Return its states `[B * width, H]`, for `logits`.
-
-        following: the tokens after these positions. states: `[B * width, H]`, the model's at these positions, or the
-        head's own guess of them. Other arguments as in `decode`.
-        """
-        at, _, attend = self._row_attention(positions, rows, cache, width)
-        return self._draft(torch.tensor(following, device=self.device), states, at, attend)
-
-    def _draft(self, following: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        head = self.draft_head
-        assert head is not None
-        x = _linear(torch.cat([self.embedding[following], states], -1), head.fc, head.fc_bias)
-        return self._layer(len(self.layers), head.layer, x, (self.cos[positions], self.sin[positions]), attend)[0]
 
     def _row_attention(
         self, positions: list[int], rows: list[int], cache: KVCache, width: int
@@ -479,7 +408,7 @@ class Decoder:
         return at, row, attend
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, cache: KVCache, rows: Tensor) -> Tensor:
-        """Run all layers; return hidden states. Sets the cache's routes and states at [rows, positions]."""
+        """Run all layers; return hidden states. Sets the cache's routes at [rows, positions]."""
         hidden = self.embedding[tokens]
         self.watch(0, "embedding", hidden)
         rotation = self.cos[positions], self.sin[positions]
@@ -487,13 +416,10 @@ class Decoder:
             hidden, slots = self._layer(i, layer, hidden, rotation, attend)
             if slots is not None:
                 cache.routes[rows, positions, i] = slots
-        hidden = F.rms_norm(hidden, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
-        if self.draft_head is not None:
-            cache.states[rows, positions] = hidden
-        return hidden
+        return F.rms_norm(hidden, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
 
     def _layer(
-        self, i: int, layer: _Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+        self, i: int, layer: Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
         """Run layer `i`. Return the hidden states `[T, H]` behind it, and the routes `[T, slots]` of a mixture."""
         c, see, slots = self.config, self.watch, None
@@ -503,7 +429,7 @@ class Decoder:
         if layer.input_norm is not None:
             x = F.rms_norm(hidden, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
         see(i, "first norm", x)
-        qkv = _linear(x, layer.qkv, layer.qkv_bias).view(len(hidden), -1, c.head_dim)
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(hidden), -1, c.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
@@ -511,7 +437,7 @@ class Decoder:
         first, second = qk.chunk(2, -1)
         qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
         out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
-        out = _linear(out.reshape(len(hidden), -1), layer.o, layer.o_bias)
+        out = linear(out.reshape(len(hidden), -1), layer.o, layer.o_bias)
         see(i, "attention", out)
         hidden = hidden + out
         x = F.rms_norm(hidden, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)
@@ -519,27 +445,27 @@ class Decoder:
         if layer.router is not None:
             out, slots = _mixture(x, layer, c.experts)
         else:
-            gate, up = _linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            out = _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            gate, up = linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            out = linear(F.silu(gate) * up, layer.down, layer.down_bias)
         see(i, "feed-forward", out)
         return hidden + out, slots
 
 
-def _mixture(x: Tensor, layer: _Layer, experts: Experts) -> tuple[Tensor, Tensor]:
+def _mixture(x: Tensor, layer: Layer, experts: Experts) -> tuple[Tensor, Tensor]:
     """Return the weighted sum `[T, H]` of the chosen experts' outputs for `x` `[T, H]`, and the routes `[T, slots]`."""
-    weights, chosen = _linear(x, layer.router).float().softmax(-1).topk(experts.per_token)
+    weights, chosen = linear(x, layer.router).float().softmax(-1).topk(experts.per_token)
     if experts.renormalised:
         weights /= weights.sum(-1, keepdim=True)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = _linear(x[rows], layer.gate_up[expert]).chunk(2, -1)
-        made = _linear(F.silu(gate) * up, layer.down[expert])
+        gate, up = linear(x[rows], layer.gate_up[expert]).chunk(2, -1)
+        made = linear(F.silu(gate) * up, layer.down[expert])
         out.index_add_(0, rows, made * weights[rows, slots, None].to(x.dtype))
     return out, routes.pack(chosen, weights)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # For float32, F.linear calls MKL's sgemm. oneDNN's is 2 to 3 times faster on AMD and for few rows.
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

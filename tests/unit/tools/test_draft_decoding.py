@@ -1,5 +1,6 @@
 """The embedded server decodes ahead with a draft head: its replies are those without one, in fewer passes."""
 
+import dataclasses
 import math
 import threading
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.tools.embedded_server import protocol
 from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
-from megatron_rl.tools.embedded_server.transformer import Decoder
+from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.draft_files import shapes_for, write_draft
 from tests.kit.served_models import save_tiny_qwen
@@ -48,8 +50,8 @@ def folder(tmp_path_factory):
 
 
 def decoder_of(folder, *, has_draft):
-    config = DecoderConfig.read(folder)
-    decoder = Decoder(config, dtype=torch.float32, device=CPU, context_length=CONTEXT + GUESSES, has_draft=has_draft)
+    config, made_by = DecoderConfig.read(folder), DraftingDecoder if has_draft else Decoder
+    decoder = made_by(config, dtype=torch.float32, device=CPU, context_length=CONTEXT + GUESSES)
     decoder.load(folder)
     return decoder
 
@@ -77,6 +79,7 @@ def foreseeable(folder, tmp_path_factory):
             if name.endswith("norm.weight"):
                 weight.fill_(1.0)
             if name == "model.embed_tokens.weight":
+                weight[weight.eq(0).all(-1)] = 1.0  # the padding's row
                 weight /= weight.square().mean(-1, keepdim=True).sqrt()  # the final norm then changes nothing
             if name == "lm_head.weight":
                 weight /= 2.0  # many tokens are likely
@@ -158,15 +161,47 @@ def test_replies_are_the_same_where_rows_are_taken_away_and_the_context_is_full(
 
 @pytest.mark.parametrize("kind", [{"temperature": 0}, {"temperature": 0.8}, {"top_k": 5}], ids=str)
 def test_a_head_that_knows_the_policy_is_always_right(foreseeable, kind):
-    found, stats = replies(foreseeable, GUESSES, PROMPTS[1:], max_new_tokens=21, **kind)
+    found, stats = replies(foreseeable, GUESSES, PROMPTS[1:], max_new_tokens=20, **kind)
     for request in found:
-        assert request.passes == math.ceil(21 / (1 + GUESSES))
         info = protocol.meta_info(request, request.output, True, "0")
-        assert (info["spec_verify_ct"], info["spec_num_correct_drafts"]) == (6, 15)
-        assert info["spec_accept_length"] == 21 / 6
+        assert (info["spec_verify_ct"], info["spec_num_correct_drafts"]) == (5, 15), "20 tokens"
+        assert info["spec_accept_length"] == 1 + GUESSES
     if "temperature" not in kind or kind["temperature"]:
         assert len({tuple(request.output) for request in found}) == len(found), "they were sampled"
-    assert stats.decoded_rows == 6 * len(found) and stats.generated_tokens == 21 * len(found)
+    assert (stats.guessed_passes, stats.right_guesses) == (5 * len(found), 15 * len(found))
+
+
+def test_nothing_is_guessed_while_many_requests_run(plain, drafting, foreseeable):
+    # Six requests would read 12 tokens with one guess each. The one that is left alone may guess three.
+    few = {"guessing_rows": 11}
+    lengths = [5] * 5 + [60]
+    prompts = [prompt_of(20, seed) for seed in range(6)]
+
+    def run(decoder, draft_tokens, **options):
+        requests = asked(prompts)
+        requests = [
+            Request(rid=r.rid, prompt=r.prompt, params=dataclasses.replace(r.params, max_new_tokens=length))
+            for r, length in zip(requests, lengths, strict=True)
+        ]
+        with running(decoder, draft_tokens, **options) as batcher:
+            batcher.pause("in_place").result(LIMIT_S)  # so that all begin in the same turn
+            futures = [batcher.submit(request) for request in requests]
+            batcher.resume().result(LIMIT_S)
+            return [future.result(LIMIT_S) for future in futures], batcher
+
+    (*_, alone), _ = run(foreseeable, GUESSES, **few)
+    assert (alone.guessed_passes, alone.right_guesses) == (math.ceil(55 / 4), 55 - 14)
+    expected, _ = run(plain, 0)
+    found, batcher = run(drafting, GUESSES, **few)
+    assert [request.output for request in found] == [request.output for request in expected]
+    # The head has read what the model had read before it was asked for guesses.
+    (last,) = [r for r in found if len(r.output) == 60]
+    (row,) = [n for n in range(len(batcher.kv_rows)) if batcher.kv_rows[n].tokens == last.tokens[: last.filled]]
+    fresh, count = cache_of(drafting), last.drafted - GUESSES - 1
+    tokens = torch.tensor(last.tokens)
+    with torch.inference_mode():
+        drafting.prefill(tokens[:count], [Span(0, 0, count)], fresh, tokens[1 : count + 1])
+    torch.testing.assert_close(batcher.cache.keys[-1][row, :, :count], fresh.keys[-1][0, :, :count], atol=1e-4, rtol=0)
 
 
 def test_a_reply_without_a_draft_head_tells_of_no_passes(plain):
@@ -220,12 +255,14 @@ def test_pairs_of_sampled_tokens_have_the_policys_distribution(plain, drafting, 
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def exact(decoder, tokens, *, temperature, top_k):
-    from megatron_rl.tools.embedded_server.transformer import KVCache, Span
-
-    cache = KVCache(decoder.config, torch.float32, CPU)
+def cache_of(decoder):
+    cache = KVCache(decoder.config, torch.float32, CPU, has_draft=isinstance(decoder, DraftingDecoder))
     cache.resize(1, CONTEXT, [])
-    hidden = decoder.prefill(torch.tensor(tokens), [Span(0, 0, len(tokens))], cache)[-1:]
+    return cache
+
+
+def exact(decoder, tokens, *, temperature, top_k):
+    hidden = decoder.prefill(torch.tensor(tokens), [Span(0, 0, len(tokens))], cache_of(decoder))[-1:]
     probs = (decoder.logits(hidden)[0].double() / temperature).softmax(-1)
     if top_k > 0:
         probs = torch.zeros_like(probs).scatter(0, probs.topk(top_k).indices, probs.topk(top_k).values)
