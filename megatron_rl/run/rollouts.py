@@ -173,7 +173,7 @@ class RolloutProcesses:
             devices=devices_by_server(options),
             on_death=self._on_death,
             routes=self.routes,
-            draft_tokens=config.draft.tokens if config.draft.kind != "none" else 0,
+            draft=config.draft,
         )
         self._say(f"starting rollout servers: {options.server_count} {self.supervisor.backend}")
         return self.supervisor.start()

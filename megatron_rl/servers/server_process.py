@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl import life
 from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER
-from megatron_rl.config import LoraConfig, RolloutConfig
+from megatron_rl.config import DraftConfig, LoraConfig, RolloutConfig
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.start_up import python_path
 
@@ -106,13 +106,13 @@ class ServerLauncher:
     """The GPUs of each server."""
     routes: RouteForm | None = None
     """Form in which the servers report the experts of tokens."""
-    draft_tokens: int = 0
-    """Tokens that a server guesses with the draft head that the trainer publishes. 0 without a draft head."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    """The draft head that the trainer publishes, if any."""
 
     def __post_init__(self) -> None:
         backend = self.config.backend
         self.backend = backend if backend != "auto" else "sglang" if has_cuda() else "embedded"
-        if self.draft_tokens and self.backend == "sglang":
+        if self.draft.kind != "none" and self.backend == "sglang":
             raise ValueError(
                 "draft.kind = 'eagle': a run publishes its draft head to embedded servers only, and rollout.backend = "
                 "auto starts SGLang where CUDA is; leave it out, or set rollout.backend=embedded."
@@ -164,8 +164,9 @@ class ServerLauncher:
         command += ["--port", str(port), "--ready-file", str(ready_file), "--parent-pid", str(os.getpid())]
         if self.routes is not None and self.routes.has_weights:
             command.append("--return-expert-weights")
-        if self.draft_tokens:
-            command += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(self.draft_tokens)]
+        if self.draft.kind != "none":
+            command += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(self.draft.tokens)]
+            command += ["--tokens-per-pass", str(self.draft.tokens_per_pass)]
         return command + self._shared_arguments()
 
     def sglang_command(self, port: int) -> list[str]:

@@ -20,7 +20,7 @@ SETTINGS = (
     "generation.ignore_eos=true",
     "rollout.server_count=1",
 )
-EAGLE = ("draft.kind=eagle", "draft.lr=3e-3")
+EAGLE = ("draft.kind=eagle", "draft.lr=3e-3", "draft.tokens_per_pass=1024")
 STEPS = 6
 HEAD = len(shapes_for(read_architecture(COUNT_MODEL)))
 

@@ -108,7 +108,7 @@ def by_transformers(folder, batch):
         for row in range(len(ids) - 2):
             if mask[row + 2]:
                 loss = loss - (taught[row + 1] * log_q[row]).sum()
-                overlap += float(torch.minimum(taught[row + 1], log_q[row].exp()).sum())
+                overlap += torch.minimum(taught[row + 1], log_q[row].exp()).sum().item()
                 count += 1
     (loss / count).backward()
     parts = [p.grad for p in (*layer.parameters(), *fc.parameters()) if p.grad is not None]

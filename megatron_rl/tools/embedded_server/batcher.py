@@ -75,7 +75,8 @@ class Batcher:
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
     draft_tokens: number of tokens that the model's draft head guesses before each pass. 0 without a draft head.
-    guessing_rows: with so many running requests that a pass would read more tokens, fewer or none are guessed.
+    tokens_per_pass: maximum number of tokens that a pass reads, guesses included. So many running requests that they
+      alone reach it have nothing guessed.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Batcher:
         reuse_prefixes: bool = True,
         prefill_tokens_per_turn: int = 2048,
         draft_tokens: int = 0,
-        guessing_rows: int = 1024,
+        tokens_per_pass: int = 32,
     ):
         self.model = model
-        self.draft_tokens, self.guessing_rows = draft_tokens, guessing_rows
+        self.draft_tokens, self.tokens_per_pass = draft_tokens, tokens_per_pass
         self.cache = KVCache(model.config, model.dtype, model.device, has_draft=isinstance(model, DraftingDecoder))
         self.kv_rows = KVRows(
             self.cache,
@@ -426,7 +427,7 @@ class Batcher:
         self._fit(len(self._running), max(len(r.tokens) for r in ready) + self.draft_tokens, least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
         guessed: list[list[int]] = [[] for _ in batch]
-        worthwhile = self.guessing_rows // len(batch) - 1
+        worthwhile = self.tokens_per_pass // len(batch) - 1
         count = max(0, min(self.draft_tokens, max(r.room for r in batch) - 1, worthwhile))
         if count:
             assert isinstance(self.model, DraftingDecoder)

@@ -284,6 +284,7 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         weight_version=args.weight_version,
         reuse_prefixes=not args.disable_radix_cache,
         draft_tokens=drafts,
+        tokens_per_pass=args.tokens_per_pass,
     )
     # /server_info shows these to every client, so private paths and the run's name are excluded.
     options = {k: v for k, v in vars(args).items() if k not in ("token_file", "model", "ready_file", "register", "run")}
@@ -424,6 +425,9 @@ def parser() -> argparse.ArgumentParser:
         "--speculative-algorithm", choices=("EAGLE",), help="guess tokens with the draft head in MODEL/draft"
     )
     parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="tokens to guess before each pass")
+    parser.add_argument(
+        "--tokens-per-pass", type=int, default=32, help="guess fewer tokens where a pass would read more (default 32)"
+    )
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
     parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")

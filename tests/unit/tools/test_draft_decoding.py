@@ -92,6 +92,7 @@ def foreseeable(folder, tmp_path_factory):
 @contextmanager
 def running(decoder, draft_tokens, **options):
     defaults = {"max_running_requests": 8, "context_length": CONTEXT, "max_total_tokens": 8 * CONTEXT}
+    defaults["tokens_per_pass"] = 1024
     batcher = Batcher(decoder, draft_tokens=draft_tokens, **(defaults | options))
     thread = threading.Thread(target=batcher.run, daemon=True)
     thread.start()
@@ -173,7 +174,7 @@ def test_a_head_that_knows_the_policy_is_always_right(foreseeable, kind):
 
 def test_nothing_is_guessed_while_many_requests_run(plain, drafting, foreseeable):
     # Six requests would read 12 tokens with one guess each. The one that is left alone may guess three.
-    few = {"guessing_rows": 11}
+    few = {"tokens_per_pass": 11}
     lengths = [5] * 5 + [60]
     prompts = [prompt_of(20, seed) for seed in range(6)]
 
