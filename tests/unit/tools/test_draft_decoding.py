@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.tools.embedded_server import protocol
+from megatron_rl.config import DraftConfig, RolloutConfig
+from megatron_rl.servers import reply_check
+from megatron_rl.servers.server_process import ServerLauncher
+from megatron_rl.tools.embedded_server import protocol, server
 from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
@@ -224,6 +227,30 @@ def test_a_head_is_loaded_from_its_folder_or_from_the_models_files(folder, draft
     assert decoder_of(tmp_path, has_draft=True).checksums() == drafting.checksums()
     with pytest.raises(ValueError, match="draft.fc.bias: the qwen3 model has no such tensor"):
         decoder_of(tmp_path, has_draft=False)
+
+
+def test_a_server_is_started_with_both_options_or_none_and_tells_them(folder):
+    given = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2", "--tokens-per-pass", "9"]
+    made = server.build_server(folder, server.parser().parse_args([str(folder), *given]))
+    assert isinstance(made.batcher.model, DraftingDecoder) and made.batcher.tokens_per_pass == 9
+    assert made.batcher.draft_tokens == made.information.options["speculative_num_steps"] == 2
+    with pytest.raises(ValueError, match="--speculative-num-steps: must be given together"):
+        server.build_server(folder, server.parser().parse_args([str(folder), *given[:2]]))
+    with pytest.raises(ValueError, match="--speculative-num-steps 0: must be at least 1"):
+        server.build_server(folder, server.parser().parse_args([str(folder), *given[:3], "0"]))
+
+
+def test_a_run_that_starts_sglang_is_refused_before_it_starts(folder, tmp_path):
+    eagle, config = DraftConfig(kind="eagle"), RolloutConfig(backend="sglang")
+    with pytest.raises(ValueError, match="draft.kind = 'eagle': .*set rollout.backend=embedded"):
+        ServerLauncher(config=config, model_path=folder, folder=tmp_path, draft=eagle)
+
+
+@pytest.mark.parametrize("told", [(5, 15), (0, 0), (None, 3), (True, 1), (3, -1), (21, 0)], ids=str)
+def test_counts_of_guesses_that_cannot_be_are_left_out(told):
+    found = reply_check.guesses_of({"spec_verify_ct": told[0], "spec_num_correct_drafts": told[1]}, 20)
+    good = told in ((5, 15), (0, 0))
+    assert found == ({"guessed_passes": told[0], "right_guesses": told[1]} if good else {})
 
 
 @pytest.mark.thorough
