@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.draft_files import shapes_for
@@ -18,18 +20,16 @@ SETTINGS = (
     "generation.n_samples=4",
     "generation.max_new_tokens=12",
     "generation.ignore_eos=true",
-    "rollout.server_count=1",
 )
 EAGLE = ("draft.kind=eagle", "draft.lr=3e-3", "draft.tokens_per_pass=1024")
-STEPS = 6
+STEPS = 4
 HEAD = len(shapes_for(read_architecture(COUNT_MODEL)))
 
 
-def test_a_run_with_a_draft_head_is_that_without_it_in_ever_fewer_passes(tmp_path):
-    for name, draft in (("plain", ()), ("drafting", EAGLE)):
-        folder = f"run.folder={tmp_path}/{name}"
-        save = f"run.save_at_end={str(bool(draft)).lower()}"
-        train_forked(COUNT, *SETTINGS, *draft, folder, save, f"run.steps={STEPS}")
+def test_a_run_with_a_draft_head_is_that_without_it_in_ever_fewer_passes(server, tmp_path):
+    plain, drafting = (*server, "run.save_at_end=false"), ("rollout.server_count=1", *EAGLE)
+    for name, own in (("plain", plain), ("drafting", drafting)):
+        train_forked(COUNT, *SETTINGS, *own, f"run.folder={tmp_path}/{name}", f"run.steps={STEPS}")
     plain, drafting = steps_of(tmp_path / "plain"), steps_of(tmp_path / "drafting")
     for one, other in zip(plain, drafting, strict=True):
         assert other["reward/mean"] == one["reward/mean"], "the servers sampled the same replies"
@@ -50,6 +50,8 @@ def tied(tmp_path_factory):
     shutil.copytree(COUNT_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
 
 
@@ -68,8 +70,9 @@ def tied(tmp_path_factory):
 )
 def test_a_head_is_published_by_every_transport_and_from_every_layout(tied, tmp_path, options):
     ranks = 2 if options[0].startswith("parallel.") else 1
-    few = ("run.steps=3", "run.save_at_end=false", f"run.folder={tmp_path}/run", f"model.path={tied}")
-    train_forked(COUNT, *SETTINGS, *EAGLE, *options, *few, ranks=ranks)
+    few = ("run.steps=3", "run.save_at_end=false", f"run.folder={tmp_path}/run", "rollout.server_count=1")
+    model = (f"model.path={tied}", "model.init=hf")
+    train_forked(COUNT, *SETTINGS, *EAGLE, *options, *few, *model, ranks=ranks)
     steps = steps_of(tmp_path / "run")
     own = 2 * 9 + 2  # two layers, embedding and final norm
     assert [step["publish/verified_tensors"] for step in steps] == [own + HEAD] * 3

@@ -121,7 +121,7 @@ def by_transformers(folder, batch):
 def test_loss_and_gradient_are_those_of_transformers_layer(models, alone, family, make):
     first, *_, last = alone[family, "eagle", make]["metrics"]
     assert first == pytest.approx(by_transformers(models / family, make()), rel=1e-4)
-    assert last["draft/loss"] < first["draft/loss"] and last["draft/acceptance"] > first["draft/acceptance"]
+    assert last["draft/loss"] < first["draft/loss"]
 
 
 def assert_alike(found, expected):
@@ -153,7 +153,7 @@ def test_the_head_of_every_layout_is_that_of_one_process(models, alone, layout):
         assert all(torch.equal(other["draft"][name], tensor) for name, tensor in found[0]["draft"].items())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"tokens_per_microbatch": 16}, {"share_prompts": False}], ids=str)
 def test_the_head_does_not_depend_on_the_microbatches(models, alone, options):
     found = run_ranks(1, train_with, models / TIED, options)[0]
@@ -170,7 +170,7 @@ def train_bfloat16(folder):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_bfloat16_and_the_distributed_optimizer_keep_the_policys_bits(models, alone):
     found, expected = run_ranks(1, train_bfloat16, models / TIED)[0]
     assert found["stats"] == expected["stats"]
@@ -305,7 +305,10 @@ def sent(folder, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["1", "tp2_sp", pytest.param("tp2_pp2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("1", marks=pytest.mark.thorough), "pp2", pytest.param("tp2_pp2", marks=pytest.mark.thorough)],
+)
 def test_a_publication_ends_each_stage_with_its_tensors_and_has_the_head_once(models, layout):
     ranks = run_ranks(LAYOUTS[layout][0], sent, models / TIED, layout)
     whole, names, _, head = ranks[0]
