@@ -28,6 +28,7 @@ from megatron_rl.config.data_section import MIXTURE, DataConfig, EvalConfig, War
 from megatron_rl.config.model_section import (
     PIPELINE_CUTS,
     BatchConfig,
+    DraftConfig,
     EngineConfig,
     LoraConfig,
     ModelConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DemonstrationsConfig",
+    "DraftConfig",
     "ESTIMATORS",
     "EngineConfig",
     "EvalConfig",

@@ -124,6 +124,23 @@ class LoraConfig(Section, name="lora"):
 
 
 @dataclass(kw_only=True)
+class DraftConfig(Section, name="draft"):
+    """A draft head, which guesses tokens that the policy then reads several at a time. Replies are the same as without
+    it, in fewer passes of the policy. The head is trained in each update, and the policy is trained as without it."""
+
+    kind: str = one_of("none", "eagle", default="none")
+    """none: no draft head. eagle: one transformer layer as in EAGLE (arXiv 2401.15077). It needs embedded servers, and
+    a model that they run."""
+    tokens: int = at_least(1, default=3)
+    """Number of tokens that a server guesses before each pass of the policy."""
+    tokens_per_pass: int = at_least(1, default=32, hint="the tokens that a pass can read in about the time of one")
+    """Maximum number of tokens that a pass of the policy reads, guesses included. The more requests a server runs at
+    once, the fewer tokens it guesses for each."""
+    lr: float = above(0, default=1e-3)
+    """Constant learning rate of the head's own AdamW."""
+
+
+@dataclass(kw_only=True)
 class OptimizerConfig(Section, name="optimizer"):
     """Options of Megatron-Core's AdamW."""
 
@@ -189,6 +206,8 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    """For the policy only. Other models have no draft head."""
     tokens_per_microbatch: int = 16_384
     allow_longer_sequences: bool = True
     share_prompts: bool = True

@@ -22,6 +22,7 @@ from megatron_rl.config.given import MAIN, GivenPath, name_of_main
 from megatron_rl.config.model_section import (
     PIPELINE_CUTS,
     BatchConfig,
+    DraftConfig,
     EngineConfig,
     LoraConfig,
     ModelConfig,
@@ -60,6 +61,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -214,6 +216,7 @@ class TrainConfig:
                 "rollout.publication = 'adapters': lora.rank = 0 trains the whole model; set lora.rank, or publish by "
                 "group."
             )
+        self._check_draft()
         self._refuse_offload_of_what_moves()
         layouts = (self.parallel, self.critic.parallel, self.reward_model.parallel)
         cut = next((key for key in PIPELINE_CUTS if self.megatron.get(key)), None)
@@ -222,6 +225,23 @@ class TrainConfig:
                 f"megatron.{cut} = {self.megatron[cut]!r}: cuts a pipeline, and no model has one; set "
                 f"parallel.pipeline, or leave it out."
             )
+
+    def _check_draft(self) -> None:
+        """Raise ValueError for a draft head that no server could use."""
+        key = f"draft.kind = {self.draft.kind!r}"
+        if self.draft.kind == "none" or self.learns_from_data:
+            return
+        if self.rollout.backend == "sglang":
+            raise ValueError(
+                f"{key}: a run publishes its draft head to embedded servers only, and rollout.backend = sglang; leave "
+                f"it out, or set rollout.backend=embedded."
+            )
+        if self.rollout.publication == "adapters":
+            raise ValueError(
+                f"{key}: rollout.publication = adapters sends only the adapters of lora; set rollout.publication=group."
+            )
+        if self.rollout.exact:
+            raise ValueError(f"{key}: rollout.exact = true has no sums of a fixed order for it; leave one of them out.")
 
     def _refuse_offload_of_what_moves(self) -> None:
         """Raise ValueError for an optimizer on the host if its engine also leaves the GPU as a whole."""
@@ -448,8 +468,8 @@ class TrainConfig:
 
     @property
     def unrouted(self) -> EngineConfig:
-        """The policy's options for models that do not replay the server's routing but route by themselves."""
-        return dataclasses.replace(self.actor, routing_replay="off")
+        """The policy's options for other models, which do not replay the server's routing and have no draft head."""
+        return dataclasses.replace(self.actor, routing_replay="off", draft=DraftConfig())
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if a layout does not divide the number of processes."""
@@ -468,6 +488,7 @@ class TrainConfig:
             parallel=self.parallel,
             optimizer=self.optimizer,
             lora=self.lora,
+            draft=self.draft,
             tokens_per_microbatch=self.batch.tokens_per_microbatch,
             allow_longer_sequences=self.batch.allow_longer_sequences,
             share_prompts=self.batch.share_prompts,

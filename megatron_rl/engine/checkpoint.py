@@ -37,6 +37,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.adapters import Adapters
+from megatron_rl.engine.draft_head import DraftHead
 from megatron_rl.engine.host_memory import SharedCopies
 from megatron_rl.engine.optimizer_shards import OptimizerShards
 from megatron_rl.life import process_exit
@@ -75,6 +76,7 @@ class _TrainedModel(Protocol):
     groups: ParallelGroups
     chunks: list[Any]
     adapters: Adapters | None
+    draft: DraftHead | None
     optimizer: Any
     scheduler: Any
     version: int
@@ -325,8 +327,16 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
         "layout": _layout(engine.groups),
         "random": _random_state(engine.groups, _layout(engine.groups)),
         "lora": _lora_state(engine),
+        "has_draft": engine.draft is not None,
     }
+    if engine.draft is not None:
+        state["draft"] = _draft_state(engine.draft.state_dict(), engine.groups)
     return state, shards
+
+
+def _draft_state(state: dict[str, Any], groups: ParallelGroups) -> ShardedObject:
+    """Return the draft head's state to save or to load. All ranks have the same, and rank 0 saves it."""
+    return ShardedObject("draft", state, global_shape=(1,), global_offset=(0,), replica_id=groups.rank)
 
 
 def _lora_state(engine: _TrainedModel) -> dict[str, Any]:
@@ -462,10 +472,16 @@ def load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_ch
 def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool) -> None:
     common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
     _check_lora(engine, common, str(path))
+    # A checkpoint of a run without a draft head leaves the engine's head as it is.
+    draft = engine.draft if common.get("has_draft") else None
     if not with_optimizer:
         own = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
+        if draft is not None:
+            own["draft"] = _draft_state({}, engine.groups)
         state = dist_checkpointing.load(own, str(path))
         _load_models(engine, state)
+        if draft is not None:
+            draft.load_weights(state["draft"]["weights"])
         if engine.optimizer is not None:
             engine.optimizer.reload_model_params()
         return
@@ -482,6 +498,8 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
         )
     schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], str(path))
     wanted, shards = training_state(engine)
+    if draft is None:
+        wanted.pop("draft", None)
     wanted["random"] = _random_state(engine.groups, common["layout"])  # under the names of the saved layout
     was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
     if is_distributed and not was_distributed:
@@ -505,9 +523,18 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
     engine.optimizer.load_state_dict(state["optimizer"])
     for part in shards:
         part.take_over()
+    if draft is not None:
+        draft.load_state_dict(state["draft"])
     engine.scheduler.load_state_dict(schedule)
     engine.version = state["version"]
     _set_random_state(state["random"], with_tracker=common["layout"] == _layout(engine.groups))
+
+
+def draft_of(path: Path, groups: ParallelGroups) -> dict[str, Tensor]:
+    """Return the weights of the draft head in a checkpoint, in float32; {} if it has none. Every rank calls it."""
+    if not _common_state(path).get("has_draft"):
+        return {}
+    return dict(dist_checkpointing.load({"draft": _draft_state({}, groups)}, str(path))["draft"]["weights"])
 
 
 def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:

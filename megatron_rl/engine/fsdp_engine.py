@@ -67,6 +67,11 @@ class FSDPEngine(ModelEngine):
                 "rollout.exact = true: FSDPEngine has transformers' layers, whose bits servers cannot compute; use "
                 "MegatronEngine, or set it to false."
             )
+        if config.draft.kind != "none":
+            raise ValueError(
+                f"draft.kind = {config.draft.kind!r}: FSDPEngine trains no draft head; use MegatronEngine, or set it "
+                f"to none."
+            )
         super().__init__(config, groups=groups, trainable=trainable, head=head)
         if self.arch.mixture is not None:
             raise ValueError(

@@ -25,6 +25,7 @@ from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
 from megatron_rl.engine.adapters import Adapters
+from megatron_rl.engine.draft_head import DraftHead, first_weights
 from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.layers import add_gradients_in_products
 from megatron_rl.engine.manifest import CheckpointError
@@ -47,6 +48,7 @@ from megatron_rl.weights.adapter_rules import (
     is_peft_folder,
     write_peft_folder,
 )
+from megatron_rl.weights.draft_files import has_draft, read_draft, write_draft
 from megatron_rl.weights.mapping import hf_shapes, weight_source
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
@@ -85,6 +87,9 @@ class MegatronEngine(ModelEngine):
         self.passed_through = megatron or {}
         self._export: HFExport | None = None
         self._adapter_export: HFExport | None = None
+        self._published_export: HFExport | None = None
+        self.draft: DraftHead | None = None
+        """The head with which servers decode ahead, if config.draft asks for one."""
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.on_gradients: Callable[[], None] | None = None
         """If set, `train_batch` calls it on every rank between the backward pass and the optimizer's step."""
@@ -101,6 +106,7 @@ class MegatronEngine(ModelEngine):
         config = self.config
         source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
+        draft = self._first_draft(source)
         if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
             raise ValueError(
                 "optimizer.megatron.optimizer_cpu_offload = True: the engine shares its GPU, so its whole state is "
@@ -139,11 +145,23 @@ class MegatronEngine(ModelEngine):
         product = fixed_order.logits if config.exact else head_logits
         self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context, product)
         self.optimizer = self.scheduler = None
+        if draft:
+            where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+            self.draft = DraftHead(self.arch, config.draft, self.groups, draft, **where)
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
         else:
             for chunk in self.chunks:
                 chunk.requires_grad_(False).eval()
+
+    def _first_draft(self, policy: WeightSource) -> dict[str, Tensor]:
+        """Return the initial weights of the draft head: the model folder's, or new ones. {} if there is to be none."""
+        config = self.config
+        if config.draft.kind == "none" or not self.trainable:
+            return {}
+        if config.model.init == "hf" and has_draft(config.model.path):
+            return read_draft(config.model.path, self.arch)
+        return first_weights(self.arch, policy, config.seed)
 
     def _prepare_training(self, total_updates: int) -> None:
         options = self.config.optimizer
@@ -233,6 +251,8 @@ class MegatronEngine(ModelEngine):
             self.on_gradients()
         lr, loss = float(self.optimizer.param_groups[0]["lr"]), totals["loss"]
         applied, grad_norm = self.optimizer.step_if(lambda norm: self.is_sound(loss, norm))
+        if self.draft is not None:
+            self.draft.step()
         fault = self.note_update(applied, data, loss_fn, loss=loss, grad_norm=grad_norm, results=logprobs)
         return step_stats(totals, logprobs=logprobs, grad_norm=grad_norm, applied=applied, fault=fault, lr=lr)
 
@@ -318,7 +338,8 @@ class MegatronEngine(ModelEngine):
         self.check_loss(loss_fn, batch)
         wants_final_rows = not isinstance(loss_fn, LogprobLoss | ValueLoss)
         microbatches = self._pack(batch, final_rows=wants_final_rows)
-        kept = self._run(microbatches, self._last_stage(loss_fn, loss_weight_fn), forward_only=forward_only)
+        last_stage = self._last_stage(loss_fn, loss_weight_fn, learns=not forward_only)
+        kept = self._run(microbatches, last_stage, forward_only=forward_only)
         totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))
         if self.routing is not None:  # scaled, because metrics divide it by the number of trained tokens
             totals["changed_routes"] = self.routing.changed_share * totals.get("tokens", totals["weight"])
@@ -326,8 +347,11 @@ class MegatronEngine(ModelEngine):
             return totals, None
         return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
 
-    def _last_stage(self, loss_fn, loss_weight_fn) -> schedule.LastStage:
-        """Return the function that computes a microbatch's loss, and keeps (sums, weight, log-probs or None)."""
+    def _last_stage(self, loss_fn, loss_weight_fn, *, learns: bool) -> schedule.LastStage:
+        """Return the function that computes a microbatch's loss, and keeps (sums, weight, log-probs or None).
+
+        learns: a draft head, if there is one, also learns from the microbatch.
+        """
         head = self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
@@ -350,6 +374,8 @@ class MegatronEngine(ModelEngine):
                 loss_sum, sums = head.logits(hidden, packed).sum() * 0.0, {}
             else:
                 loss_sum, sums = loss_fn(head.logits(hidden, packed), rows) * weight, {}
+            if self.draft is not None and learns:
+                self.draft.learn(hidden, microbatch, packed, head, self._embedding())
             loss_sum = loss_sum.as_subclass(Tensor)  # drop the VocabParallelLogits type: Megatron needs plain tensors
             kept = {"loss": loss_sum.detach().float().clone()} | {k: v.detach().float() for k, v in sums.items()}
             # Context ranks compute one loss together. Megatron sums their gradients, so only one of them counts the
@@ -437,6 +463,12 @@ class MegatronEngine(ModelEngine):
             self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
         return weight
 
+    def _embedding(self) -> Tensor:
+        """Return this tensor rank's part of the embedding, on the last pipeline stage."""
+        if self.arch.tied:
+            return self._output_weight()
+        return self.chunks[0].embedding.word_embeddings.weight
+
     def _gather_weights(self) -> None:
         """Exchange updated weights at once, to read them outside a forward pass. Collective: every rank calls it."""
         if self._gathers_late:
@@ -462,6 +494,17 @@ class MegatronEngine(ModelEngine):
             shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
             self._export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of)
         return self._export
+
+    def _export_for_servers(self) -> HFExport:
+        """Return the export plan of a publication: the model's, and the draft head's if there is one."""
+        if self.draft is None:
+            return self.export()
+        self._activate(with_states=False)
+        if self._published_export is None:
+            shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
+            whole = self.draft.published
+            self._published_export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of, whole=whole)
+        return self._published_export
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' HF tensors on global rank 0, with names that lack PEFT's prefix.
@@ -510,6 +553,10 @@ class MegatronEngine(ModelEngine):
 
     def write_weights(self, path: str | Path) -> None:
         super().write_weights(path)
+        if self.draft is not None:
+            head = dict(self.draft.tensors())
+            if fault := self.groups.on_main(lambda: write_draft(path, head, self.arch)):
+                raise CheckpointError(f"draft head {fault}; see that the disk has space, and save again.")
         if self.adapters is None:
             return
         tensors = dict(self.adapter_tensors())
@@ -535,7 +582,7 @@ class MegatronEngine(ModelEngine):
         if self.config.publication == "adapters":
             self.publish(receiver, self.adapter_specs(), self.adapter_tensors(), version)
             return
-        export = self.export()
+        export = self._export_for_servers()
         self._gather_weights()
         if self.publisher is None and self.config.publication == "group" and self.groups.pipeline.size > 1:
             heads = parallel.stage_heads(self.groups)
@@ -617,6 +664,8 @@ class MegatronEngine(ModelEngine):
         else:
             load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
             self.say_what_is_not_loaded(path)
+            if self.draft is not None and has_draft(path):
+                self.draft.load_weights(read_draft(path, self.arch))
             if self.adapters is not None:
                 self.adapters.note_base(self.groups)
         if self.optimizer is not None:

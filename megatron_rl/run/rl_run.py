@@ -389,6 +389,8 @@ class RLRun(Run):
         )
         if stats:
             metrics |= policy_metrics(stats)
+        if self.engine.draft is not None:
+            metrics |= self.engine.draft.metrics()
         differences = mismatch_metrics(shares, stats, self.trained_version, self.groups)
         metrics |= differences
         if critic_stats:

@@ -173,6 +173,7 @@ class RolloutProcesses:
             devices=devices_by_server(options),
             on_death=self._on_death,
             routes=self.routes,
+            draft=config.draft,
         )
         self._say(f"starting rollout servers: {options.server_count} {self.supervisor.backend}")
         return self.supervisor.start()

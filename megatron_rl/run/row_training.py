@@ -201,6 +201,8 @@ class RowSteps:
         found["skipped_updates"] = int(not stats.applied)
         metrics = {f"{self.section}/{name}": value for name, value in found.items()}
         metrics |= user_metrics(self.training.groups)
+        if isinstance(engine := self.training.engine, MegatronEngine) and engine.draft is not None:
+            metrics |= engine.draft.metrics()
         self.log_file.log_step(step, metrics | self.timers.snapshot())
         # After logging, so that the log shows the update that ends the run.
         self._check(stats, f", whose groups are the rows {', '.join(map(str, numbers))} of data.train")

@@ -163,6 +163,7 @@ class SamplingClient(Sampler):
                         most = left if is_whole else min(left, self.config.part_tokens or left)
                         part = await self._part(req, reply, most, deadline)
                         add_part(reply, part)
+                        self.metrics.add(guessed_passes=part.guessed_passes, right_guesses=part.right_guesses)
                         if part.stop_reason == "length" and len(part.sampled) == most < left:
                             fruitless = 0
                             continue

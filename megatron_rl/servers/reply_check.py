@@ -104,6 +104,10 @@ class ReplyPart:
     """`[tokens, W]`, as in megatron_rl/support.py, if supports were requested."""
     adjustment: Tensor | None = None
     """`[tokens, W, P]`, as in megatron_rl/support.py, if supports were requested with penalties or biases."""
+    guessed_passes: int = 0
+    """Passes over tokens that a draft head has guessed. 0 if the server guesses none."""
+    right_guesses: int = 0
+    """Guessed tokens that are tokens of the reply."""
     timing: dict[str, float] = field(default_factory=dict)
     """The times named in TIMING that the server reports."""
 
@@ -200,8 +204,18 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         routes=routes_of(meta, count, kind, asked),
         support=found,
         adjustment=adjustment,
+        **guesses_of(meta, count),
         timing={key: float(meta[key]) for key in TIMING if is_number(meta.get(key))},
     )
+
+
+def guesses_of(meta: dict[str, Any], count: int) -> dict[str, int]:
+    """Return what a reply of `count` tokens says of guessed tokens; {} if the server does not tell."""
+    found = [meta.get(name) for name in ("spec_verify_ct", "spec_num_correct_drafts")]
+    # They are for a metric only, so wrong numbers refuse no reply.
+    if not all(type(number) is int and 0 <= number <= count for number in found):
+        return {}
+    return dict(zip(("guessed_passes", "right_guesses"), found, strict=True))
 
 
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl import life
 from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER
-from megatron_rl.config import LoraConfig, RolloutConfig
+from megatron_rl.config import DraftConfig, LoraConfig, RolloutConfig
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.start_up import python_path
 
@@ -106,10 +106,17 @@ class ServerLauncher:
     """The GPUs of each server."""
     routes: RouteForm | None = None
     """Form in which the servers report the experts of tokens."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    """The draft head that the trainer publishes, if any."""
 
     def __post_init__(self) -> None:
         backend = self.config.backend
         self.backend = backend if backend != "auto" else "sglang" if has_cuda() else "embedded"
+        if self.draft.kind != "none" and self.backend == "sglang":
+            raise ValueError(
+                "draft.kind = 'eagle': a run publishes its draft head to embedded servers only, and rollout.backend = "
+                "auto starts SGLang where CUDA is; leave it out, or set rollout.backend=embedded."
+            )
 
     @property
     def token_file(self) -> Path:
@@ -159,6 +166,9 @@ class ServerLauncher:
             command.append("--return-expert-weights")
         if self.config.exact:
             command.append("--exact")
+        if self.draft.kind != "none":
+            command += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(self.draft.tokens)]
+            command += ["--tokens-per-pass", str(self.draft.tokens_per_pass)]
         return command + self._shared_arguments()
 
     def sglang_command(self, port: int) -> list[str]:

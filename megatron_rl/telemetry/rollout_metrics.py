@@ -61,6 +61,7 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
         "rollout/reply_tokens": ("tokens", "replies"),
         "rollout/truncated_fraction": ("truncated", "replies"),
         "rollout/cut_off_share": ("cut_off", "trajectories"),
+        "rollout/right_guesses": ("right_guesses", "guessed_passes"),
         "rollout/reply_latency_s": ("latency_s", "replies"),
         "rollout/queue_wait_s": ("queue_wait_s", "started"),
         "rollout/reward_s": ("reward_s", "rewards"),

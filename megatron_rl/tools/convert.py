@@ -35,6 +35,7 @@ from megatron_rl.engine.checkpoint import (
     HF_FILES,
     CheckpointWriter,
     carried_by,
+    draft_of,
     is_checkpoint,
     model_state,
     open_checkpoint,
@@ -44,6 +45,7 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import refusing_code
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.draft_files import write_draft
 from megatron_rl.weights.hf_files import SHARD_BYTES, HFFolder, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule, without_rule_text
 from megatron_rl.weights.reshard import HFExport, rules_of
@@ -120,7 +122,7 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
     for part in parts:
         part.data.data = scratch.empty(part.data.shape, saved[part.key].dtype)
     dist_checkpointing.load(scratch.state_of(chunks, groups), str(source))  # into the scratch file
-    tensors = HFExport(chunks, arch, groups).stream()
+    tensors, draft = HFExport(chunks, arch, groups).stream(), draft_of(source, groups)
     write_hf_folder(
         target,
         tensors,
@@ -129,6 +131,8 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
         carried=carried_by(source),
         shard_bytes=shard_bytes,
     )
+    if draft:
+        write_draft(target, draft, arch)
 
 
 def _announce(target: Path, arch: Architecture, size: int, carried: int, say: Callable[[str], None]) -> None:

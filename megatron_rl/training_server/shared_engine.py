@@ -298,7 +298,7 @@ class SharedEngine(MegatronEngine):
 
     def _stage_of(self, one: Pass) -> Callable[..., tuple[Tensor, Tensor, Any]]:
         if one.data[0].inputs[TARGETS].ndim == 1:
-            return self._last_stage(one.loss, _divides_nothing)
+            return self._last_stage(one.loss, _divides_nothing, learns=False)
         return self._last_stage_of_several
 
     def _last_stage_of_several(

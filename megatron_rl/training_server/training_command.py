@@ -116,6 +116,10 @@ def config_for(args: argparse.Namespace) -> TrainConfig:
         raise ValueError(
             "optimizer.megatron.optimizer_cpu_offload = True: models that wait are in host memory; leave it out."
         )
+    if config.draft.kind != "none":
+        raise ValueError(
+            f"draft.kind = {config.draft.kind!r}: a training server's models have no draft head; leave it out."
+        )
     if config.rollout.servers or config.rollout.registry:
         raise ValueError(
             "rollout.servers, rollout.registry: a training server starts its rollout servers itself; leave them out."

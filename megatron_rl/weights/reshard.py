@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +106,8 @@ class HFExport:
         publisher.publish(export.specs, export.stream(), version=7)
 
     lora: if given, the adapters are exported instead of the model. shard_of: maps a parameter to the tensor that is
-    sent, for example the parameter with its adapter merged.
+    sent, for example the parameter with its adapter merged. whole: function that yields further tensors, which every
+    rank has whole. They follow those of the first stage.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class HFExport:
         lora: LoraConfig | None = None,
         *,
         shard_of: Callable[[Tensor], Tensor] = Tensor.detach,
+        whole: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
     ) -> None:
-        self.arch, self.groups, self.shard_of = arch, groups, shard_of
+        self.arch, self.groups, self.shard_of, self.whole = arch, groups, shard_of, whole
         self.shapes = hf_shapes(arch) if lora is None else adapter_shapes(arch, replace(lora, targets=[]))
         self.device = next(chunks[0].parameters()).device
         # A tied output layer is the same tensor as the first stage's embedding, so only the embedding is sent. Tensors
@@ -151,6 +153,8 @@ class HFExport:
                 for parameter, rule in batch[:1] if once else batch:
                     for name in rule.names(_first_expert(rank, self.arch, self.groups)):
                         yield TensorSpec(name, parameter.dtype, self.shapes[name])
+        for name, tensor in self.whole() if self.groups.is_first_stage else ():
+            yield TensorSpec(name, tensor.dtype, tuple(tensor.shape))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full HF tensor on global rank 0, in the order of `specs`. Other ranks only contribute shards.
@@ -208,6 +212,8 @@ class HFExport:
             if groups.data_context.rank == 0 and (shards := _gather_shards(self.shard_of(parameter), groups.tensor)):
                 tensors = [t.contiguous() for t in rule.layout.export(shards, self.arch)]
             yield from tensors
+        for _, tensor in self.whole() if groups.is_first_stage else ():
+            yield tensor if _is_stage_head(groups) else None
 
     def _experts_of_all_ranks(self, batch: list[Entry]) -> Iterator[Tensor | None]:
         """On the first expert rank, yield this batch of every expert rank in turn. On others, yield None each time.

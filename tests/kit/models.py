@@ -29,7 +29,7 @@ from transformers import (
     SeedOssConfig,
 )
 
-from megatron_rl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config import DraftConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import FinetuneSpec, TrajectoryBatch
@@ -307,6 +307,7 @@ def make_engine(
     shared_keys: str = "copied",
     delta_kernel: str = "torch",
     lora: LoraConfig | None = None,
+    draft: DraftConfig | None = None,
     dtype: str = "float32",
     routing_replay: str = "off",
     exact: bool = False,
@@ -327,6 +328,7 @@ def make_engine(
             parallel=parallel,
             optimizer=optimizer,
             lora=lora or LoraConfig(),
+            draft=draft or DraftConfig(),
             tokens_per_microbatch=tokens_per_microbatch,
             share_prompts=share_prompts,
             routing_replay=routing_replay,

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from megatron_rl import parallel
-from megatron_rl.config import GenerationConfig, ParallelConfig, TrainConfig, load_config
+from megatron_rl.config import DraftConfig, GenerationConfig, ParallelConfig, TrainConfig, load_config
 from megatron_rl.data.tokens import load_tokenizer, training_prompts
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
@@ -91,7 +91,7 @@ def of_models(
     try:
         # In float32, in which no rounding hides what is wrong. The server has the run's dtype.
         model = replace(config.model, dtype="float32", transformer_impl="local")
-        alone = replace(config.actor, model=model, parallel=ParallelConfig(), publication="group")
+        alone = replace(config.actor, model=model, parallel=ParallelConfig(), publication="group", draft=DraftConfig())
         engine = MegatronEngine(alone, groups=groups)
         engine.initialize(None, FinetuneSpec(total_updates=1))
         folder = Path(config.model.path)

@@ -7,7 +7,8 @@ batcher is paused or a weight update is pending. The request then waits in the q
     submit -> door -> waiting -> running -> finished
                         ^------- retracted: others need its row, or a pause sends it back
 
-Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token of every ready row.
+Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token of every ready row,
+or several if a draft head guesses them.
 Tests assert that tokens and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
 """
 
@@ -23,7 +24,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.tools.embedded_server.forward_passes import next_tokens, prefill
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
+from megatron_rl.tools.embedded_server.forward_passes import decode, guesses, next_tokens, prefill
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache
@@ -56,6 +58,9 @@ class Stats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0
+    guessed_passes: int = 0
+    right_guesses: int = 0
+    """As in Request, summed over requests."""
     tokens_per_s: float = 0.0
 
 
@@ -69,6 +74,9 @@ class Batcher:
         batcher.stop()
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
+    draft_tokens: number of tokens that the model's draft head guesses before each pass. 0 without a draft head.
+    tokens_per_pass: maximum number of tokens that a pass reads, guesses included. So many running requests that they
+      alone reach it have nothing guessed.
     """
 
     def __init__(
@@ -83,13 +91,17 @@ class Batcher:
         weight_version: str = "default",
         reuse_prefixes: bool = True,
         prefill_tokens_per_turn: int = 2048,
+        draft_tokens: int = 0,
+        tokens_per_pass: int = 32,
     ):
         self.model = model
-        self.cache = KVCache(model.config, model.dtype, model.device)
+        self.draft_tokens, self.tokens_per_pass = draft_tokens, tokens_per_pass
+        self.cache = KVCache(model.config, model.dtype, model.device, has_draft=isinstance(model, DraftingDecoder))
         self.kv_rows = KVRows(
             self.cache,
             max_rows=max_running_requests,
             context_length=context_length,
+            guessed_tokens=draft_tokens,
             max_total_tokens=max_total_tokens,
             reuse_prefixes=reuse_prefixes,
         )
@@ -355,7 +367,8 @@ class Batcher:
         deferred: list[Request] = []
         while self._waiting and len(self._running) < self.kv_rows.max_rows:
             request, running = self._waiting.popleft(), len(self._running)
-            if not self._fit(running + 1, max(self._longest(), len(request.tokens)), least_rows=running + 1):
+            longest = max(self._longest(), len(request.tokens) + self.draft_tokens)
+            if not self._fit(running + 1, longest, least_rows=running + 1):
                 self._waiting.appendleft(request)
                 break  # no request may overtake it, or a long prompt might never run
             prefix = self.kv_rows.find_prefix(request)
@@ -374,7 +387,8 @@ class Batcher:
         self.kv_rows.copy_prefixes()
 
     def _longest(self) -> int:
-        return max((len(request.tokens) for request in self._running), default=0)
+        """Return how many tokens a row needs for the next pass of the longest running request."""
+        return max((len(request.tokens) + self.draft_tokens for request in self._running), default=0)
 
     def _fit(self, rows: int, tokens: int, *, least_rows: int) -> bool:
         """Resize the cache to `rows` rows of `tokens` tokens, or to as many rows as memory allows.
@@ -400,7 +414,7 @@ class Batcher:
         request.retractions += 1
         self._waiting.appendleft(request)
 
-    # One token of each
+    # The next tokens of each
 
     def _decode(self) -> None:
         ready = [r for r in self._running if r.filled == len(r.tokens) - 1]
@@ -410,12 +424,36 @@ class Batcher:
         if not ready:
             return
         # If the requests have grown too long to fit together, this retracts the youngest. Those then have no row.
-        self._fit(len(self._running), max(len(r.tokens) for r in ready), least_rows=1)
+        self._fit(len(self._running), max(len(r.tokens) for r in ready) + self.draft_tokens, least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
-        chosen, logprobs = next_tokens(self.model, self.kv_rows, batch, self.eos_token_ids)
-        for request, token, logprob in zip(batch, chosen, logprobs, strict=True):
-            self._accept(request, token, logprob)
-        self.stats.generated_tokens += len(batch)
+        guessed: list[list[int]] = [[] for _ in batch]
+        worthwhile = self.tokens_per_pass // len(batch) - 1
+        count = max(0, min(self.draft_tokens, max(r.room for r in batch) - 1, worthwhile))
+        if count:
+            assert isinstance(self.model, DraftingDecoder)
+            guessed = guesses(self.model, self.kv_rows, batch, count, width=self.draft_tokens + 1)
+            self._count_guesses(batch, passes=1)
+        hidden = decode(self.model, self.kv_rows, batch, guessed)  # [B, 1 + count, H]
+        places = list(range(len(batch)))
+        for number in range(count + 1):
+            requests = [batch[place] for place in places]
+            chosen, logprobs = next_tokens(self.model, hidden[places, number], requests, self.eos_token_ids)
+            for request, token, logprob in zip(requests, chosen, logprobs, strict=True):
+                self._accept(request, token, logprob)
+            self.stats.generated_tokens += len(requests)
+            if number:
+                self._count_guesses(requests, right=1)
+            if number < count:
+                right = [guessed[place][number] == token for place, token in zip(places, chosen, strict=True)]
+                places = [place for place, is_right in zip(places, right, strict=True) if is_right]
+                places = [place for place in places if batch[place].finish_reason is None]
+            if not places:
+                break
+
+    def _count_guesses(self, requests: list[Request], *, passes: int = 0, right: int = 0) -> None:
+        for counts in (*requests, *[self.stats] * len(requests)):
+            counts.guessed_passes += passes
+            counts.right_guesses += right
 
     def _accept(self, request: Request, token: int, logprob: float) -> None:
         params = request.params

@@ -1,7 +1,12 @@
-"""The two forward passes of a turn: prefill of many rows at once, and decoding of one token per ready row.
+"""The forward passes of a turn: prefill of many rows at once, and decoding of the ready rows.
 
 Only the batcher's thread calls them. The batcher chooses the requests and handles the new tokens. `prefill` records in
-`KVRows` what it wrote. `prefill` skips a prompt's last token, because `next_tokens` decodes that token.
+`KVRows` what it wrote. `prefill` skips a prompt's last token, because `decode` reads that token.
+
+With a draft head, `guesses` proposes some tokens per request, and one pass of the model reads all of them. The token
+after each is then sampled as if there were no guesses, with the uniform number of its position. A guess is accepted if
+it is that token. So replies are the same with and without a draft head, whatever it guesses, and their distribution
+needs no correction. The head uses the same uniform numbers, so it mostly guesses right if its distribution is right.
 """
 
 from collections.abc import Sequence
@@ -11,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl.ops import packed_logprobs
 from megatron_rl.tools.embedded_server import sampling
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, Span
@@ -31,14 +37,22 @@ def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget
             budget -= count
     if not spans:
         return 0
-    hidden = model.prefill(torch.tensor(tokens, device=model.device), spans, kv_rows.cache)
+    following = [_following(model, owners, spans)] if isinstance(model, DraftingDecoder) else []
+    hidden = model.prefill(torch.tensor(tokens, device=model.device), spans, kv_rows.cache, *following)
     begin = 0
     for request, span in zip(owners, spans, strict=True):
         if request.next_score is not None:
             _score(model, request, hidden[begin : begin + span.count], span)
         begin += span.count
         kv_rows.advance(request, span.count)
+        request.drafted = request.filled
     return len(tokens)
+
+
+def _following(model: Decoder, owners: Sequence[Request], spans: Sequence[Span]) -> Tensor:
+    """Return the tokens after the spans' positions, packed."""
+    after = (r.tokens[s.start + 1 : s.start + 1 + s.count] for r, s in zip(owners, spans, strict=True))
+    return torch.tensor([token for own in after for token in own], device=model.device)
 
 
 def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None:
@@ -54,16 +68,57 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
         request.input_logprobs += packed_logprobs(logits, targets).tolist()
 
 
+def guesses(
+    model: DraftingDecoder, kv_rows: KVRows, batch: Sequence[Request], count: int, width: int
+) -> list[list[int]]:
+    """Return `count` guesses of the next tokens of each request. `batch` must be sorted by row.
+
+    width: number of positions that the head reads for each request, of which the last ones may be new to it.
+    """
+    rows, params, cache = [r.row for r in batch], [r.params for r in batch], kv_rows.cache
+    # While many requests ran, nothing was guessed, and the head has missed more than `width` positions.
+    if behind := [r for r in batch if r.filled - r.drafted > width]:
+        spans = [Span(r.row, r.drafted, r.filled - width - r.drafted) for r in behind]
+        model.draft_spans(_following(model, behind, spans), spans, cache)
+    for request in batch:
+        request.drafted = request.filled
+    # Positions that the head reads a second time get the same keys again.
+    starts = [max(r.filled - width, 0) for r in batch]
+    following: list[int] = []
+    for request, start in zip(batch, starts, strict=True):
+        known = request.tokens[start + 1 : start + 1 + width]
+        following += known + [0] * (width - len(known))  # of positions that are not filled, and not read below
+    at = torch.tensor(starts, device=model.device)[:, None] + torch.arange(width, device=model.device)
+    known_states = cache.states[torch.tensor(rows, device=model.device)[:, None], at].flatten(0, 1)
+    states = model.draft(following, known_states, starts, rows, cache, width=width)
+    newest = [i * width + max(r.filled - 1 - start, 0) for i, (r, start) in enumerate(zip(batch, starts, strict=True))]
+    states, found = states[newest], []
+    for number in range(count):
+        uniforms = [sampling.uniform(r.seed, r.generated + number) for r in batch]
+        found.append(sampling.choose(model.logits(states), params, uniforms)[0].tolist())
+        if number + 1 < count:
+            states = model.draft(found[-1], states, [r.filled + number for r in batch], rows, cache)
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+def decode(model: Decoder, kv_rows: KVRows, batch: Sequence[Request], guessed: Sequence[list[int]]) -> Tensor:
+    """Run each request's last token and the guesses after it. Return hidden states `[B, 1 + guesses, H]`.
+
+    `batch` must be sorted by row.
+    """
+    tokens = [token for request, own in zip(batch, guessed, strict=True) for token in (request.tokens[-1], *own)]
+    width = len(tokens) // len(batch)
+    positions, rows = [r.filled for r in batch], [r.row for r in batch]
+    return model.decode(tokens, positions, rows, kv_rows.cache, width=width).view(len(batch), width, -1)
+
+
 def next_tokens(
-    model: Decoder, kv_rows: KVRows, batch: Sequence[Request], eos_token_ids: frozenset[int]
+    model: Decoder, hidden: Tensor, batch: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> tuple[list[int], list[float]]:
-    """Sample one token per request; return the tokens and their log-probabilities. `batch` must be sorted by row.
+    """Sample one token per request from hidden states `[B, H]`; return the tokens and their log-probabilities.
 
     Supports are added to the requests that ask for them.
     """
-    hidden = model.decode(
-        [r.tokens[-1] for r in batch], [r.filled for r in batch], [r.row for r in batch], kv_rows.cache
-    )
     logits = model.logits(hidden)
     for row, request in zip(logits, batch, strict=True):
         if request.params.adjusts_logits:

@@ -149,6 +149,9 @@ class InformationEndpoints:
             ("generation_tokens_total", "counter", "Generated tokens.", stats.generated_tokens),
             ("num_requests_total", "counter", "Finished requests.", stats.finished_requests),
         )
+        if stats.guessed_passes:
+            length = 1 + stats.right_guesses / stats.guessed_passes
+            rows += (("spec_accept_length", "gauge", "Tokens per pass over guessed tokens, since the start.", length),)
         label = self.model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         lines = []
         for name, kind, help_, value in rows:

@@ -55,12 +55,21 @@ class KVRows:
     """
 
     def __init__(
-        self, cache: KVCache, *, max_rows: int, context_length: int, max_total_tokens: int, reuse_prefixes: bool
+        self,
+        cache: KVCache,
+        *,
+        max_rows: int,
+        context_length: int,
+        max_total_tokens: int,
+        reuse_prefixes: bool,
+        guessed_tokens: int = 0,
     ):
+        """guessed_tokens: room that each row needs behind its tokens, for those that a draft head guesses."""
         self.cache = cache
         self.max_rows = max_rows
         self.context_length = context_length
-        self.max_total_tokens = max(max_total_tokens, context_length)
+        self.longest_row = context_length + guessed_tokens
+        self.max_total_tokens = max(max_total_tokens, self.longest_row)
         self.reuse_prefixes = reuse_prefixes
         self.epoch = 0
         """Number of weight updates."""
@@ -105,7 +114,7 @@ class KVRows:
         return wanted, capacity
 
     def _capacity_for(self, tokens: int) -> int:
-        return min(_power_of_two(max(tokens, MIN_CAPACITY)), self.context_length)
+        return min(_power_of_two(max(tokens, MIN_CAPACITY)), self.longest_row)
 
     def resize(self, rows: int, capacity: int) -> None:
         """Resize the cache. Rows of running requests come first, then the most recently used kept rows that fit."""
@@ -157,7 +166,7 @@ class KVRows:
             if not self._copies or self._copies[-1][:2] != (prefix.row, prefix.length):
                 self._copies.append((prefix.row, prefix.length, []))
             self._copies[-1][2].append(index)
-        request.row, request.filled = index, prefix.length
+        request.row, request.filled, request.drafted = index, prefix.length, prefix.length
         row = self._rows[index]
         row.tokens, row.filled, row.epoch, row.request = request.tokens, prefix.length, self.epoch, request
 

@@ -246,6 +246,9 @@ def meta_info(request: Request, output: list[int], finished: bool, version: str)
             spans.append({"version": span_version, "start": begin, "end": min(end, len(output))})
             begin = spans[-1]["end"]
     info |= {"completion_tokens": len(output), "reasoning_tokens": 0, "weight_versions": spans, "dp_rank": None}
+    if passes := request.guessed_passes:
+        info |= {"spec_verify_ct": passes, "spec_num_correct_drafts": request.right_guesses}
+        info["spec_accept_length"] = 1 + request.right_guesses / passes
     if finished:
         info |= timing(request)
     return info

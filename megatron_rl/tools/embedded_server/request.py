@@ -52,6 +52,12 @@ class Request:
     row: int | None = None
     cached_tokens: int = 0
     retractions: int = 0
+    drafted: int = 0
+    """Number of positions whose keys and values a draft head has written."""
+    guessed_passes: int = 0
+    """Passes of the model over guessed tokens of this request."""
+    right_guesses: int = 0
+    """Guessed tokens that became tokens of the reply."""
     accepted: bool = False
     """True once the request has moved from the batcher's door to its queue."""
     started: bool = False

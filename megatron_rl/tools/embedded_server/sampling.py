@@ -229,19 +229,7 @@ def sample(
     gets a NaN log-probability and an arbitrary id inside the vocabulary.
     """
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
-    probs = torch.softmax(logits if (temperatures == 1).all() else logits / temperatures.float()[:, None], -1)
-    greedy = [i for i, p in enumerate(params) if p.greedy]
-    filtered = [i for i, p in enumerate(params) if p.filters]
-    kept = probs
-    if len(greedy) == len(params):
-        chosen = probs.argmax(-1)
-    else:
-        if filtered:
-            kept = probs.clone()
-            kept[filtered] = filter_probs(probs[filtered], [params[i] for i in filtered])
-        chosen = _invert_cdf(kept, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
-        if greedy:
-            chosen[greedy] = probs[greedy].argmax(-1)
+    chosen, kept = choose(logits, params, uniforms, temperatures)
     # Log-probabilities are those of the unfiltered distribution. The trainer uses the same operator and temperature
     # value, so equal logits have bitwise equal log-probabilities in trainer and server, in any batch.
     logprobs = torch.zeros(len(params), device=logits.device)
@@ -250,6 +238,30 @@ def sample(
         logprobs += packed_logprobs(logits, labels, temperature=temperature)
     ids = chosen.tolist()
     return ids, logprobs.tolist(), [support_of(logits[i], kept[i], ids[i], params[i]) for i in wants]
+
+
+def choose(
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], temperatures: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sample one token per row of `[B, V]` logits. Return the ids `[B]` and the weights `[B, V]` that they came from.
+
+    temperatures: those of `params`, if they are at hand as a tensor.
+    """
+    if temperatures is None:
+        temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
+    probs = torch.softmax(logits if (temperatures == 1).all() else logits / temperatures.float()[:, None], -1)
+    greedy = [i for i, p in enumerate(params) if p.greedy]
+    filtered = [i for i, p in enumerate(params) if p.filters]
+    if len(greedy) == len(params):
+        return probs.argmax(-1), probs
+    kept = probs
+    if filtered:
+        kept = probs.clone()
+        kept[filtered] = filter_probs(probs[filtered], [params[i] for i in filtered])
+    chosen = _invert_cdf(kept, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+    if greedy:
+        chosen[greedy] = probs[greedy].argmax(-1)
+    return chosen, kept
 
 
 def support_of(logits: Tensor, kept: Tensor, token: int, params: SamplingParams) -> tuple[list[int], float]:

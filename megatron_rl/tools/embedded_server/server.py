@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
 from megatron_rl.tools.embedded_server.bodies import BODIES, Bodies, RequestFailed
 from megatron_rl.tools.embedded_server.connections import Connections
 from megatron_rl.tools.embedded_server.decoder_config import KINDS, DecoderConfig
+from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.guard import LogRate, guard, invite_later
 from megatron_rl.tools.embedded_server.information import InformationEndpoints
@@ -258,12 +260,20 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         raise ValueError(f"--context-length {context_length}: must lie in [2, {config.max_positions}], the model's own")
     if args.max_running_requests < 1:
         raise ValueError(f"--max-running-requests {args.max_running_requests}: must be at least 1")
+    if (args.speculative_algorithm is None) != (args.speculative_num_steps is None):
+        raise ValueError("--speculative-algorithm and --speculative-num-steps: must be given together")
+    drafts = args.speculative_num_steps or 0
+    if args.speculative_algorithm and drafts < 1:
+        raise ValueError(f"--speculative-num-steps {drafts}: must be at least 1")
     if args.enable_return_routed_experts and config.experts is None:
         raise ValueError(f"--enable-return-routed-experts: {config.model_type} has no experts; leave it out")
-    if args.exact and (device.type != "cpu" or dtype != torch.float32 or config.experts is not None):
-        kind = "a mixture of experts" if config.experts is not None else f"{dtype} on {device.type}"
-        raise ValueError(f"--exact: is for float32 on a CPU and models without experts, not for {kind}; leave it out")
-    model = Decoder(config, dtype=dtype, device=device, context_length=context_length, is_exact=args.exact)
+    if args.exact and (device.type != "cpu" or dtype != torch.float32 or config.experts is not None or drafts):
+        what = "a mixture of experts" if config.experts is not None else f"{dtype} on {device.type}"
+        what = "speculative decoding" if drafts else what
+        raise ValueError(f"--exact: is for float32 on a CPU and models without experts, not for {what}; leave it out")
+    # Guesses are computed before it is known how many of them fit into the context.
+    kind = DraftingDecoder if drafts else partial(Decoder, is_exact=args.exact)
+    model = kind(config, dtype=dtype, device=device, context_length=context_length + drafts)
     if args.load_format == "dummy":
         model.draw()
     else:
@@ -278,6 +288,8 @@ def build_server(folder: Path, args: argparse.Namespace) -> RolloutServer:
         decode_text=text.decode if text else None,
         weight_version=args.weight_version,
         reuse_prefixes=not args.disable_radix_cache,
+        draft_tokens=drafts,
+        tokens_per_pass=args.tokens_per_pass,
     )
     # /server_info shows these to every client, so private paths and the run's name are excluded.
     options = {k: v for k, v in vars(args).items() if k not in ("token_file", "model", "ready_file", "register", "run")}
@@ -414,6 +426,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--return-expert-weights", action="store_true", help="also return their weights, in the upper bits"
+    )
+    parser.add_argument(
+        "--speculative-algorithm", choices=("EAGLE",), help="guess tokens with the draft head in MODEL/draft"
+    )
+    parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="tokens to guess before each pass")
+    parser.add_argument(
+        "--tokens-per-pass", type=int, default=32, help="guess fewer tokens where a pass would read more (default 32)"
     )
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
     parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")

@@ -30,20 +30,23 @@ class KVCache:
     Values at masked positions are multiplied by 0, so they must be finite: unwritten memory is zeroed, and a row that
     received NaN must be cleared with `clear_row`. The cache also holds the expert routes
     `[rows, capacity, layers, slots]`, int32 as packed by megatron_rl/routes.py, so that a reused prefix has its routes.
+    With a draft head, it has a further layer for the head's keys and values, and the model's hidden states
+    `[rows, capacity, H]`, which the head reads.
 
         cache = KVCache(decoder.config, torch.float32, torch.device("cpu"))
         cache.resize(rows=4, capacity=64, kept=[])
         cache.resize(rows=8, capacity=128, kept=[(2, 0, 50)])  # 50 tokens of row 2 are now in row 0
     """
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, has_draft: bool = False):
         self.shape = (config.num_kv_heads, config.head_dim)
         self.dtype, self.device = dtype, device
         self.rows = self.capacity = 0
         self.slots = (config.num_layers, config.experts.per_token if config.experts else 0)
         self.routes = torch.zeros(0, 0, *self.slots, dtype=torch.int32, device=device)
-        self.keys = [self._empty(0, 0) for _ in range(config.num_layers)]
-        self.values = [self._empty(0, 0) for _ in range(config.num_layers)]
+        self.states = torch.zeros(0, 0, config.hidden_size if has_draft else 0, dtype=dtype, device=device)
+        self.keys = [self._empty(0, 0) for _ in range(config.num_layers + has_draft)]
+        self.values = [self._empty(0, 0) for _ in range(config.num_layers + has_draft)]
 
     def _empty(self, rows: int, capacity: int) -> Tensor:
         heads, head_dim = self.shape
@@ -59,18 +62,21 @@ class KVCache:
                 layers[i] = new = self._empty(rows, capacity)
                 for source, target, tokens in kept:
                     new[target, :, :tokens] = old[source, :, :tokens]
-        old, self.routes = self.routes, self.routes.new_zeros(rows, capacity, *self.slots)
-        for source, target, tokens in kept:
-            self.routes[target, :tokens] = old[source, :tokens]
+        for name in ("routes", "states"):
+            old = getattr(self, name)
+            setattr(self, name, new := old.new_zeros(rows, capacity, *old.shape[2:]))
+            for source, target, tokens in kept:
+                new[target, :tokens] = old[source, :tokens]
         self.rows, self.capacity = rows, capacity
 
     def copy_prefix(self, source: int, targets: list[int], tokens: int) -> None:
         for layer in (*self.keys, *self.values):
             layer[targets, :, :tokens] = layer[source, :, :tokens]
-        self.routes[targets, :tokens] = self.routes[source, :tokens]
+        for table in (self.routes, self.states):
+            table[targets, :tokens] = table[source, :tokens]
 
     def clear_row(self, row: int) -> None:
-        for layer in (*self.keys, *self.values):
+        for layer in (*self.keys, *self.values, self.states):
             layer[row].zero_()
 
 
@@ -88,7 +94,7 @@ class Span:
 
 
 @dataclass
-class _Layer:
+class Layer:
     input_norm: Tensor  # [H]
     qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, H]
     qkv_bias: Tensor | None
@@ -129,7 +135,7 @@ class Decoder:
     ) -> None:
         """is_exact: sum in the order of ops/fixed_order.py. Needs float32 on a CPU, and a model without experts."""
         self.config, self.dtype, self.device, self.is_exact = config, dtype, device, is_exact
-        self._linear: Callable[..., Tensor] = fixed_order.linear if is_exact else _linear
+        self._linear: Callable[..., Tensor] = fixed_order.linear if is_exact else linear
         self._silu: Callable[[Tensor], Tensor] = fixed_order.silu if is_exact else F.silu
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
@@ -161,7 +167,7 @@ class Decoder:
         self.parameters.update((name, view) for (name, _), view in zip(parts, views, strict=True))
         return whole
 
-    def _new_layer(self, number: int) -> _Layer:
+    def _new_layer(self, number: int) -> Layer:
         prefix = f"model.layers.{number}."
         c, hidden = self.config, self.config.hidden_size
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -189,7 +195,7 @@ class Decoder:
                 down=weight(down, c.intermediate_size),
                 down_bias=bias(c.mlp_bias, down),
             )
-        return _Layer(
+        return Layer(
             input_norm=self._new(f"{prefix}input_layernorm.weight", hidden),
             qkv=weight(qkv, hidden),
             qkv_bias=bias(c.qkv_bias, qkv),
@@ -268,23 +274,28 @@ class Decoder:
 
     def load(self, folder: Path) -> None:
         """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ."""
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"model {folder}: no *.safetensors there")
         owner = {}
-        for path in files:
-            try:
-                handle = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
-            owner |= {name: handle for name in handle.keys() if not name.endswith("rotary_emb.inv_freq")}
-        for name, handle in owner.items():
-            self.check_tensor(name, handle.get_slice(name).get_shape())
+        for own, prefix in self._folders(folder):
+            for path in sorted(own.glob("*.safetensors")):
+                try:
+                    handle = safe_open(path, framework="pt")
+                except SafetensorError as error:
+                    raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
+                names = (name for name in handle.keys() if not name.endswith("rotary_emb.inv_freq"))
+                owner |= {prefix + name: (handle, name) for name in names}
+        if not owner:
+            raise ValueError(f"model {folder}: no *.safetensors there")
+        for name, (handle, there) in owner.items():
+            self.check_tensor(name, handle.get_slice(there).get_shape())
         missing = sorted(self.parameters.keys() - owner.keys())
         if missing:
             raise ValueError(f"model {folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-        for name, handle in owner.items():
-            self.write(name, handle.get_tensor(name))
+        for name, (handle, there) in owner.items():
+            self.write(name, handle.get_tensor(there))
+
+    def _folders(self, folder: Path) -> list[tuple[Path, str]]:
+        """Return the folders with a model's files, each with the prefix of its tensors' names here."""
+        return [(folder, "")]
 
     def draw(self) -> None:
         """Fill all weights with small random values (norms with 1), until the trainer sends the real ones."""
@@ -327,6 +338,11 @@ class Decoder:
 
         Each row must already hold positions [0, span.start).
         """
+        positions, rows, attend = self._span_attention(spans, cache)
+        return self._forward(tokens, positions, attend, cache, rows)
+
+    def _span_attention(self, spans: Sequence[Span], cache: KVCache) -> tuple[Tensor, Tensor, Attend]:
+        """Return position and row of each packed token `[T]`, and the attention of these tokens to their rows."""
         positions = torch.cat([torch.arange(s.start, s.start + s.count, device=self.device) for s in spans])
         rows = torch.repeat_interleave(
             torch.tensor([s.row for s in spans], device=self.device),
@@ -354,22 +370,37 @@ class Decoder:
                 out[part] = result[0].transpose(0, 1)
             return out
 
-        return self._forward(tokens, positions, attend, cache.routes, rows)
+        return positions, rows, attend
 
-    def decode(self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache) -> Tensor:
-        """Run one token of each row and write its key and value. Return hidden states `[B, H]`. `rows` must ascend."""
-        low, high, longest = rows[0], rows[-1] + 1, max(positions) + 1
+    def decode(
+        self, tokens: list[int], positions: list[int], rows: list[int], cache: KVCache, *, width: int = 1
+    ) -> Tensor:
+        """Run `width` tokens of each row and write their keys and values. Return hidden states `[B * width, H]`.
+
+        tokens: row by row. positions: of each row's first token. rows: must ascend.
+        """
+        at, row, attend = self._row_attention(positions, rows, cache, width)
+        return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache, row)
+
+    def _row_attention(
+        self, positions: list[int], rows: list[int], cache: KVCache, width: int
+    ) -> tuple[Tensor, Tensor, Attend]:
+        """Return position and row of each token `[B * width]`, and the attention of these tokens to their rows."""
+        low, high, longest = rows[0], rows[-1] + 1, max(positions) + width
         gapless = high - low == len(rows)
-        at = torch.tensor(positions, device=self.device)
-        row = torch.tensor(rows, device=self.device)
+        steps = torch.arange(width, device=self.device)
+        first, own = torch.tensor(positions, device=self.device), torch.tensor(rows, device=self.device) - low
+        at = (first[:, None] + steps).flatten()
+        row = (own + low).repeat_interleave(width)
         # Idle rows between `low` and `high` are computed and discarded, which is cheaper than gathering the cache. They
         # attend to one position, because a softmax over none is NaN.
-        lengths = torch.ones(high - low, dtype=torch.int64, device=self.device)
-        lengths[row - low] = at + 1
-        allowed = torch.arange(longest, device=self.device) < lengths[:, None]
+        lengths = torch.ones(high - low, width, dtype=torch.int64, device=self.device)
+        lengths[own] = at.view(-1, width) + 1
+        allowed = torch.arange(longest, device=self.device) < lengths[..., None]
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device).masked_fill_(~allowed, -math.inf)
-        mask = mask[:, None, None]
         kv_heads, head_dim = cache.shape
+        sharing = self.config.num_heads // kv_heads
+        mask = (mask if width == 1 else mask.repeat_interleave(sharing, 1))[:, None]
         scale = head_dim**-0.5
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -379,19 +410,20 @@ class Decoder:
                 spans = [Span(number, position, 1) for number, position in zip(rows, positions, strict=True)]
                 return self._attend_exactly(i, q, spans, cache)
             keys, values = cache.keys[i][low:high, :, :longest], cache.values[i][low:high, :, :longest]
+            q = q.reshape(len(rows), width, kv_heads, sharing, head_dim)
             if not gapless:
-                q = torch.zeros(high - low, *q.shape[1:], dtype=q.dtype, device=q.device).index_copy_(0, row - low, q)
+                q = torch.zeros(high - low, *q.shape[1:], dtype=q.dtype, device=q.device).index_copy_(0, own, q)
             # The query heads that share a key head take the sequence dim, so keys and values need not be repeated.
-            q = q.reshape(high - low, kv_heads, -1, head_dim)
+            q = q.transpose(1, 2).reshape(high - low, kv_heads, -1, head_dim)
             if self.dtype == torch.float32:
                 scores = torch.matmul(q * scale, keys.transpose(2, 3)).add_(mask)
                 out = torch.matmul(torch.softmax(scores, -1), values)
             else:
                 out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-            out = out.view(high - low, -1, head_dim)
-            return out if gapless else out[row - low]
+            out = out.view(high - low, kv_heads, width, sharing, head_dim).transpose(1, 2)
+            return (out if gapless else out[own]).reshape(len(rows) * width, -1, head_dim)
 
-        return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache.routes, row)
+        return at, row, attend
 
     def _attend_exactly(self, layer: int, queries: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
         """Return attention `[T, heads, D]` of packed queries to the keys in the cache."""
@@ -409,54 +441,63 @@ class Decoder:
             return F.rms_norm(x, shape, None, eps) * weight
         return F.rms_norm(x, shape, weight, eps)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taken: Tensor, rows: Tensor) -> Tensor:
-        """Run all layers; return hidden states. taken: the cache's routes, which are set at [rows, positions]."""
-        c, see = self.config, self.watch
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, cache: KVCache, rows: Tensor) -> Tensor:
+        """Run all layers; return hidden states. Sets the cache's routes at [rows, positions]."""
         hidden = self.embedding[tokens]
-        see(0, "embedding", hidden)
-        cos, sin = self.cos[positions], self.sin[positions]
-        rotated = c.num_heads + c.num_kv_heads
+        self.watch(0, "embedding", hidden)
+        rotation = self.cos[positions], self.sin[positions]
         for i, layer in enumerate(self.layers):
-            x = self._norm(hidden, layer.input_norm)
-            see(i, "first norm", x)
-            qkv = self._linear(x, layer.qkv, layer.qkv_bias).view(len(tokens), -1, c.head_dim)
-            qk, v = qkv[:, :rotated], qkv[:, rotated:]
-            if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
-            # Hugging Face's rotary layout pairs an element with the one half a head further, not with its neighbour.
-            first, second = qk.chunk(2, -1)
-            qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-            out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
-            out = self._linear(out.reshape(len(tokens), -1), layer.o, layer.o_bias)
-            see(i, "attention", out)
-            hidden = hidden + out
-            x = self._norm(hidden, layer.post_norm)
-            see(i, "second norm", x)
-            if layer.router is not None:
-                out, taken[rows, positions, i] = _mixture(x, layer, c.experts)
-            else:
-                gate, up = self._linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-                out = self._linear(self._silu(gate) * up, layer.down, layer.down_bias)
-            see(i, "feed-forward", out)
-            hidden = hidden + out
+            hidden, slots = self._layer(i, layer, hidden, rotation, attend)
+            if slots is not None:
+                cache.routes[rows, positions, i] = slots
         return self._norm(hidden, self.norm)
 
+    def _layer(
+        self, i: int, layer: Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run layer `i`. Return the hidden states `[T, H]` behind it, and the routes `[T, slots]` of a mixture."""
+        c, see, slots = self.config, self.watch, None
+        cos, sin = rotation
+        rotated = c.num_heads + c.num_kv_heads
+        x = self._norm(hidden, layer.input_norm)
+        see(i, "first norm", x)
+        qkv = self._linear(x, layer.qkv, layer.qkv_bias).view(len(hidden), -1, c.head_dim)
+        qk, v = qkv[:, :rotated], qkv[:, rotated:]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm[self._norm_of_head]
+        # Hugging Face's rotary layout pairs an element with the one half a head further, not with its neighbour.
+        first, second = qk.chunk(2, -1)
+        qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], v)
+        out = self._linear(out.reshape(len(hidden), -1), layer.o, layer.o_bias)
+        see(i, "attention", out)
+        hidden = hidden + out
+        x = self._norm(hidden, layer.post_norm)
+        see(i, "second norm", x)
+        if layer.router is not None:
+            out, slots = _mixture(x, layer, c.experts)
+        else:
+            gate, up = self._linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            out = self._linear(self._silu(gate) * up, layer.down, layer.down_bias)
+        see(i, "feed-forward", out)
+        return hidden + out, slots
 
-def _mixture(x: Tensor, layer: _Layer, experts: Experts) -> tuple[Tensor, Tensor]:
+
+def _mixture(x: Tensor, layer: Layer, experts: Experts) -> tuple[Tensor, Tensor]:
     """Return the weighted sum `[T, H]` of the chosen experts' outputs for `x` `[T, H]`, and the routes `[T, slots]`."""
-    weights, chosen = _linear(x, layer.router).float().softmax(-1).topk(experts.per_token)
+    weights, chosen = linear(x, layer.router).float().softmax(-1).topk(experts.per_token)
     if experts.renormalised:
         weights /= weights.sum(-1, keepdim=True)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = _linear(x[rows], layer.gate_up[expert]).chunk(2, -1)
-        made = _linear(F.silu(gate) * up, layer.down[expert])
+        gate, up = linear(x[rows], layer.gate_up[expert]).chunk(2, -1)
+        made = linear(F.silu(gate) * up, layer.down[expert])
         out.index_add_(0, rows, made * weights[rows, slots, None].to(x.dtype))
     return out, routes.pack(chosen, weights)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # For float32, F.linear calls MKL's sgemm. oneDNN's is 2 to 3 times faster on AMD and for few rows.
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

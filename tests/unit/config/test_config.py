@@ -41,6 +41,7 @@ OUR_KEYS = {
         "megatron",
     ],
     "lora": ["rank", "alpha", "targets", "path"],
+    "draft": ["kind", "tokens", "tokens_per_pass", "lr"],
     "batch": [
         "prompts_per_step",
         "updates_per_step",
@@ -554,6 +555,10 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("warm_start.stop_at_reward=0", r"warm_start.stop_at_reward = 0.0: must be in \(0, 1\]"),
         ("warm_start.check_every_updates=0", "warm_start.check_every_updates = 0: must be at least 1"),
         ("run.steps=0", "run.steps = 0: must be at least 1"),
+        ("draft.kind=mtp", "draft.kind = 'mtp': must be none or eagle"),
+        ("draft.tokens=0", "draft.tokens = 0: must be at least 1"),
+        ("draft.tokens_per_pass=0", "draft.tokens_per_pass = 0: must be at least 1"),
+        ("draft.lr=0", "draft.lr = 0.0: must be above 0"),
         ("run.evaluate_every_steps=-1", "run.evaluate_every_steps = -1: must be at least 0"),
         ("run.save_every_steps=-1", "run.save_every_steps = -1: must be at least 0"),
         ("run.threads_per_rank=-1", "run.threads_per_rank = -1: must be at least 0"),
@@ -584,6 +589,14 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
         (
             ["rollout.publication=adapters", "lora.rank=4"],
             "rollout.interruption = 'retract': must be abort with rollout.publication = adapters",
+        ),
+        (
+            ["draft.kind=eagle", "rollout.backend=sglang"],
+            "draft.kind = 'eagle': .* embedded servers only, .*leave it out, or set rollout.backend=embedded",
+        ),
+        (
+            ["draft.kind=eagle", "rollout.publication=adapters", "rollout.interruption=abort", "lora.rank=4"],
+            "draft.kind = 'eagle': rollout.publication = adapters sends only .*set rollout.publication=group",
         ),
         (
             ["lora.rank=4", "warm_start.updates=3"],

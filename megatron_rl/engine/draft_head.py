@@ -1,0 +1,285 @@
+"""The draft head that servers decode ahead with: one transformer layer that learns next to the policy.
+
+As in EAGLE (arXiv 2401.15077), the head reads the policy's last hidden state and the embedding of the next token, and
+predicts the token after that one with the policy's own output layer. Its form is that of a multi-token prediction
+layer. It learns the policy's distribution of that token (soft cross-entropy). The hidden states from which it learns
+are those of the policy's update, detached. So the policy's gradient is the same bits as without a head.
+
+Every rank has the whole head and its optimizer. Ranks with hidden states of their own add up their gradients, and then
+all ranks take the same step. So no layout splits the head, and it does not matter which pipeline stage has the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rl.config import DraftConfig
+from megatron_rl.engine.one_copy import one_copy
+from megatron_rl.engine.output_head import Head
+from megatron_rl.engine.packed_rows import PackedRows
+from megatron_rl.engine.rope import Rope, rotate
+from megatron_rl.ops import VocabShard
+from megatron_rl.ops.head import CHUNKS_OF_TERM, head_logits, rows_of_chunk
+from megatron_rl.ops.library import accumulator
+from megatron_rl.parallel import Axis, ParallelGroups
+from megatron_rl.types import MicroBatch
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.draft_files import LAYER, PREFIX, shapes_for
+from megatron_rl.weights.hf_files import RandomWeights
+from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.tensor_rules import WeightSource
+
+BETAS = (0.9, 0.95)
+CLIP_GRAD = 1.0
+
+
+class DraftRows(NamedTuple):
+    """The rows from which a draft head learns in one microbatch, as int64 indices into the microbatch's rows.
+
+    The head's row r reads the state after token r and the token that follows it.
+    """
+
+    reads: Tensor
+    """`[R]`: rows of the head, sequence by sequence."""
+    lengths: list[int]
+    """Rows of each sequence."""
+    learned: Tensor
+    """`[n]`: indices in `reads` of the rows whose prediction counts."""
+
+
+def draft_rows(microbatch: MicroBatch, context: Axis) -> DraftRows:
+    """Choose the rows from which this context rank learns: those of every `context.size`-th sequence.
+
+    A row counts if the policy is trained on the token that it predicts. A sequence is read up to its last such row.
+    """
+    trained = microbatch.rows["labels"] >= 0  # of the policy's rows: it predicts one token ahead, the head two
+    bounds = microbatch.rows["cu_seqlens"].tolist()
+    reads, lengths = [torch.empty(0, dtype=torch.int64)], []
+    for number in range(context.rank, len(bounds) - 1, context.size):
+        begin = bounds[number]
+        taught = begin + 1 + trained[begin + 1 : bounds[number + 1]].nonzero()[:, 0]
+        if len(taught):
+            reads.append(torch.arange(begin, int(taught[-1])))
+            lengths.append(len(reads[-1]))
+    read = torch.cat(reads)
+    return DraftRows(read, lengths, trained[read + 1].nonzero()[:, 0])
+
+
+class DraftHead:
+    """A draft head with its optimizer, equal on all ranks.
+
+    For example, within a training step:
+
+        draft.learn(hidden, microbatch, packed, head, embedding)  # on the last stage, for each microbatch
+        draft.step()  # on all ranks
+        draft.metrics()  # {"draft/loss": 5.1, "draft/acceptance": 0.3, ...}
+
+    weights: initial weights, by the names of weights/draft_files.py.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        config: DraftConfig,
+        groups: ParallelGroups,
+        weights: dict[str, Tensor],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.arch, self.config, self.groups, self.dtype = arch, config, groups, dtype
+        # Sums of small steps need float32, whatever the dtype of the computation.
+        self.weights = {
+            name: torch.nn.Parameter(weight.to(device, accumulator(dtype), copy=True))
+            for name, weight in weights.items()
+        }
+        with device:
+            self.rope = Rope.of(arch)
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=config.lr, betas=BETAS, weight_decay=0.0)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        """Loss, overlap with the policy's distribution, and number of predictions since the last step."""
+        self._seen = [0.0, 0.0, 0.0, 0.0]
+        """The same since the last call of `metrics`, and the largest gradient norm."""
+
+    def states(self, hidden: Tensor, embedded: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
+        """Return the head's states `[R, H]`, from which the policy's output layer predicts.
+
+        hidden, embedded: `[R, H]`, the policy's states and the embeddings of the tokens that follow. positions: `[R]`
+        int64. lengths: number of consecutive rows of each sequence; a row attends to its sequence up to itself.
+        """
+        arch = self.arch
+        own = {name.removeprefix(LAYER): weight.to(self.dtype) for name, weight in self.weights.items()}
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            return F.linear(x, own[f"{name}.weight"], own.get(f"{name}.bias"))
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return F.rms_norm(x, (arch.hidden,), own[f"{name}_layernorm.weight"], arch.norm_eps)
+
+        x = linear(torch.cat([norm(hidden, "hidden"), norm(embedded, "token")], -1), "input_proj")
+        normed, rotation = norm(x, "input"), self.rope.rotation(positions)
+        query, key, value = (linear(normed, f"self_attn.{n}_proj").view(len(x), -1, arch.head_dim) for n in "qkv")
+        parts = (part.split(lengths) for part in (rotate(query, rotation), rotate(key, rotation), value))
+        attended = [
+            F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)
+            for qkv in zip(*parts, strict=True)
+        ]
+        x = x + linear(torch.cat([out[0].transpose(0, 1) for out in attended]).flatten(1), "self_attn.o_proj")
+        normed = norm(x, "post_attention")
+        x = x + linear(F.silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+        return norm(x, "final")
+
+    def learn(self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows, head: Head, embedding: Tensor) -> None:
+        """Add one microbatch's gradient. Every rank of the last pipeline stage calls it.
+
+        hidden: the policy's states, as its head gets them. embedding: this tensor rank's part of the embedding, whose
+        rows are those of `head.shard`.
+        """
+        rows = draft_rows(microbatch, self.groups.context)
+        everything = torch.arange(microbatch.tokens)
+        reads, learned, tokens, positions, everything = one_copy(
+            (rows.reads, rows.learned, microbatch.rows["input_ids"], microbatch.positions, everything), hidden.device
+        )
+        known = head.states(hidden.detach(), packed, everything).to(self.dtype)  # [T, H], on every context rank
+        if not len(rows.learned):
+            return
+        embedded = _embedded(tokens[reads + 1], embedding.detach(), head.shard).to(self.dtype)
+        with torch.enable_grad():
+            states = self.states(known[reads], embedded, positions[reads], rows.lengths)[learned]
+        sums, gradient = soft_cross_entropy(states.detach(), known[reads[learned] + 1], head.weight(), head.shard)
+        states.backward(gradient)
+        self._sums += sums
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the head with the gradients of all ranks. Collective: every rank calls it.
+
+        Nothing changes if no rank had a prediction, or if the gradient is NaN or infinite.
+        """
+        own = self.weights.values()
+        flat = torch.cat([torch.zeros_like(w).flatten() if w.grad is None else w.grad.flatten() for w in own])
+        if self.groups.world_size > 1:
+            dist.all_reduce(flat)
+            dist.all_reduce(self._sums)
+        loss, overlap, count = (self._sums / self.groups.tensor.size).tolist()  # tensor ranks have the same rows
+        norm = float(flat.div_(self.groups.tensor.size * max(count, 1.0)).norm())
+        self._sums.zero_()
+        self.optimizer.zero_grad()
+        if not (count and torch.tensor(norm).isfinite()):
+            return
+        flat *= min(1.0, CLIP_GRAD / (norm + 1e-6))
+        for weight, gradient in zip(own, flat.split([w.numel() for w in own]), strict=True):
+            weight.grad = gradient.view_as(weight)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        before = self._seen
+        self._seen = [before[0] + loss, before[1] + overlap, before[2] + count, max(before[3], norm)]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the head's metrics since the last call; {} if it has not learned. They are equal on all ranks.
+
+        `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1.
+        """
+        (loss, overlap, count, norm), self._seen = self._seen, [0.0, 0.0, 0.0, 0.0]
+        if not count:
+            return {}
+        return {"draft/loss": loss / count, "draft/acceptance": overlap / count, "draft/grad_norm": norm}
+
+    def tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yield the head's tensors in the policy's dtype, on every rank."""
+        for name, weight in self.weights.items():
+            yield f"{prefix}{name}", weight.detach().to(self.dtype)
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors under the names that servers expect in a publication."""
+        return self.tensors(PREFIX)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of weights and optimizer state, for a checkpoint."""
+        moments = self.optimizer.state_dict()["state"]
+        copied = {n: {key: value.detach().cpu().clone() for key, value in m.items()} for n, m in moments.items()}
+        return {"weights": {n: w.detach().cpu().clone() for n, w in self.weights.items()}, "moments": copied}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load_weights(state["weights"])
+        options = self.optimizer.state_dict()["param_groups"]  # of the config, which may have changed
+        self.optimizer.load_state_dict({"state": state["moments"], "param_groups": options})
+
+    @torch.no_grad()
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(weights[name])
+
+
+def first_weights(arch: Architecture, policy: WeightSource, seed: int) -> dict[str, Tensor]:
+    """Return initial weights, equal on all ranks.
+
+    Final norm and layer are the policy's last ones, as far as these have the same shapes. The rest is random.
+    """
+    shapes, own, last = shapes_for(arch), hf_shapes(arch), f"model.layers.{arch.layers - 1}."
+    random, weights = RandomWeights(shapes, seed), {}
+    for name, shape in shapes.items():
+        there = last + name.removeprefix(LAYER)
+        there = "model.norm.weight" if name.endswith("final_layernorm.weight") else there
+        source, known = (policy, there) if own.get(there) == shape else (random, name)
+        weights[name] = source.read(known, 0, 0, shape[0]).float().clone()
+    return weights
+
+
+def _embedded(tokens: Tensor, embedding: Tensor, shard: VocabShard) -> Tensor:
+    """Return the embeddings `[n, H]` of tokens `[n]`. Collective over the tensor axis."""
+    own = tokens - shard.start
+    is_here = (own >= 0) & (tokens < shard.stop)
+    found = embedding[own.where(is_here, torch.zeros_like(own))].masked_fill(~is_here[:, None], 0.0)
+    if shard.is_split:
+        dist.all_reduce(found, group=shard.group)
+    return found
+
+
+@torch.no_grad()
+def soft_cross_entropy(
+    states: Tensor, taught: Tensor, weight: Tensor, shard: VocabShard, rows_per_chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sums `[3]` float64 of loss, overlap and rows, and the loss's gradient `[n, H]` by `states`.
+
+    The loss of a row is -sum p log q, where q is the distribution of `states` `[n, H]` under the output layer, and p
+    that of `taught` `[n, H]`. The overlap is sum min(p, q), the probability that rejection sampling accepts a token of
+    q. weight: this tensor rank's `[V_local, H]` of the output layer, padding included. Collective over the tensor axis.
+    """
+    weight = weight.detach()[: shard.stop - shard.start]
+    states, taught = states.to(weight.dtype), taught.to(weight.dtype)
+    gradient, sums = torch.empty_like(states), torch.zeros(3, dtype=torch.float64, device=states.device)
+    chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
+    for start in range(0, len(states), chunk):
+        some = slice(start, start + chunk)
+        log_p = _log_softmax(head_logits(taught[some], weight), shard)
+        log_q = _log_softmax(head_logits(states[some], weight), shard)
+        p, q = log_p.exp(), log_q.exp()
+        sums[0] -= (p * log_q).sum()
+        sums[1] += torch.minimum(p, q).sum()
+        torch.mm((q - p).to(weight.dtype), weight, out=gradient[some])
+    if shard.is_split:
+        dist.all_reduce(sums, group=shard.group)
+        dist.all_reduce(gradient, group=shard.group)
+    sums[2] = len(states)
+    return sums, gradient
+
+
+def _log_softmax(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Return log-probabilities of this rank's columns, normalised over the columns of all ranks."""
+    logits = logits.to(accumulator(logits.dtype))
+    largest = logits.amax(-1, keepdim=True)
+    if shard.is_split:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    logits = logits - largest
+    total = logits.exp().sum(-1, keepdim=True)
+    if shard.is_split:
+        dist.all_reduce(total, group=shard.group)
+    return logits - total.log()

@@ -1,0 +1,111 @@
+"""A draft head's tensors: their names and shapes, and the folder in which they are saved.
+
+Names and config.json are those with which SGLang loads the multi-token prediction layer of MiMo (`MiMoMTP`). The head
+has the same form. Embedding and output layer are the policy's and are not saved. A model's folder has its head in the
+subfolder `draft`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.hf_files import HFFolder, write_tensors
+
+FOLDER = "draft"
+PREFIX = "draft."
+"""Prefix of the tensors' names in a publication, which has the policy's tensors too."""
+LAYER = "model.mtp_layers.0."
+SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families of models that the embedded server runs. Others have no server that takes a draft head."""
+
+
+def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a policy's head, by name. Its layer has the sizes of the policy's layers."""
+    hidden, ffn = arch.hidden, arch.ffn
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    shapes = {
+        "hidden_layernorm.weight": (hidden,),
+        "token_layernorm.weight": (hidden,),
+        "input_proj.weight": (hidden, 2 * hidden),  # first columns: the state; last: the next token's embedding
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.q_proj.bias": (queries,),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.v_proj.bias": (keys,),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+        "final_layernorm.weight": (hidden,),
+    }
+    return {f"{LAYER}{name}": shape for name, shape in shapes.items()}
+
+
+def check_draft(arch: Architecture, *, pipeline: int) -> None:
+    """Raise ValueError if a model cannot have a draft head. pipeline: number of its pipeline stages."""
+    if arch.head != "policy":
+        raise ValueError(
+            "draft.kind = 'eagle': a reward model generates no tokens, so none can be guessed; set draft.kind=none."
+        )
+    if arch.family not in SERVED:
+        raise ValueError(
+            f"draft.kind = 'eagle': embedded servers are the only ones that take a draft head, and they run "
+            f"{', '.join(SERVED)}, not {arch.family}; set draft.kind=none."
+        )
+    if pipeline > 1 and not arch.tied:
+        raise ValueError(
+            f"draft.kind = 'eagle': the head reads the embedding, which parallel.pipeline = {pipeline} keeps on the "
+            f"first stage only, unless config.json has tie_word_embeddings = true; set parallel.pipeline=1."
+        )
+
+
+def has_draft(folder: str | Path) -> bool:
+    """Return True if a model's folder has a draft head."""
+    return any((Path(folder) / FOLDER).glob("*.safetensors"))
+
+
+def read_draft(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
+    """Read the head in a model's folder. Raises ValueError if its tensors are not those of `arch`."""
+    shapes = shapes_for(arch)
+    source = HFFolder(Path(folder) / FOLDER, shapes)
+    return {name: source.whole(name) for name in shapes}
+
+
+def write_draft(folder: str | Path, tensors: Mapping[str, Tensor], arch: Architecture) -> None:
+    """Write a head next to the model in `folder`. Raises OSError if a file cannot be written."""
+    target = Path(folder) / FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    write_tensors(target, ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()))
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(draft_config(arch, dtype), indent=2) + "\n", encoding="utf-8")
+
+
+def draft_config(arch: Architecture, dtype: str) -> dict[str, Any]:
+    """Return the config.json with which SGLang reads the head's folder."""
+    return {
+        "architectures": ["MiMoMTP"],
+        "model_type": "qwen2",
+        "num_hidden_layers": 1,
+        "hidden_size": arch.hidden,
+        "intermediate_size": arch.ffn,
+        "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.kv_heads,
+        "head_dim": arch.head_dim,
+        "vocab_size": arch.vocab,
+        "max_position_embeddings": arch.max_positions,
+        "rms_norm_eps": arch.norm_eps,
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": arch.rope_scaling,
+        "tie_word_embeddings": arch.tied,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+    }
