@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": EVERYTHING - {"__init__", "cli", "python_run", "replay", "train", "training_server"},
     "training_server": {
         *("adapter_sums", "api", "batch", "config", "engine", "launch", "life", "platform", "servers", "types"),
-        *("tools", "weights"),  # tools/plan says how many models fit
+        *("parallel", "tools", "weights"),  # tools/plan says how many models fit
     },
     "cli": EVERYTHING,
     "__init__": EVERYTHING,
