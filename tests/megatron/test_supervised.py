@@ -161,6 +161,7 @@ class CountsNothing:
     """A log and a training that do nothing."""
 
     groups = SimpleNamespace(world_size=1, is_main=True)
+    engine = None
 
     def log_step(self, *_):
         pass
