@@ -148,6 +148,7 @@ def losses_in(outputs):
     return [output.metrics["loss:sum"] for output in outputs]
 
 
+@pytest.mark.thorough
 def test_more_models_than_fit_are_refused_by_name(tmp_path, model):
     with pytest.raises(AssertionError, match="--slots 1000000000: a rank has room for [0-9]+ models of"):
         with serving(tmp_path, model, "--slots", "1000000000"):
