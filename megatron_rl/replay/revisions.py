@@ -97,7 +97,10 @@ class Revisions:
         objects = self.root / "build" / "csrc"
         if objects.is_dir() and not (self.tree / "build" / "csrc").exists():
             shutil.copytree(objects, self.tree / "build" / "csrc")
-        done = subprocess.run([sys.executable, str(script)], cwd=self.tree, capture_output=True, text=True)
+        # A checkout without kernels is used without them, and to compile them takes minutes.
+        cuda = "auto" if (self.root / "megatron_rl" / "_C_cuda.so").is_file() else "no"
+        command = [sys.executable, str(script), "--cuda", cuda]
+        done = subprocess.run(command, cwd=self.tree, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise RuntimeError(f"the operators of {self.about('HEAD')} cannot be compiled: {last}")
