@@ -1,9 +1,9 @@
 """The draft head that servers decode ahead with: one transformer layer that learns next to the policy.
 
-The head has the form of EAGLE (arXiv 2401.15077). It reads the policy's last hidden state and the embedding of the next
-token, and predicts the token after that one with the policy's own output layer. It learns the policy's distribution of
-that token (soft cross-entropy) from hidden states that the policy's update has computed anyway. These are detached, so
-the policy's gradient is the same bits as without a head.
+As in EAGLE (arXiv 2401.15077), the head reads the policy's last hidden state and the embedding of the next token, and
+predicts the token after that one with the policy's own output layer. Its form is that of a multi-token prediction
+layer. It learns the policy's distribution of that token (soft cross-entropy). The hidden states from which it learns
+are those of the policy's update, detached. So the policy's gradient is the same bits as without a head.
 
 Every rank has the whole head and its optimizer. Ranks with hidden states of their own add up their gradients, and then
 all ranks take the same step. So no layout splits the head, and it does not matter which pipeline stage has the states.
@@ -32,6 +32,8 @@ from megatron_rl.types import MicroBatch
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.draft_files import LAYER, PREFIX, shapes_for
 from megatron_rl.weights.hf_files import RandomWeights
+from megatron_rl.weights.mapping import hf_shapes
+from megatron_rl.weights.tensor_rules import WeightSource
 
 BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0
@@ -111,24 +113,27 @@ class DraftHead:
         hidden, embedded: `[R, H]`, the policy's states and the embeddings of the tokens that follow. positions: `[R]`
         int64. lengths: number of consecutive rows of each sequence; a row attends to its sequence up to itself.
         """
-        arch, own = self.arch, {name: weight.to(self.dtype) for name, weight in self.weights.items()}
+        arch = self.arch
+        own = {name.removeprefix(LAYER): weight.to(self.dtype) for name, weight in self.weights.items()}
 
         def linear(x: Tensor, name: str) -> Tensor:
-            return F.linear(x, own[f"{LAYER}{name}.weight"])
+            return F.linear(x, own[f"{name}.weight"], own.get(f"{name}.bias"))
 
-        x = F.linear(torch.cat([embedded, hidden], -1), own["fc.weight"], own["fc.bias"])
-        rotation = self.rope.rotation(positions)
-        query, key, value = (linear(x, f"self_attn.{n}_proj").view(len(x), -1, arch.head_dim) for n in "qkv")
+        def norm(x: Tensor, name: str) -> Tensor:
+            return F.rms_norm(x, (arch.hidden,), own[f"{name}_layernorm.weight"], arch.norm_eps)
+
+        x = linear(torch.cat([norm(hidden, "hidden"), norm(embedded, "token")], -1), "input_proj")
+        normed, rotation = norm(x, "input"), self.rope.rotation(positions)
+        query, key, value = (linear(normed, f"self_attn.{n}_proj").view(len(x), -1, arch.head_dim) for n in "qkv")
         parts = (part.split(lengths) for part in (rotate(query, rotation), rotate(key, rotation), value))
         attended = [
             F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)
             for qkv in zip(*parts, strict=True)
         ]
-        mixed = torch.cat([out[0].transpose(0, 1) for out in attended]).flatten(1)
-        x = x + linear(mixed, "self_attn.o_proj")
-        normed = F.rms_norm(x, (arch.hidden,), own[f"{LAYER}post_attention_layernorm.weight"], arch.norm_eps)
-        gated = F.silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj")
-        return x + linear(gated, "mlp.down_proj")
+        x = x + linear(torch.cat([out[0].transpose(0, 1) for out in attended]).flatten(1), "self_attn.o_proj")
+        normed = norm(x, "post_attention")
+        x = x + linear(F.silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+        return norm(x, "final")
 
     def learn(self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows, head: Head, embedding: Tensor) -> None:
         """Add one microbatch's gradient. Every rank of the last pipeline stage calls it.
@@ -213,12 +218,18 @@ class DraftHead:
             weight.copy_(weights[name])
 
 
-def first_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
-    """Return initial weights, equal on all ranks. The head then passes on the policy's state nearly unchanged."""
-    shapes = shapes_for(arch)
-    random = RandomWeights(shapes, seed)
-    weights = {name: random.read(name, 0, 0, shape[0]).clone() for name, shape in shapes.items()}
-    weights["fc.weight"][:, arch.hidden :] += torch.eye(arch.hidden)
+def first_weights(arch: Architecture, policy: WeightSource, seed: int) -> dict[str, Tensor]:
+    """Return initial weights, equal on all ranks.
+
+    Final norm and layer are the policy's last ones, as far as these have the same shapes. The rest is random.
+    """
+    shapes, own, last = shapes_for(arch), hf_shapes(arch), f"model.layers.{arch.layers - 1}."
+    random, weights = RandomWeights(shapes, seed), {}
+    for name, shape in shapes.items():
+        there = last + name.removeprefix(LAYER)
+        there = "model.norm.weight" if name.endswith("final_layernorm.weight") else there
+        source, known = (policy, there) if own.get(there) == shape else (random, name)
+        weights[name] = source.read(known, 0, 0, shape[0]).float().clone()
     return weights
 
 

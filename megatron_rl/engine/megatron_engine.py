@@ -105,7 +105,7 @@ class MegatronEngine(ModelEngine):
         config = self.config
         source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
-        draft = self._first_draft()
+        draft = self._first_draft(source)
         if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
             raise ValueError(
                 "optimizer.megatron.optimizer_cpu_offload = True: the engine shares its GPU, so its whole state is "
@@ -151,14 +151,14 @@ class MegatronEngine(ModelEngine):
             for chunk in self.chunks:
                 chunk.requires_grad_(False).eval()
 
-    def _first_draft(self) -> dict[str, Tensor]:
+    def _first_draft(self, policy: WeightSource) -> dict[str, Tensor]:
         """Return the initial weights of the draft head: the model folder's, or new ones. {} if there is to be none."""
         config = self.config
         if config.draft.kind == "none" or not self.trainable:
             return {}
         if config.model.init == "hf" and has_draft(config.model.path):
             return read_draft(config.model.path, self.arch)
-        return first_weights(self.arch, config.seed)
+        return first_weights(self.arch, policy, config.seed)
 
     def _prepare_training(self, total_updates: int) -> None:
         options = self.config.optimizer

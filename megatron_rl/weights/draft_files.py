@@ -1,7 +1,8 @@
 """A draft head's tensors: their names and shapes, and the folder in which they are saved.
 
-Names and config.json are those with which SGLang loads an EAGLE head (`LlamaForCausalLMEagle`). The embedding and the
-output layer are the policy's and are not saved. A model's folder has its head in the subfolder `draft`.
+Names and config.json are those with which SGLang loads the multi-token prediction layer of MiMo (`MiMoMTP`). The head
+has the same form. Embedding and output layer are the policy's and are not saved. A model's folder has its head in the
+subfolder `draft`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,34 @@ from megatron_rl.weights.hf_files import HFFolder, write_tensors
 FOLDER = "draft"
 PREFIX = "draft."
 """Prefix of the tensors' names in a publication, which has the policy's tensors too."""
-LAYER = "layers.0."
+LAYER = "model.mtp_layers.0."
 SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families of models that the embedded server runs. Others have no server that takes a draft head."""
 
 
 def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a policy's head, by name. Its layer has the sizes of the policy's layers."""
-    hidden, ffn, attention, feed_forward = arch.hidden, arch.ffn, f"{LAYER}self_attn.", f"{LAYER}mlp."
-    return {
-        "fc.weight": (hidden, 2 * hidden),  # first columns: the next token's embedding; last: the state before it
-        "fc.bias": (hidden,),
-        f"{attention}q_proj.weight": (arch.heads * arch.head_dim, hidden),
-        f"{attention}k_proj.weight": (arch.kv_heads * arch.head_dim, hidden),
-        f"{attention}v_proj.weight": (arch.kv_heads * arch.head_dim, hidden),
-        f"{attention}o_proj.weight": (hidden, arch.heads * arch.head_dim),
-        f"{LAYER}post_attention_layernorm.weight": (hidden,),
-        f"{feed_forward}gate_proj.weight": (ffn, hidden),
-        f"{feed_forward}up_proj.weight": (ffn, hidden),
-        f"{feed_forward}down_proj.weight": (hidden, ffn),
+    hidden, ffn = arch.hidden, arch.ffn
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    shapes = {
+        "hidden_layernorm.weight": (hidden,),
+        "token_layernorm.weight": (hidden,),
+        "input_proj.weight": (hidden, 2 * hidden),  # first columns: the state; last: the next token's embedding
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.q_proj.bias": (queries,),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.v_proj.bias": (keys,),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+        "final_layernorm.weight": (hidden,),
     }
+    return {f"{LAYER}{name}": shape for name, shape in shapes.items()}
 
 
 def check_draft(arch: Architecture, *, pipeline: int) -> None:
@@ -83,8 +92,8 @@ def write_draft(folder: str | Path, tensors: Mapping[str, Tensor], arch: Archite
 def draft_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """Return the config.json with which SGLang reads the head's folder."""
     return {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "model_type": "llama",
+        "architectures": ["MiMoMTP"],
+        "model_type": "qwen2",
         "num_hidden_layers": 1,
         "hidden_size": arch.hidden,
         "intermediate_size": arch.ffn,
@@ -98,7 +107,5 @@ def draft_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         "rope_scaling": arch.rope_scaling,
         "tie_word_embeddings": arch.tied,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "torch_dtype": dtype,
     }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from gathered import relative_error
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Model
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
@@ -85,13 +85,16 @@ def test_the_policy_is_the_same_to_the_bit_with_and_without_a_head(alone, family
 def by_transformers(folder, batch):
     """Loss, acceptance and gradient norm of a head, by float64 autograd over transformers' models."""
     policy = AutoModelForCausalLM.from_pretrained(folder).double()
-    layer = LlamaModel(LlamaConfig.from_pretrained(folder / "draft")).double()
-    layer.layers[0].input_layernorm = layer.norm = torch.nn.Identity()
-    fc = torch.nn.Linear(2 * policy.config.hidden_size, policy.config.hidden_size).double()
+    layer = Qwen2Model(Qwen2Config.from_pretrained(folder / "draft")).double()
+    hidden_size, eps = policy.config.hidden_size, policy.config.rms_norm_eps
+    fc = torch.nn.Linear(2 * hidden_size, hidden_size, bias=False).double()
+    norms = torch.nn.ModuleDict({name: torch.nn.RMSNorm(hidden_size, eps=eps) for name in ("hidden", "token")}).double()
     own = load_file(folder / "draft" / "model.safetensors")
-    fc.load_state_dict({name.removeprefix("fc."): own.pop(name) for name in list(own) if name.startswith("fc.")})
-    missing, unexpected = layer.load_state_dict(own, strict=False)
-    assert not unexpected and missing == ["embed_tokens.weight"], "the names and shapes are those of a Llama layer"
+    own = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in own.items()}
+    fc.load_state_dict({"weight": own.pop("input_proj.weight")})
+    norms.load_state_dict({f"{name}.weight": own.pop(f"{name}_layernorm.weight") for name in norms})
+    layer.norm.load_state_dict({"weight": own.pop("final_layernorm.weight")})
+    layer.layers[0].load_state_dict(own)  # its names are those of a layer of Qwen2
     layer.embed_tokens.requires_grad_(False)
     loss, overlap, count = 0.0, 0.0, 0
     for ids, mask in zip(
@@ -103,7 +106,8 @@ def by_transformers(folder, batch):
             hidden = policy.model(ids[None].long()).last_hidden_state[0]
             taught = policy.lm_head(hidden).softmax(-1)
             embedded = policy.model.embed_tokens(ids.long())
-        states = layer(inputs_embeds=fc(torch.cat([embedded[1:], hidden[:-1]], -1))[None]).last_hidden_state[0]
+        inputs = fc(torch.cat([norms["hidden"](hidden[:-1]), norms["token"](embedded[1:])], -1))
+        states = layer(inputs_embeds=inputs[None]).last_hidden_state[0]
         log_q = torch.nn.functional.linear(states, policy.lm_head.weight.detach()).log_softmax(-1)
         for row in range(len(ids) - 2):
             if mask[row + 2]:
@@ -111,7 +115,7 @@ def by_transformers(folder, batch):
                 overlap += torch.minimum(taught[row + 1], log_q[row].exp()).sum().item()
                 count += 1
     (loss / count).backward()
-    parts = [p.grad for p in (*layer.parameters(), *fc.parameters()) if p.grad is not None]
+    parts = [p.grad for module in (layer, fc, norms) for p in module.parameters() if p.grad is not None]
     norm = torch.cat([part.flatten() for part in parts]).norm()
     return {"draft/loss": loss.item() / count, "draft/acceptance": overlap / count, "draft/grad_norm": norm.item()}
 
@@ -177,7 +181,7 @@ def test_bfloat16_and_the_distributed_optimizer_keep_the_policys_bits(models, al
     assert all(torch.equal(found["policy"][name], tensor) for name, tensor in expected["policy"].items())
     first = alone[TIED, "eagle", make_batch]["metrics"][0]
     assert found["metrics"][0]["draft/loss"] == pytest.approx(first["draft/loss"], rel=0.02)
-    assert found["draft"]["fc.weight"].dtype == torch.bfloat16
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found["draft"].values())
 
 
 # -- parts, by hand ----------------------------------------------------------------------------------------------------
@@ -338,6 +342,6 @@ def test_what_has_no_head_is_refused_by_name(models, tmp_path):
 def test_a_head_of_other_sizes_is_refused_with_its_shapes(models, tmp_path):
     own = load_file(models / TIED / "draft" / "model.safetensors")
     arch = read_architecture(models / TIED)
-    write_draft(tmp_path, own | {"fc.bias": torch.zeros(3)}, arch)
-    with pytest.raises(ValueError, match=r"fc.bias in .* has shape \(3,\), but config.json makes it \(64,\)"):
+    write_draft(tmp_path, own | {"model.mtp_layers.0.final_layernorm.weight": torch.zeros(3)}, arch)
+    with pytest.raises(ValueError, match=r"final_layernorm.weight in .* has shape \(3,\), but .* makes it \(64,\)"):
         read_draft(tmp_path, arch)

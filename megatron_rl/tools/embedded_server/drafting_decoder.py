@@ -1,13 +1,15 @@
 """A decoder with a draft head, which guesses tokens from the decoder's hidden states.
 
-The head is one layer in the form of EAGLE (arXiv 2401.15077). The trainer trains it (engine/draft_head.py) and
-publishes its tensors under names that begin with `draft.`. Embedding and output layer are the decoder's.
+The head is one layer after an idea of EAGLE (arXiv 2401.15077), in the form of a multi-token prediction layer. The
+trainer trains it (engine/draft_head.py) and publishes its tensors under names that begin with `draft.`. Embedding and
+output layer are the decoder's.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
@@ -27,27 +29,25 @@ class DraftingDecoder(Decoder):
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
         super().__init__(config, dtype=dtype, device=device, context_length=context_length)
-        hidden, layer = config.hidden_size, f"{PREFIX}{LAYER}"
+        hidden, prefix = config.hidden_size, f"{PREFIX}{LAYER}"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        ffn = config.intermediate_size
-
-        def fused(columns: int, **rows: int) -> Tensor:
-            kind = "self_attn" if "q" in rows or "o" in rows else "mlp"
-            return self._new_fused([(f"{layer}{kind}.{n}_proj.weight", count) for n, count in rows.items()], columns)
-
-        self.fc = self._new(f"{PREFIX}fc.weight", hidden, 2 * hidden)
-        self.fc_bias = self._new(f"{PREFIX}fc.bias", hidden)
+        qkv = [(f"{prefix}self_attn.{n}_proj", size) for n, size in (("q", q_size), ("k", kv_size), ("v", kv_size))]
+        gate_up = [(f"{prefix}mlp.{n}_proj.weight", config.intermediate_size) for n in ("gate", "up")]
+        self.hidden_norm, self.token_norm, self.final_norm = (
+            self._new(f"{prefix}{name}_layernorm.weight", hidden) for name in ("hidden", "token", "final")
+        )
+        self.input_proj = self._new(f"{prefix}input_proj.weight", hidden, 2 * hidden)
         self.draft_layer = Layer(
-            input_norm=None,
-            qkv=fused(hidden, q=q_size, k=kv_size, v=kv_size),
-            qkv_bias=None,
+            input_norm=self._new(f"{prefix}input_layernorm.weight", hidden),
+            qkv=self._new_fused([(f"{name}.weight", size) for name, size in qkv], hidden),
+            qkv_bias=self._new_fused([(f"{name}.bias", size) for name, size in qkv]),
             qk_norm=None,
-            o=fused(q_size, o=hidden),
+            o=self._new(f"{prefix}self_attn.o_proj.weight", hidden, q_size),
             o_bias=None,
-            post_norm=self._new(f"{layer}post_attention_layernorm.weight", hidden),
-            gate_up=fused(hidden, gate=ffn, up=ffn),
+            post_norm=self._new(f"{prefix}post_attention_layernorm.weight", hidden),
+            gate_up=self._new_fused(gate_up, hidden),
             gate_up_bias=None,
-            down=fused(ffn, down=hidden),
+            down=self._new(f"{prefix}mlp.down_proj.weight", hidden, config.intermediate_size),
             down_bias=None,
         )
 
@@ -95,5 +95,12 @@ class DraftingDecoder(Decoder):
         self._draft(following, cache.states[rows, positions], positions, attend)
 
     def _draft(self, following: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = linear(torch.cat([self.embedding[following], states], -1), self.fc, self.fc_bias)
-        return self._layer(len(self.layers), self.draft_layer, x, (self.cos[positions], self.sin[positions]), attend)[0]
+        x = torch.cat(
+            [self._norm(states, self.hidden_norm), self._norm(self.embedding[following], self.token_norm)], -1
+        )
+        rotation = self.cos[positions], self.sin[positions]
+        x, _ = self._layer(len(self.layers), self.draft_layer, linear(x, self.input_proj), rotation, attend)
+        return self._norm(x, self.final_norm)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.config.hidden_size,), weight, self.config.rms_norm_eps)

@@ -94,7 +94,7 @@ class Span:
 
 @dataclass
 class Layer:
-    input_norm: Tensor | None  # [H]; a draft head's layer has none
+    input_norm: Tensor  # [H]
     qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, H]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [2, head_dim]: the norm of queries, the norm of keys
@@ -425,9 +425,7 @@ class Decoder:
         c, see, slots = self.config, self.watch, None
         cos, sin = rotation
         rotated = c.num_heads + c.num_kv_heads
-        x = hidden
-        if layer.input_norm is not None:
-            x = F.rms_norm(hidden, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
+        x = F.rms_norm(hidden, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
         see(i, "first norm", x)
         qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(hidden), -1, c.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]

@@ -41,7 +41,6 @@ def write_random_head(folder, seed=0):
     arch, generator = read_architecture(folder), torch.Generator().manual_seed(seed)
     shapes = shapes_for(arch).items()
     tensors = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes}
-    tensors["fc.weight"][:, arch.hidden :] += torch.eye(arch.hidden)
     write_draft(folder, tensors, arch)
 
 
@@ -77,7 +76,7 @@ def foreseeable(folder, tmp_path_factory):
     for path in (target / "model.safetensors", target / "draft" / "model.safetensors"):
         weights = load_file(path)
         for name, weight in weights.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "fc.bias")):
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.zero_()  # a layer then passes on what it gets
             if name.endswith("norm.weight"):
                 weight.fill_(1.0)
@@ -86,8 +85,8 @@ def foreseeable(folder, tmp_path_factory):
                 weight /= weight.square().mean(-1, keepdim=True).sqrt()  # the final norm then changes nothing
             if name == "lm_head.weight":
                 weight /= 2.0  # many tokens are likely
-            if name == "fc.weight":
-                weight.copy_(torch.eye(64, 128))  # the embedding of the token behind the state
+            if name.endswith("input_proj.weight"):
+                weight.copy_(torch.eye(64, 128).roll(64, 1))  # the embedding of the token behind the state
         save_file(weights, path, metadata={"format": "pt"})
     return decoder_of(target, has_draft=True)
 
@@ -220,12 +219,12 @@ def test_a_head_is_loaded_from_its_folder_or_from_the_models_files(folder, draft
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     model = load_file(folder / "model.safetensors")
     save_file(model, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="10 tensors are missing, the first is draft.fc.bias"):
+    with pytest.raises(ValueError, match="16 tensors are missing, the first is draft.model.mtp_layers.0.final"):
         decoder_of(tmp_path, has_draft=True)
     published = {f"draft.{name}": tensor for name, tensor in own.items()}
     save_file(model | published, tmp_path / "model.safetensors")
     assert decoder_of(tmp_path, has_draft=True).checksums() == drafting.checksums()
-    with pytest.raises(ValueError, match="draft.fc.bias: the qwen3 model has no such tensor"):
+    with pytest.raises(ValueError, match="draft.model.mtp_layers.0.*: the qwen3 model has no such tensor"):
         decoder_of(tmp_path, has_draft=False)
 
 
