@@ -588,7 +588,7 @@ def test_rows_left_with_nan_do_not_poison_later_requests(hf, tmp_path):
 def test_a_failing_forward_pass_fails_its_requests_and_all_later_ones(decoder, monkeypatch):
     with running(decoder) as batcher:
 
-        def out_of_memory(*_):
+        def out_of_memory(*_, **__):
             raise MemoryError("no memory left")
 
         monkeypatch.setattr(decoder, "decode", out_of_memory)
