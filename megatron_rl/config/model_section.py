@@ -133,7 +133,7 @@ class DraftConfig(Section, name="draft"):
     a model that they run."""
     tokens: int = at_least(1, default=3)
     """Number of tokens that a server guesses before each pass of the policy."""
-    tokens_per_pass: int = at_least(1, default=32, hint="the tokens that a pass can read in about the time of one")
+    tokens_per_pass: int = at_least(1, default=8, hint="the number that a pass reads in about the time of one")
     """Maximum number of tokens that a pass of the policy reads, guesses included. The more requests a server runs at
     once, the fewer tokens it guesses for each."""
     lr: float = above(0, default=1e-3)

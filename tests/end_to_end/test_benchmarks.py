@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.startswith(BEGINNING)]
 """The benchmark commands of the page, each a file and its arguments."""
 QUICK = ("bench_delta", "publication_times", "bench_ops_cpu", "bench_recovery", "bench_packing", "bench_rewards")
-QUICK += ("bench_spread", "bench_agents", "bench_draft")
+QUICK += ("bench_spread", "bench_agents")
 STARTS_PROCESSES = ("rollout_server", "bench_publish", "bench_exchange")
 """Each take up to 20 s of a core to import what others have imported."""
 STARTS_TRAINING = ("bench_train_step", "bench_trees", "demo_seeds", "bench_async", "bench_executor", "bench_senders")

@@ -92,7 +92,7 @@ class Batcher:
         reuse_prefixes: bool = True,
         prefill_tokens_per_turn: int = 2048,
         draft_tokens: int = 0,
-        tokens_per_pass: int = 32,
+        tokens_per_pass: int = 8,
     ):
         self.model = model
         self.draft_tokens, self.tokens_per_pass = draft_tokens, tokens_per_pass
