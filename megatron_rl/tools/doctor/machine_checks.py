@@ -14,6 +14,7 @@ from megatron_rl.launch.ports import LOWEST, first_of_connections
 from megatron_rl.tools.doctor.finding import Finding
 
 LEAST_FILES, LEAST_SHARED_BYTES, LEAST_BYTES_PER_S = 4096, 64 << 20, 50e6
+DISK_TRIES = 4
 PORTS_TRIED, LEAST_FREE = 64, 16
 """Ports for servers that are tried, spread over their range, and how many of them must be free."""
 
@@ -37,19 +38,29 @@ def check_machine(folder: Path, probe_name: str = ".doctor") -> Iterator[Finding
         cause = f"only {free} of {len(tried)} that were tried are free; end what listens there (ss -ltnp)"
         yield Finding(who="machine", where=f"ports {LOWEST} to {end - 1}", cause=cause)
     folder.mkdir(parents=True, exist_ok=True)
-    probe, data, begin = folder / probe_name, b"\0" * (32 << 20), time.monotonic()
+    try:
+        # The fastest of some writes, because others may use the disk, too.
+        speed = 0.0
+        for _ in range(DISK_TRIES):
+            speed = max(speed, _written_per_s(folder / probe_name))
+            if speed >= LEAST_BYTES_PER_S:
+                return
+    except OSError as error:
+        yield Finding(who="machine", where=str(folder), cause=f"cannot be written: {error}")
+        return
+    yield Finding(who="machine", where=str(folder), cause=f"takes only {speed / 1e6:.0f} MB/s; name a faster disk")
+
+
+def _written_per_s(probe: Path) -> float:
+    """Write a file to the disk and remove it. Return its bytes by the seconds that this has taken."""
+    data, begin = b"\0" * (32 << 20), time.monotonic()
     try:
         with probe.open("wb") as file:
             file.write(data)
             os.fsync(file.fileno())
-    except OSError as error:
-        yield Finding(who="machine", where=str(folder), cause=f"cannot be written: {error}")
-        return
+        return len(data) / (time.monotonic() - begin)
     finally:
         probe.unlink(missing_ok=True)
-    speed = len(data) / (time.monotonic() - begin)
-    if speed < LEAST_BYTES_PER_S:
-        yield Finding(who="machine", where=str(folder), cause=f"takes only {speed / 1e6:.0f} MB/s; name a faster disk")
 
 
 def is_free(port: int) -> bool:
