@@ -15,7 +15,9 @@ from tests.kit.waiting import wait_until
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "omegaconf")
 
 
-def process_id(**_):
+def process_id(until="", **_):
+    """Return this worker's id, once the file `until` exists."""
+    wait_until(lambda: not until or os.path.exists(until), "the file is not written")
     return os.getpid()
 
 

@@ -235,13 +235,14 @@ def test_a_request_has_a_bound(serve, monkeypatch):
         ask(serve("misbehaves"), "a" * 1000)
 
 
-def test_a_call_that_blocks_the_event_loop_does_not_wait_for_calls_of_that_loop(serve):
-    service = serve("process_id", workers=1)
+def test_a_call_that_blocks_the_event_loop_does_not_wait_for_calls_of_that_loop(serve, tmp_path):
+    service, over = serve("process_id", workers=1), tmp_path / "over"
 
     async def both():
-        awaited = asyncio.create_task(service.call({}, LATE_S))
+        awaited = asyncio.create_task(service.call({"until": str(over)}, LATE_S))
         await asyncio.sleep(0)  # it has the only worker now, whose answer nobody can hear while the loop is blocked
         now = service.call_now({})
+        over.touch()
         return (await awaited)[0].value, now[0].value, (await service.call({}, LATE_S))[0].value
 
     first, second, third = asyncio.run(both())
