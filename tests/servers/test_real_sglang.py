@@ -33,7 +33,7 @@ from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S, wait_until
 from tests.servers.test_supervisor import shown_to_others
 
-LONG = 250
+LONG = 450
 """Tokens of a reply that lasts a second or more."""
 
 
