@@ -73,7 +73,7 @@ class Adjusting:
 
     @property
     def counts(self) -> bool:
-        """Whether adjustments depend on the tokens that were generated before."""
+        """True if an adjustment depends on the tokens that were generated before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property

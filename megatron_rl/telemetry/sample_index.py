@@ -37,7 +37,7 @@ class SampleIndex:
     def _clear(self) -> None:
         self._read = 0
         self._begins, self._sizes, self._numbers = array("q"), array("q"), array("q")
-        """Of each row: offset in bytes, length in bytes, and its number among the samples of its split and step."""
+        """For each row: its offset and length in bytes, and its number among the samples of its split and step."""
         self.blocks: dict[Key, list[range]] = {}
         """Rows of each split and step. There are several blocks only if a step was logged again."""
         self._replaced: set[int] = set()

@@ -32,7 +32,7 @@ def check_name(name: Any) -> str:
 
 
 class SavedWeights:
-    """What is below `folder`, which has a folder for each model."""
+    """The saved weights in `folder`, which has a subfolder for each model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

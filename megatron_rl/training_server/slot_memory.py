@@ -1,4 +1,4 @@
-"""How many clients' models fit into the memory of a rank, by the plan's figures.
+"""Computes from the plan's figures how many clients' models fit into the memory of a rank.
 
 One model occupies the engine. The others are kept: on the device as far as the base, an update and the plan's reserves
 leave room there, and then in host memory. Without a GPU, both are the same memory.

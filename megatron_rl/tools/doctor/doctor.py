@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from megatron_rl import parallel
-from megatron_rl.config import DraftConfig, GenerationConfig, ParallelConfig, TrainConfig, load_config
+from megatron_rl.config import DraftConfig, EngineConfig, GenerationConfig, ParallelConfig, TrainConfig, load_config
 from megatron_rl.data.tokens import load_tokenizer, training_prompts
 from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.run.evaluate_command import where_it_is
 from megatron_rl.servers.supervisor import Supervisor
@@ -89,15 +90,8 @@ def of_models(
     """Compare trainer, transformers and server. Stops at the first implementation that differs."""
     groups = parallel.start(ParallelConfig(), seed=config.run.seed)
     try:
-        # In float32, in which no rounding hides what is wrong. The server has the run's dtype.
-        model = replace(config.model, dtype="float32", transformer_impl="local")
-        alone = replace(config.actor, model=model, parallel=ParallelConfig(), publication="group", draft=DraftConfig())
-        engine = MegatronEngine(alone, groups=groups)
-        engine.initialize(None, FinetuneSpec(total_updates=1))
-        folder = Path(config.model.path)
-        if config.model.init == "random":
-            folder = Path(config.run.folder) / "doctor_model"
-            engine.save(folder)
+        alone = replace(config.actor, parallel=ParallelConfig(), publication="group", draft=DraftConfig())
+        engine, folder = started(config, alone, groups)
         rows = [prompt_ids(tokenizer, row) for row in prompts[:PROMPTS]]
         context = engine.arch.max_positions
         yield from compare(engine, folder, sequence(rows, 0, min(TOKENS, context)))
@@ -106,6 +100,21 @@ def of_models(
         yield from of_server(config, engine, folder, asked)
     finally:
         parallel.stop()
+
+
+def started(config: TrainConfig, options: EngineConfig, groups: ParallelGroups) -> tuple[MegatronEngine, Path]:
+    """Return the trainer's engine with the folder of its weights, which is written if the run draws them.
+
+    The engine computes in float32, in which no rounding hides what is wrong. The server has the run's dtype.
+    """
+    model = replace(config.model, dtype="float32", transformer_impl="local")
+    engine = MegatronEngine(replace(options, model=model), groups=groups)
+    engine.initialize(None, FinetuneSpec(total_updates=1))
+    folder = Path(config.model.path)
+    if config.model.init == "random":
+        folder = Path(config.run.folder) / "doctor_model"
+        engine.save(folder)
+    return engine, folder
 
 
 def sequence(rows: list[list[int]], start: int, most: int) -> list[int]:
@@ -124,13 +133,7 @@ def of_layout(config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: Pre
         )
     groups = parallel.start(config.parallel, seed=config.run.seed)
     try:
-        model = replace(config.model, dtype="float32", transformer_impl="local")
-        engine = MegatronEngine(replace(config.actor, model=model), groups=groups)
-        engine.initialize(None, FinetuneSpec(total_updates=1))
-        folder = Path(config.model.path)
-        if config.model.init == "random":
-            folder = Path(config.run.folder) / "doctor_model"
-            engine.save(folder)
+        engine, folder = started(config, config.actor, groups)
         rows = [prompt_ids(tokenizer, row) for row in prompts[:PROMPTS]]
         return compare_layout(engine, folder, sequence(rows, 0, min(TOKENS, engine.arch.max_positions)))
     finally:

@@ -1,4 +1,4 @@
-"""What the doctor says of one thing that is wrong."""
+"""A finding: the doctor's description of one error."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What a line chart shows, before it is drawn."""
+    """The data of a line chart."""
 
     heading: str
     series: list[Series]
@@ -63,7 +63,7 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """What a chart of stacked bars shows, before it is drawn: seconds by phase of each bar."""
+    """The data of a chart of stacked bars: for each bar, the seconds of each phase."""
 
     heading: str
     bars: list[dict[str, float]]
