@@ -2,18 +2,16 @@
 
 import dataclasses
 import math
-import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_batcher import running as running_batcher
 
 from megatron_rl.config import DraftConfig, RolloutConfig
 from megatron_rl.servers import reply_check
 from megatron_rl.servers.server_process import ServerLauncher
 from megatron_rl.tools.embedded_server import protocol, server
-from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.request import Request
@@ -91,19 +89,9 @@ def foreseeable(folder, tmp_path_factory):
     return decoder_of(target, has_draft=True)
 
 
-@contextmanager
 def running(decoder, draft_tokens, **options):
-    defaults = {"max_running_requests": 8, "context_length": CONTEXT, "max_total_tokens": 8 * CONTEXT}
-    defaults["tokens_per_pass"] = 1024
-    batcher = Batcher(decoder, draft_tokens=draft_tokens, **(defaults | options))
-    thread = threading.Thread(target=batcher.run, daemon=True)
-    thread.start()
-    try:
-        yield batcher
-    finally:
-        batcher.stop()
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
+    sizes = {"context_length": CONTEXT, "max_total_tokens": 8 * CONTEXT, "tokens_per_pass": 1024}
+    return running_batcher(decoder, draft_tokens=draft_tokens, **(sizes | options))
 
 
 def prompt_of(length, seed=0):
