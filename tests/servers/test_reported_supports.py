@@ -163,7 +163,7 @@ def test_penalties_of_a_reply_that_is_continued_count_the_tokens_of_the_part_tha
     engine = connect(embedded_servers[:1], seed=1, part_tokens=5)
     ask = {"input_ids": [5, 17]} | {
         "gconfig": GenerationConfig(
-            ignore_eos=True, top_k=20, temperature=TEMPERATURE, repetition_penalty=1.8, frequency_penalty=-0.5
+            ignore_eos=True, top_k=256, temperature=TEMPERATURE, repetition_penalty=1.8, frequency_penalty=-0.5
         ).new(max_new_tokens=24)
     }
     first = LLMRequest(rid="r", **ask)
@@ -177,7 +177,7 @@ def test_penalties_of_a_reply_that_is_continued_count_the_tokens_of_the_part_tha
     assert torch.equal(reply.adjustment[12:], rest) and reply.adjustment[12].eq(0).all()
     batch = TrajectoryBatch.from_trajectories([[Trajectory.from_reply(reply, 0.0)]])
     (found,) = run_ranks(1, scores, tiny_model, {"continued": batch})
-    assert_sampled_as_trained({"continued": batch}, found, {"continued": {"top_k": 20}})
+    assert_sampled_as_trained({"continued": batch}, found, {"continued": {"top_k": 256}})
 
 
 def test_a_reply_under_a_grammar_is_trained_with_the_tokens_that_the_grammar_allowed(real_sglang, connect, tiny_model):

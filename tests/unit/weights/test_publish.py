@@ -1,6 +1,7 @@
 """The publisher with servers in this process: what it sends when, what it compares, whom it drops, what it costs."""
 
 import os
+import socket
 import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group
 from tests.kit.in_process import InProcessPublisher, InProcessServers, done, some_tensors, specs_of
-from tests.kit.waiting import LATE_S, LIMIT_S
+from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 # -- checksums
 
@@ -391,24 +392,29 @@ def test_update_group_listens_at_its_address_alone():
 
 
 def test_a_rank_that_will_not_come_ends_the_waiting_of_all_that_came():
-    where = {
-        "address": "127.0.0.1",
-        "port": free_port("127.0.0.1"),
-        "world_size": 3,
-        "name": "in vain",
-        "timeout_s": LATE_S,
-    }
+    # Open before any rank joins, as the publisher's: torch tries a refused connection again only after a second.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    where = {"address": "127.0.0.1", "port": port, "world_size": 3, "name": "in vain", "timeout_s": LATE_S}
     ends, may_end = {}, threading.Event()
 
-    def join(rank):
+    def join(rank, **options):
         try:
-            join_update_group(rank=rank, **where, is_hopeless=may_end.is_set)
+            join_update_group(rank=rank, **where, **options)
         except (RuntimeError, TimeoutError) as error:
             ends[rank] = error
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]  # rank 2 has died
+    def have_come():
+        connections = psutil.Process().net_connections("tcp")
+        return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in connections)
+
+    threads = [
+        threading.Thread(target=join, args=(0,), kwargs={"listener": listener, "is_hopeless": may_end.is_set}),
+        threading.Thread(target=join, args=(1,)),
+    ]  # rank 2 has died
     for thread in threads:
         thread.start()
+    wait_until(lambda: have_come() == 2)
     threads[0].join(0.5)
     assert not ends, "they wait as long as there is hope"
     may_end.set()
