@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import re
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -166,13 +167,14 @@ class WeightEndpoints:
             receive = self._receive_in_place
         else:
             receive = self._receive_aside
+        count = sum(len(arrival.specs) for arrival in arrivals)
         try:
             await receive(arrivals, body)
         except Stopped:
             raise
         except RuntimeError as error:  # the sender died
             raise ValueError(f"Failed to update weights: {error}") from error
-        return success(f"Succeeded to update {sum(len(arrival.specs) for arrival in arrivals)} tensors.")
+        return success(f"Succeeded to update {count} tensors.")
 
     def _arrival(self, part: dict[str, Any]) -> Arrival:
         if type(part) is not dict:
@@ -431,8 +433,10 @@ class Arrival:
     flattened: bool
     """True if all tensors arrive as one broadcast of bytes. Otherwise there is one broadcast per tensor, in order."""
 
-    def begin(self, memory: Mapping[str, torch.Tensor | None]) -> tuple[list[torch.Tensor], deque[dist.Work]]:
-        """Start the broadcasts. Return the tensors to fill and the pending works: one per tensor, or one for all.
+    def begin(
+        self, memory: Mapping[str, torch.Tensor | None]
+    ) -> tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]:
+        """Start the broadcasts. Return (name, tensor to fill) and the pending works: one per tensor, or one for all.
 
         memory: {tensor name: memory to receive into}. If the memory is None, missing or on another device, or if the
         bucket is flattened, a new tensor is allocated.
@@ -442,7 +446,8 @@ class Arrival:
             tensors = unpack_bucket(pieces[0], self.specs)
         else:
             pieces = tensors = [self._place_for(spec, memory.get(spec.name)) for spec in self.specs]
-        return tensors, deque(dist.broadcast(piece, src=0, group=self.group, async_op=True) for piece in pieces)
+        named = [(spec.name, tensor) for spec, tensor in zip(self.specs, tensors, strict=True)]
+        return named, deque(dist.broadcast(piece, src=0, group=self.group, async_op=True) for piece in pieces)
 
     def _place_for(self, spec: TensorSpec, own: torch.Tensor | None) -> torch.Tensor:
         if own is not None and own.device == self.device:
@@ -451,19 +456,25 @@ class Arrival:
 
 
 def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as each tensor arrives. memory: as for `Arrival.begin`.
+    """Yield (name, tensor) as each tensor arrives. memory: as for `Arrival.begin`. Empties `arrivals`.
 
     All transfers run concurrently and are awaited in order. So the caller can write a tensor while later ones arrive.
+    If a broadcast breaks, the error refers to no group: a group's connections close only after its last reference is
+    gone, and other servers may be waiting for data from this one.
     """
-    begun: list[tuple[list[torch.Tensor], deque[dist.Work]]] = []
+    begun: list[tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]] = []
     try:
-        for arrival in arrivals:
-            begun.append(arrival.begin(memory))
-        for arrival, (tensors, broadcasts) in zip(arrivals, begun, strict=True):
-            for spec, tensor in zip(arrival.specs, tensors, strict=True):
+        while arrivals:
+            begun.append(arrivals.pop(0).begin(memory))
+        for tensors, broadcasts in begun:
+            for name, tensor in tensors:
                 if broadcasts:
                     broadcasts.popleft().wait()
-                yield spec.name, tensor
+                yield name, tensor
+    except RuntimeError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
+        arrivals.clear()
         for _, broadcasts in begun:
             broadcasts.clear()  # a traceback would keep them alive longer than their group, which gloo does not allow

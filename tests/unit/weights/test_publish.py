@@ -1,5 +1,6 @@
 """The publisher with servers in this process: what it sends when, what it compares, whom it drops, what it costs."""
 
+import gc
 import os
 import socket
 import threading
@@ -14,11 +15,13 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from megatron_rl.launch.ports import free_port
 from megatron_rl.ops import CHECKSUM_COLUMNS, count_of_word_sums, reference, word_sums
+from megatron_rl.tools.embedded_server.weight_endpoints import Arrival, arriving
 from megatron_rl.weights import publish
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group
 from tests.kit.in_process import InProcessPublisher, InProcessServers, done, some_tensors, specs_of
+from tests.kit.ranks import run_ranks
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until
 
 # -- checksums
@@ -422,3 +425,26 @@ def test_a_rank_that_will_not_come_ends_the_waiting_of_all_that_came():
         thread.join(LIMIT_S)
     assert isinstance(ends[0], TimeoutError) and "a rank will not come" in str(ends[0])
     assert isinstance(ends[1], RuntimeError)
+
+
+def broken_broadcast(listener):
+    """Rank 0 leaves without sending. Return the number of groups that live on in rank 1 after it has left too."""
+    port = listener.getsockname()[1]
+    where = {"address": "127.0.0.1", "port": port, "world_size": 2, "name": "broken", "timeout_s": LATE_S}
+    if os.environ["RANK"] == "0":
+        leave_update_group(join_update_group(rank=0, listener=listener, **where))
+        return 0
+    groups = [join_update_group(rank=1, **where)]
+    alive = weakref.WeakSet(groups)
+    specs = [TensorSpec("a", torch.float32, (4,)), TensorSpec("b", torch.float32, (2, 2))]
+    gc.disable()  # it would release the group at some time
+    with pytest.raises(RuntimeError) as error:
+        list(arriving([Arrival(specs, groups[0], torch.device("cpu"), flattened=False)], {}))
+    error.value.own = error  # a cycle, as where a future's error refers to the frame that set it
+    leave_update_group(groups.pop())
+    return len(alive)
+
+
+def test_the_error_of_a_broken_broadcast_does_not_keep_its_group_connected():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert run_ranks(2, broken_broadcast, listener) == [0, 0]
