@@ -29,6 +29,9 @@ _environment = threading.Lock()
 """Guards os.environ: a server may join two groups at the same time, in two threads."""
 CONNECT_S = 30.0
 """Timeout in seconds for gloo's connections between the ranks, once all have reached the store."""
+WIRE_THREADS = 4
+"""Gloo's threads for each network interface, that is broadcasts in flight. Each waits for its receivers to be ready, so
+with gloo's usual two threads the wire is idle between tensors."""
 
 
 def join_update_group(
@@ -70,7 +73,8 @@ def join_update_group(
     # If a rank dies from here on, gloo blocks, because it connects now. NCCL connects on first use.
     connecting = min(timeout, timedelta(seconds=CONNECT_S)) if is_gloo and rank == 0 else timeout
     # Same as SGLang's init_custom_process_group, including the prefix. `[]`: not a subgroup of the default group.
-    place = world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store)
+    own = GLOO if is_gloo else backend
+    place = world_size, rank, [], dist.Backend(own), dist.PrefixStore(name, store)
     with contextlib.nullcontext() if is_gloo else _without_watchdog():
         group, _ = c10d._new_process_group_helper(*place, group_name=name, timeout=connecting)
     if is_gloo:
@@ -78,6 +82,21 @@ def join_update_group(
     # The helper leaves this to its caller. Collectives look up `group_src` here.
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+def _gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Same as torch's gloo group, but with WIRE_THREADS. The other ranks need not have as many."""
+    gloo = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    options._timeout, options._threads = timeout, WIRE_THREADS * len(options._devices)
+    return gloo(store, rank, world_size, options)
+
+
+GLOO = "weight_update_gloo"
+"""Name under which torch knows `_gloo`: a group's options cannot be passed through torch's own "gloo"."""
+dist.Backend.register_backend(GLOO, _gloo, devices=["cpu", "cuda"])
 
 
 def _hosted_store(
@@ -127,7 +146,7 @@ def leave_update_group(group: dist.ProcessGroup) -> None:
 
     Not collective: other ranks need not call it, but their next collective in the group fails.
     """
-    if dist.get_backend(group) == "gloo":
+    if dist.get_backend(group) == GLOO:
         dist.destroy_process_group(group)
     else:  # destroying would wait for NCCL kernels, which never end if a peer died
         c10d._abort_process_group(group)
