@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ from megatron_rl.rollout.workflow_form import begun, check_workflow
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
 from megatron_rl.types import Trajectory, TrajectoryBatch
-from megatron_rl.workflows.episode_engine import ENDING_S, EpisodeEngine, Retries, RunBroken
+from megatron_rl.workflows.episode_engine import ENDING_S, EpisodeEngine, EpisodeRecord, Retries, RunBroken
 from megatron_rl.workflows.scoring import RewardTimeout
 
 logger = logging.getLogger(__name__)
@@ -131,11 +131,19 @@ class RolloutExecutor:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._collect(count, refill=lambda: None)
+                while True:
+                    self._requeue_stale()
+                    self._start()
+                    if self._is_complete(count):
+                        break
+                    await self._progress.wait()
         except TimeoutError as error:
             raise TimeoutError(
                 f"rollout: {len(self._finished)} of {count} groups after {timeout_s:g} s; they are kept."
             ) from error
+        finally:
+            self._forget_failures()
+        return self._take(count)
 
     async def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
@@ -157,12 +165,19 @@ class RolloutExecutor:
         # An asynchronous episode's step is unknown when it begins.
         step = f"version {self._engine.get_version()} " if is_synchronous else ""
 
-        def refill() -> None:
-            wanted = self._gate.room(self._engine.get_version()) + spare - len(self._queue)
-            for data in itertools.islice(prompts, max(0, wanted)):
-                self._enqueue(data, workflow, step=step)
-
-        batch = await self._collect(count, refill=refill, in_order=is_synchronous)
+        try:
+            while True:
+                self._requeue_stale()
+                wanted = self._gate.room(self._engine.get_version()) + spare - len(self._queue)
+                for data in itertools.islice(prompts, max(0, wanted)):
+                    self._enqueue(data, workflow, step=step)
+                self._start()
+                if self._is_complete(count):
+                    break
+                await self._progress.wait()
+        finally:
+            self._forget_failures()
+        batch = self._take(count, in_order=is_synchronous)
         if surplus:
             self._recall()
         return batch
@@ -263,21 +278,21 @@ class RolloutExecutor:
 
     # -- finished groups
 
-    async def _collect(self, count: int, *, refill: Callable[[], None], in_order: bool = False) -> TrajectoryBatch:
-        try:
-            while True:
-                self.raise_if_fatal()
-                self._requeue_stale()
-                refill()
-                self._start()
-                if len(self._finished) >= count and not self._is_due():
-                    break
-                self._raise_if_hopeless(count)
-                # Nothing was awaited since `_finished` was checked, so no progress is missed in between.
-                self._progress.clear()
-                await self._progress.wait()
-        finally:
-            self._failed, self._rejected, self._first_error = 0, 0, None
+    def _is_complete(self, count: int) -> bool:
+        """Return True if a batch of `count` groups can be taken. If not, the next progress will set `_progress`.
+
+        Raises RuntimeError if too many prompts failed or were rejected, or too few are left for `count` groups.
+        """
+        if len(self._finished) >= count and not self._is_due():
+            return True
+        self._raise_if_hopeless(count)
+        self._progress.clear()  # the caller waits next, and awaits nothing before, so it misses no progress
+        return False
+
+    def _forget_failures(self) -> None:
+        self._failed, self._rejected, self._first_error = 0, 0, None
+
+    def _take(self, count: int, *, in_order: bool = False) -> TrajectoryBatch:
         # First the groups that missed an earlier batch, then the oldest, which might be too old for the next batch.
         # Groups of the same age are taken in the order in which they finished.
         self._finished.sort(key=lambda finished: (-finished.episode.requeues, finished.versions.start))
@@ -316,7 +331,11 @@ class RolloutExecutor:
             ) from self._first_error
 
     def _requeue_stale(self) -> None:
-        """Drop the groups that are too stale to train at the current version, and requeue their prompts."""
+        """Drop the groups that are too stale to train at the current version, and requeue their prompts.
+
+        Raises RuntimeError if `fail` was called.
+        """
+        self.raise_if_fatal()
         oldest_allowed = self._engine.get_version() - self._config.max_staleness
         dropped = [finished for finished in self._finished if finished.decides < oldest_allowed]
         if not dropped:  # this is called after every episode
@@ -393,7 +412,7 @@ class RolloutExecutor:
             episode.version, episode.started_s = self._engine.get_version(), time.monotonic()
             for events in self._observers(episode):
                 events.started(episode)
-            task = asyncio.get_running_loop().create_task(self._fly(episode))
+            task = asyncio.get_running_loop().create_task(self._run(episode))
             self._running[task] = episode
             task.add_done_callback(self._landed)
 
@@ -419,17 +438,42 @@ class RolloutExecutor:
     def _landed(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
         if not task.cancelled():
-            task.exception()  # marks the exception as retrieved; `_fly` has reported it
+            task.exception()  # marks the exception as retrieved; `_run` has reported it
 
-    async def _fly(self, episode: Episode) -> None:
+    async def _run(self, episode: Episode) -> None:
+        """Run one episode: attempt it until it gives a group or is given up, and book how it ended."""
         is_counted.set(episode.is_training)  # for this task and those that it starts
         task = asyncio.current_task()
+        assert task is not None
         try:
             with self._spans("episodes", str(episode.data["sample_key"]), evaluation=not episode.is_training) as span:
-                outcome = await self._run(episode)
+                outcome = await self._restored(episode)
+                record = self._records.of(episode.data) if episode.is_training and outcome is None else None
+                failures = 0
+                while outcome is None:
+                    version, engine = self._engine.get_version(), self._new_attempt(episode, record)
+                    try:
+                        async with engine:
+                            # In a task of its own, because a workflow may leave its task marked as cancelled. With a
+                            # copy, because a workflow may modify its data.
+                            found = await asyncio.ensure_future(begun(episode.workflow, engine, dict(episode.data)))
+                        group = self._group_of(found, episode)
+                        # Replies kept from the journal or an earlier attempt may be older than this attempt.
+                        refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
+                        engine.note(None)
+                        outcome = Outcome(group=group)
+                    # Workflows and rewards are user code and may raise anything; one episode must not end the run. A
+                    # CancelledError is the episode's own failure, unless this task was cancelled.
+                    except (Exception, asyncio.CancelledError) as raised:
+                        if task.cancelling():
+                            raise asyncio.CancelledError from raised
+                        failure, failures = first_of(raised), failures + 1
+                    if outcome is None and (outcome := self._given_up(engine, failure, failures)) is None:
+                        await self._before_retry(episode, failures, failure)
+                episode.replies.clear()
                 span.args["outcome"] = outcome.word
             # `_recall` takes a task out of `_running` and requeues its prompt, so its result must not count.
-            if task is None or self._running.pop(task, None) is None:
+            if self._running.pop(task, None) is None:
                 return
             self._book(episode, outcome)
         except BaseException as error:
@@ -441,6 +485,46 @@ class RolloutExecutor:
             episode.outcome.set_result(outcome)
         self._progress.set()
         self._start()
+
+    async def _restored(self, episode: Episode) -> Outcome | None:
+        """Wait for the task of an earlier start, and return the group that an earlier process has journaled, if any."""
+        self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
+        if episode.ending is not None and not episode.ending.done():
+            await asyncio.wait([episode.ending], timeout=ENDING_S)
+        group = self._records.group(episode.data, self._engine.get_version()) if episode.is_training else None
+        return None if group is None else Outcome(group=group)
+
+    def _new_attempt(self, episode: Episode, record: EpisodeRecord | None) -> EpisodeEngine:
+        retries = Retries(
+            most=self._config.episode_attempts,
+            before=partial(self._before_retry, episode),
+            after_try=self._count_try,
+        )
+        return EpisodeEngine(
+            self._engine,
+            episode.replies,
+            retries,
+            record=record,
+            oldest_allowed=self._oldest_kept,
+            is_training=episode.is_training,
+        )
+
+    async def _before_retry(self, episode: Episode, failures: int, error: BaseException) -> None:
+        self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
+        logger.info("episode %d: try %d failed (%s)", episode.number, failures, words_of(error))
+        self.failures[type(error).__name__] += 1
+        await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
+
+    def _given_up(self, engine: EpisodeEngine, error: BaseException, failures: int) -> Outcome | None:
+        """Note that an attempt failed. Return the episode's outcome if there must be no other attempt."""
+        engine.note(error)
+        if isinstance(error, RunBroken):
+            self.fail(f"rollout: {error}")
+        is_last = failures == self._config.episode_attempts or engine.is_lost
+        if not is_last and not isinstance(error, RequestRefused | RunBroken):
+            return None
+        self._metrics.add(rewards_late=isinstance(error, RewardTimeout))
+        return Outcome(error=error)
 
     def _abandon(self, episode: Episode) -> None:
         if episode.outcome is not None and not episode.outcome.done():
@@ -479,62 +563,6 @@ class RolloutExecutor:
                 self._first_error = self._first_error or error
             for events in observers:
                 events.dead_lettered(episode, error)
-
-    async def _run(self, episode: Episode) -> Outcome:
-        """Run one episode to its end. Raises only if it is cancelled."""
-        self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
-        if episode.ending is not None and not episode.ending.done():
-            await asyncio.wait([episode.ending], timeout=ENDING_S)
-
-        async def before_retry(failures: int, error: BaseException) -> None:
-            self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
-            logger.info("episode %d: try %d failed (%s)", episode.number, failures, words_of(error))
-            self.failures[type(error).__name__] += 1
-            await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
-
-        tries, version = self._config.episode_attempts, self._engine.get_version()
-        if episode.is_training and (restored := self._records.group(episode.data, version)) is not None:
-            return Outcome(group=restored)
-        retries = Retries(most=tries, before=before_retry, after_try=self._count_try)
-        record = self._records.of(episode.data) if episode.is_training else None
-        for number in itertools.count(1):
-            version = self._engine.get_version()
-            engine = EpisodeEngine(
-                self._engine,
-                episode.replies,
-                retries,
-                record=record,
-                oldest_allowed=self._oldest_kept,
-                is_training=episode.is_training,
-            )
-            try:
-                # Start each attempt with a copy, because a workflow may modify its data.
-                data = dict(episode.data)
-                try:
-                    result = await engine.start(partial(begun, episode.workflow, engine, data))
-                finally:
-                    await engine.end()
-                group = self._group_of(result, episode)
-                # Replies kept from the journal or an earlier attempt may be older than this attempt.
-                refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
-                engine.note(None)
-                episode.replies.clear()
-                return Outcome(group=group)
-            # Workflows and rewards are user code and may raise anything; one episode must not end the run. A
-            # CancelledError is the episode's own failure, unless this task was cancelled.
-            except (Exception, asyncio.CancelledError) as raised:
-                if _is_cancelled():
-                    raise asyncio.CancelledError from raised
-                error = first_of(raised)
-            engine.note(error)
-            if isinstance(error, RunBroken):
-                self.fail(f"rollout: {error}")
-            if number == tries or engine.is_lost or isinstance(error, RequestRefused | RunBroken):
-                self._metrics.add(rewards_late=isinstance(error, RewardTimeout))
-                episode.replies.clear()
-                return Outcome(error=error)
-            await before_retry(number, error)
-        raise AssertionError("unreachable")
 
     def _count_try(self, error: BaseException | None) -> None:
         """Count how a try of a sample ended, and end the run if infrastructure has failed too many tries."""
@@ -582,11 +610,6 @@ def name_of(workflow: RolloutWorkflow) -> str:
     code, path = code_of(workflow.arun_episode), f"{type(workflow).__module__}:{type(workflow).__qualname__}"
     is_theirs = code is not None and not code.co_filename.startswith(PACKAGE)
     return f"{path} at {code.co_filename}:{code.co_firstlineno}" if code is not None and is_theirs else path
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def first_of(error: BaseException) -> BaseException:

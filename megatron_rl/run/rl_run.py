@@ -264,7 +264,12 @@ class RLRun(Run):
         with self.timers("rollout"):
             self.resume_state.note_step(self.processes.process)  # an abandoned step restarts here
             try:
-                own = self.rollouts.batch()
+                self.rollouts.give_to_servers()
+                process = self.processes.process
+                pending = [process.prepare_batch()] if process is not None else []
+                self.rollouts.wait_for(pending)  # on all ranks: next, the trainer takes the devices from the servers
+                self.devices.give_to_trainer()
+                own = pending[0].result() if pending else None
             except RuntimeError:
                 if not self.is_ending:
                     raise

@@ -218,7 +218,8 @@ class Rollouts:
 
         rollouts = Rollouts(config, groups, processes, devices, engine, is_ending=lambda: False)
         rollouts.publish()
-        batch = rollouts.batch()  # this rollout rank's part of a step; None on ranks that drive no rollouts
+        rollouts.give_to_servers()
+        rollouts.wait_for([process.prepare_batch()] if process is not None else [])
 
     Collective: every rank calls every method unless its docstring says otherwise.
     """
@@ -308,15 +309,7 @@ class Rollouts:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def batch(self) -> TrajectoryBatch | None:
-        """Generate this rollout rank's part of the step's groups. Return None on ranks that drive no rollouts."""
-        self._give_to_servers()
-        pending: list[Future[TrajectoryBatch]] = [self.process.prepare_batch()] if self.process is not None else []
-        self.wait_for(pending)  # on all ranks: next, the trainer takes the devices from the servers
-        self.devices.give_to_trainer()
-        return pending[0].result() if pending else None
-
-    def _give_to_servers(self) -> None:
+    def give_to_servers(self) -> None:
         """Give shared devices to the servers. Publish again first if a checkpoint has taken the servers' weights."""
         if self.devices.servers_lack_weights:
             self.publish()
@@ -331,7 +324,7 @@ class Rollouts:
 
     def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
         """Begin to answer the held-out prompts. Return one future on the main rank, none on others."""
-        self._give_to_servers()
+        self.give_to_servers()
         return [self.process.evaluate(generation)] if self.process is not None and self.groups.is_main else []
 
     def wait_for(self, pending: list[Future[TrajectoryBatch]]) -> None:

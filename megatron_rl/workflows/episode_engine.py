@@ -21,7 +21,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -110,16 +110,14 @@ class Retries:
 
 
 class EpisodeEngine(Sampler):
-    """One attempt at an episode, from `start` to `end`.
+    """One attempt at an episode, for the duration of an `async with` block.
 
     For example:
 
-        engine = EpisodeEngine(client, KeptReplies(), Retries(before=wait))
-        try:
-            group = await engine.start(lambda: workflow.arun_episode(engine, data))
-        finally:
-            await engine.end()
+        async with EpisodeEngine(client, KeptReplies(), Retries(before=wait)) as engine:
+            group = await workflow.arun_episode(engine, data)
 
+    At the block's end, the attempt's calls that are still in flight are cancelled, and awaited for at most ENDING_S.
     Identical requests are told apart by a running count. Each sample counts separately, so that its retry gets the
     replies of its previous try.
     """
@@ -145,14 +143,12 @@ class EpisodeEngine(Sampler):
         self._attempt = Attempt()
         self._asked: Counter[str] = Counter()
 
-    def start(self, episode: Callable[[], Awaitable[T]]) -> asyncio.Future[T]:
-        """Start the episode in a task of its own, because a workflow may leave its task marked as cancelled."""
-        context = contextvars.copy_context()
-        context.run(_attempt.set, self._attempt)
-        return context.run(asyncio.ensure_future, context.run(episode))
+    async def __aenter__(self) -> EpisodeEngine:
+        self._before = _attempt.set(self._attempt)
+        return self
 
-    async def end(self) -> None:
-        """Cancel the attempt's calls that are still in flight, and wait at most ENDING_S for them."""
+    async def __aexit__(self, *raised: object) -> None:
+        _attempt.reset(self._before)
         await self._attempt.end()
 
     def get_version(self) -> int:
@@ -175,14 +171,12 @@ class EpisodeEngine(Sampler):
                     self._record.keep_reply(name, reply)
             return reply
 
-    def samples(
-        self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]
-    ) -> Coroutine[Any, Any, list[T]]:
+    async def samples(self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]) -> list[T]:
         """Make one sample for each item, all concurrently. A sample that fails is retried alone.
 
         If a sample fails in its last try, its error is raised and the other samples are cancelled.
         """
-        return together([self._sample(make, item) for item in items])
+        return await together([asyncio.create_task(self._sample(make, item)) for item in items])
 
     async def _sample(self, make: Callable[[Sampler, Item], Awaitable[T]], item: Item) -> T:
         failures = 0
