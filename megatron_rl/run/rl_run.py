@@ -21,6 +21,7 @@ from megatron_rl.life import process_exit
 from megatron_rl.life.signs_of_life import Look
 from megatron_rl.ops import TeacherTargets
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.rollout_rank import RolloutRank
 from megatron_rl.run.checks import check, check_greedy
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples, draw
@@ -266,7 +267,7 @@ class RLRun(Run):
             try:
                 self.rollouts.give_to_servers()
                 process = self.processes.process
-                pending = [process.prepare_batch()] if process is not None else []
+                pending = [process.rpc.start(RolloutRank.prepare_batch)] if process is not None else []
                 self.rollouts.wait_for(pending)  # on all ranks: next, the trainer takes the devices from the servers
                 self.devices.give_to_trainer()
                 own = pending[0].result() if pending else None

@@ -35,7 +35,8 @@ from megatron_rl.launch.server_registry import wait_for_servers
 from megatron_rl.life.signs_of_life import Silence
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.rollout.groups import mean_reward
-from megatron_rl.rollout.process import Beginning, RolloutProcess
+from megatron_rl.rollout.process import RolloutProcess
+from megatron_rl.rollout.rollout_rank import Beginning, RolloutRank
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.run_checkpoints import PromptResumeState
 from megatron_rl.servers.supervisor import Supervisor
@@ -219,7 +220,7 @@ class Rollouts:
         rollouts = Rollouts(config, groups, processes, devices, engine, is_ending=lambda: False)
         rollouts.publish()
         rollouts.give_to_servers()
-        rollouts.wait_for([process.prepare_batch()] if process is not None else [])
+        rollouts.wait_for([process.rpc.start(RolloutRank.prepare_batch)] if process is not None else [])
 
     Collective: every rank calls every method unless its docstring says otherwise.
     """
@@ -325,7 +326,9 @@ class Rollouts:
     def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
         """Begin to answer the held-out prompts. Return one future on the main rank, none on others."""
         self.give_to_servers()
-        return [self.process.evaluate(generation)] if self.process is not None and self.groups.is_main else []
+        if self.process is None or not self.groups.is_main:
+            return []
+        return [self.process.rpc.start(RolloutRank.evaluate, generation)]
 
     def wait_for(self, pending: list[Future[TrajectoryBatch]]) -> None:
         """Wait until all of `pending` are done; the list may be empty on some ranks.
