@@ -182,7 +182,7 @@ def test_other_tools_and_a_second_way_are_splits_and_their_number_is_a_metric(to
             added.update(amounts)
 
     executor = object.__new__(RolloutExecutor)
-    executor._metrics, executor._config = Metrics(), type("Config", (), {"cut_off": "train"})
+    executor._metrics, executor.config = Metrics(), type("Config", (), {"cut_off": "train"})
     executor._without_cut_off(None, trajectories, type("Episode", (), {"is_training": True}))
     assert (added["rollout/splits/again"], added["rollout/splits/tools"]) == (1, 1)
 
