@@ -34,8 +34,7 @@ import torch
 
 from megatron_rl.api import Item, RequestRefused, RolloutWorkflow, Sampler, T, infrastructure_in, together
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.import_path import code_of
-from megatron_rl.config.users_code import PACKAGE, words_of
+from megatron_rl.config.users_code import words_of
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.failure_rate import FailureRate
 from megatron_rl.rollout.finished import Finished, FinishedGroups
@@ -43,17 +42,17 @@ from megatron_rl.rollout.groups import (
     as_group,
     is_uniform,
     join_groups,
-    mask_cut_off,
     refuse_older,
     sampled_reward,
+    without_cut_off,
 )
 from megatron_rl.rollout.journal import NO_RECORDS, Records
 from megatron_rl.rollout.kept_replies import EpisodeRecord, check_sampling, continuing, request_name
 from megatron_rl.rollout.staleness import AdmissionGate
-from megatron_rl.rollout.workflow_form import begun, check_workflow
+from megatron_rl.rollout.workflow_form import begun, check_workflow, name_of
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import LLMRequest, LLMResponse, Trajectory, TrajectoryBatch
+from megatron_rl.types import LLMRequest, LLMResponse, TrajectoryBatch
 from megatron_rl.workflows.attempt import ENDING_S, Attempt, AttemptOver, RunBroken, current_attempt
 from megatron_rl.workflows.scoring import RewardTimeout
 
@@ -123,7 +122,7 @@ class RolloutExecutor:
             ) from error
         finally:
             self._finished.forget_failures()
-        return self._take(count)
+        return self._consume(self._finished.take(count))
 
     async def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
@@ -157,7 +156,7 @@ class RolloutExecutor:
                 await self._progress.wait()
         finally:
             self._finished.forget_failures()
-        batch = self._take(count, in_order=is_synchronous)
+        batch = self._consume(self._finished.take(count, in_order=is_synchronous))
         if surplus:
             self._recall()
         return batch
@@ -268,9 +267,6 @@ class RolloutExecutor:
         self._finished.raise_if_hopeless(count, under_way=self._gate.running + len(self._queue))
         self._progress.clear()  # the caller waits next, and awaits nothing before, so it misses no progress
         return False
-
-    def _take(self, count: int, *, in_order: bool = False) -> TrajectoryBatch:
-        return self._consume(self._finished.take(count, in_order=in_order))
 
     def _is_due(self) -> bool:
         """Return True while any running prompt was requeued before and would be too stale for a later batch.
@@ -498,25 +494,11 @@ class RolloutExecutor:
 
     def _group_of(self, result: Any, episode: Episode) -> TrajectoryBatch | None:
         group = as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
-        return self._without_cut_off(group, result, episode) if isinstance(result, list) else group
-
-    def _without_cut_off(
-        self, group: TrajectoryBatch | None, result: list[Trajectory], episode: Episode
-    ) -> TrajectoryBatch | None:
-        """Count the trajectories that were cut off or split, and mask those cut off if rollout.cut_off is `mask`.
-
-        Return None if nothing would then be trained.
-        """
-        splits = [trajectory.split for trajectory in result if trajectory.split]
-        self._metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})
-        count = sum(trajectory.is_cut_off for trajectory in result)
-        masks = self.config.cut_off == "mask" and episode.is_training
-        self._metrics.add(trajectories=len(result), cut_off=count, masked_cut_offs=count * masks)
-        if group is None or not (masks and count):
+        if not isinstance(result, list):
             return group
-        mask_cut_off(group, result)
-        # Nothing of it would be trained, so another prompt replaces it.
-        return group if bool(group["loss_mask"].any()) else None
+        return without_cut_off(
+            group, result, self._metrics, masks=self.config.cut_off == "mask" and episode.is_training
+        )
 
     @property
     def oldest_kept(self) -> int:
@@ -622,13 +604,6 @@ class EpisodeEngine(Sampler):
         if of_sample or not is_known:
             attempt.noted, attempt.has_noted = error, True
             self._executor.count_try(error)
-
-
-def name_of(workflow: RolloutWorkflow) -> str:
-    """Return the import path of a workflow's class, with file and line for user code."""
-    code, path = code_of(workflow.arun_episode), f"{type(workflow).__module__}:{type(workflow).__qualname__}"
-    is_theirs = code is not None and not code.co_filename.startswith(PACKAGE)
-    return f"{path} at {code.co_filename}:{code.co_firstlineno}" if code is not None and is_theirs else path
 
 
 def first_of(error: BaseException) -> BaseException:

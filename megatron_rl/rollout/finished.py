@@ -72,7 +72,7 @@ class FinishedGroups:
             self._groups = [finished for finished in self._groups if finished.decides >= oldest_allowed]
         return dropped
 
-    def take(self, count: int, *, in_order: bool) -> list[Finished]:
+    def take(self, count: int, *, in_order: bool = False) -> list[Finished]:
         """Remove `count` groups and return them, in the order of their prompts if `in_order`."""
         # First the groups that missed an earlier batch, then the oldest, which might be too old for the next batch.
         # Groups of the same age are taken in the order in which they finished.
