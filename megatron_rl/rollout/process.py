@@ -26,7 +26,6 @@ from megatron_rl.life.signs_of_life import Silence, where
 from megatron_rl.rollout.rollout_rank import Beginning, RankServer, RolloutRank
 from megatron_rl.rollout.rollout_stub import P, RolloutStub, T
 from megatron_rl.rollout.rpc import PULSE, RpcClient, RpcSocket
-from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.telemetry.trace import Recording
 
 logger = logging.getLogger(__name__)
@@ -129,9 +128,6 @@ class RolloutProcess(RolloutStub):
             self.process.wait()
 
     # -- quick methods of RolloutRank, which documents them
-
-    def counts(self) -> Counts:
-        return self._call(RolloutRank.counts)
 
     def record(self) -> None:
         self._call(RolloutRank.record)

@@ -130,7 +130,7 @@ class RLRun(Run):
             self.engine,
             self.train_prompts,
             self.tokenizer,
-            measure=self._sampled_reward if together else None,
+            measure=(lambda: self.rollouts.mean_reward(config.generation.new(n_samples=2))) if together else None,
             say=self.say,
             check=lambda stats: self.check_updates("policy", [stats]),
         )
@@ -181,7 +181,9 @@ class RLRun(Run):
     def begin(self) -> None:
         """Bring models and servers to the state of the first step: resumed from a checkpoint, or warm-started."""
         if self.resumed:
-            self._continue(self.resumed)
+            self.load_checkpoint()
+            self.evaluations.scores = self.resumed["held_out_scores"]
+            self._continue_algorithm(self.resumed)
         else:
             self._begin_from_warm_start()
         for fault in self.processes.on_main.journal_faults() if self.groups.is_main else []:
@@ -211,14 +213,6 @@ class RLRun(Run):
             self.warm_start.save()
         if critic is not None:
             critic.engine.load(self.warm_start.folder)  # through files, because the layouts may differ
-
-    def _sampled_reward(self) -> float:
-        return self.rollouts.mean_reward(self.config.generation.new(n_samples=2))
-
-    def _continue(self, state: dict[str, Any]) -> None:
-        self.load_checkpoint()
-        self.evaluations.scores = state["held_out_scores"]
-        self._continue_algorithm(state)
 
     def _continue_algorithm(self, state: dict[str, Any]) -> None:
         """Restore what a step depends on besides the trained engines."""
