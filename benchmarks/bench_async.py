@@ -136,7 +136,7 @@ def train_and_measure(settings: dict) -> None:
     stats = []
 
     class Announced(Rollouts):
-        """Tells the servers of a version without sending it, and counts the ages of what is trained."""
+        """Tells the servers of a version without sending it."""
 
         def publish(self):
             version = self.engine.get_version()
@@ -146,12 +146,14 @@ def train_and_measure(settings: dict) -> None:
             self.process.finish_update(version)
             self.process.resume()
 
-        def batch(self):
-            batch = super().batch()
+    class Measured(rl_run.RLRun):
+        """Counts the ages of what is trained, and keeps the servers' counts after the last step."""
+
+        def next_batch(self, step):
+            batch = super().next_batch(step)
             ages.update((self.engine.get_version() - trained_versions(batch)).tolist())
             return batch
 
-    class Measured(rl_run.RLRun):
         def log(self, step, *args):
             super().log(step, *args)
             if step == settings["steps"] - 1:

@@ -113,8 +113,9 @@ class Rollout:
         from megatron_rl.config import load_config
         from megatron_rl.data.prompts import load_prompts
         from megatron_rl.data.tokens import load_tokenizer
-        from megatron_rl.rollout.process import Beginning, RolloutProcess
+        from megatron_rl.rollout.process import RolloutProcess
         from megatron_rl.rollout.resume_state import ResumePoint
+        from megatron_rl.rollout.rollout_rank import Beginning
 
         overrides = [f"model.path={MODEL}", f"run.folder={folder}", f"generation.n_samples={SAMPLES}"]
         overrides += [f"generation.max_new_tokens={tokens}", "rollout.max_concurrent_episodes=32"]
@@ -129,7 +130,9 @@ class Rollout:
         self.process.connect([f"http://127.0.0.1:{port}"])
 
     def send(self, requests: int) -> None:
-        assert len(self.process.prepare_batch(requests // SAMPLES).result()) == requests
+        from megatron_rl.rollout.rollout_rank import RolloutRank
+
+        assert len(self.process.rpc.start(RolloutRank.prepare_batch, requests // SAMPLES).result()) == requests
 
     def cpu_s(self) -> float:
         used = psutil.Process(self.pid).cpu_times()

@@ -131,7 +131,7 @@ def server_states() -> Figure:
 
 
 def retries() -> Figure:
-    """Who tries again after what: workflows/episode_engine.py."""
+    """Who tries again after what: rollout/executor.py."""
     figure, axes = canvas(8.8, 3.5)
     rows = [
         ("one HTTP request", "another server, 4 times: SamplingClient", "tokens so far", GREEN),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -119,15 +119,13 @@ class Sampler(abc.ABC):
     @abc.abstractmethod
     def get_version(self) -> int: ...
 
-    def samples(
-        self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]
-    ) -> Coroutine[Any, Any, list[T]]:
+    async def samples(self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]) -> list[T]:
         """Await `make(sampler, item)` for all items concurrently, and return the results in order.
 
         Inside an episode a failed sample is retried alone, and its earlier replies are reused. Therefore `make` must
         use the sampler that it receives, not this one.
         """
-        return together([make(self, item) for item in items])
+        return await together([make(self, item) for item in items])
 
 
 class InferenceEngine(Sampler):

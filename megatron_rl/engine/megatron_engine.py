@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
-from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl import parallel, platform, support
-from megatron_rl.api import LogprobLoss, ValueLoss, WeightReceiver
-from megatron_rl.batch import packing
-from megatron_rl.batch.exchange import pack_alike
+from megatron_rl import parallel, platform
+from megatron_rl.api import WeightReceiver
 from megatron_rl.config import EngineConfig
 from megatron_rl.engine import checkpoint, schedule
 from megatron_rl.engine.adapters import Adapters
@@ -29,18 +25,17 @@ from megatron_rl.engine.draft_head import DraftHead, first_weights
 from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.layers import add_gradients_in_products
 from megatron_rl.engine.manifest import CheckpointError
+from megatron_rl.engine.microbatch_engine import MicrobatchEngine
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
-from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
+from megatron_rl.engine.model_engine import step_stats, trained_tokens
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
-from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, complete_gradients, gradient_buffers
 from megatron_rl.engine.output_head import Head
-from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.routing import RoutingReplay
 from megatron_rl.launch.ports import address_towards
-from megatron_rl.ops import TeacherStates, TopTokens, fixed_order
+from megatron_rl.ops import fixed_order
 from megatron_rl.ops.head import head_logits
-from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
+from megatron_rl.types import FinetuneSpec, StepStats
 from megatron_rl.weights.adapter_rules import (
     PeftFolder,
     adapter_shapes,
@@ -58,7 +53,7 @@ from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
 
-class MegatronEngine(ModelEngine):
+class MegatronEngine(MicrobatchEngine):
     """A model on Megatron-Core: policy, critic or, with `trainable=False`, a frozen reference or reward model.
 
         engine = MegatronEngine(config.actor)
@@ -88,8 +83,7 @@ class MegatronEngine(ModelEngine):
         self._export: HFExport | None = None
         self._adapter_export: HFExport | None = None
         self._published_export: HFExport | None = None
-        self.draft: DraftHead | None = None
-        """The head with which servers decode ahead, if config.draft asks for one."""
+        self.draft = None
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.on_gradients: Callable[[], None] | None = None
         """If set, `train_batch` calls it on every rank between the backward pass and the optimizer's step."""
@@ -131,7 +125,7 @@ class MegatronEngine(ModelEngine):
             )
         form = route_form(self.arch, config.routing_replay)
         self.routing = None if form is None else RoutingReplay(form, self.chunks, self.device)
-        self.wrapped: list[Any] = list(self.chunks)
+        self.wrapped = list(self.chunks)
         self.adapters = Adapters(self.chunks, self.arch, config.lora, self.groups) if config.lora.rank > 0 else None
         if self.dtype is torch.bfloat16:  # despite its name, Megatron's wrapper for bfloat16 too
             self.wrapped = [Float16Module(self.tf_config, chunk) for chunk in self.chunks]
@@ -256,218 +250,9 @@ class MegatronEngine(ModelEngine):
         fault = self.note_update(applied, data, loss_fn, loss=loss, grad_norm=grad_norm, results=logprobs)
         return step_stats(totals, logprobs=logprobs, grad_norm=grad_norm, applied=applied, fault=fault, lr=lr)
 
-    def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
-        self._activate()
-        with torch.no_grad():
-            totals, logprobs = self._accumulate(data, loss_fn, loss_weight_fn or trained_tokens, forward_only=True)
-        return step_stats(totals, logprobs=logprobs, grad_norm=0.0, applied=False, lr=0.0)
-
-    def forward(self, data, post_hook=None, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
-        self._activate()
-        self.check_head("post_hook", self.arch.head if post_hook is None else "policy")
-        batch = TrajectoryBatch.of(data)
-        microbatches, head = self._pack(batch, final_rows=post_hook is not None), self._head
-
-        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            of_head = ("labels", support.COLUMN, support.ADJUSTMENT)
-            read = of_head if post_hook is None else tuple(microbatch.rows.keys())
-            rows = one_copy({key: microbatch.rows[key] for key in read if key in microbatch.rows.keys()}, self.device)
-            if self.arch.head == "value":
-                values = head.values(hidden, rows["labels"], packed)
-            elif post_hook is None:
-                values = head.logprobs(hidden, rows, packed, temperature, entropy)[int(entropy)]
-            else:
-                values = post_hook(head.logits(hidden, packed), TensorDict(rows))
-            # The schedule requires a loss and a weight per microbatch; only the values are used.
-            return values.sum() * 0.0, torch.ones((), dtype=torch.int), values.detach().float()
-
-        with torch.no_grad():
-            rows = self._run(microbatches, last_stage, forward_only=True)
-        return self._by_token(batch, microbatches, rows)
-
-    @torch.no_grad()
-    def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
-        """Return this model's distribution at each trained token, for training another engine with the same layout.
-
-        The result is on the host, with one row per trained token, in token order. With `top` > 0: the `top` most likely
-        tokens at `temperature`. With `top` = 0: hidden states and a snapshot of the output layer, which define the
-        whole distribution. Only the last pipeline stage gets the result; other stages get empty tensors.
-        """
-        self._activate()
-        batch = TrajectoryBatch.of(data)
-        microbatches, head, none = self._pack(batch, final_rows=False), self._head, torch.zeros((), dtype=torch.int)
-
-        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            trained = one_copy((microbatch.rows["labels"] >= 0).nonzero()[:, 0], self.device)
-            states = head.states(hidden, packed, trained)
-            found = (states,)
-            if top > 0:
-                most = head.top(states, top, temperature)
-                found = (most.tokens, most.logprobs)
-            return hidden.sum() * 0.0, none, tuple(part.cpu() for part in found)
-
-        kept = self._run(microbatches, last_stage, forward_only=True)
-        mask = batch["loss_mask"].bool()
-        number, count = mask.cumsum(0) - 1, int(mask.sum())
-        if not kept:  # not the last stage, or no microbatch
-            return TeacherStates(torch.empty(count, 0), torch.empty(0, 0))
-        rows = number[torch.cat([it.source[it.rows["labels"] >= 0] for it in microbatches])]
-        columns = []
-        for parts in zip(*kept, strict=True):
-            joined = torch.cat(parts)
-            columns.append(joined.new_zeros(count, joined.shape[1]).index_copy_(0, rows, joined))
-        if top > 0:
-            return TopTokens(*columns)
-        weight = self._output_weight().detach()
-        # Clone the output layer if this model may be trained or offloaded afterwards.
-        is_passing = self.trainable or self.shared_device is not None
-        return TeacherStates(columns[0], weight.clone() if is_passing else weight)
-
     def step_lr_scheduler(self) -> None:
         if not self.was_skipped:
             self.scheduler.step(increment=1)
-
-    def _accumulate(
-        self, data, loss_fn, loss_weight_fn, *, forward_only: bool
-    ) -> tuple[dict[str, float], Tensor | None]:
-        """Run all microbatches. Return the global sums of loss, weight and statistics, and this rank's log-probs.
-
-        The log-probs are `[N]`, one per token of this rank's data, or None if the loss is not a LogprobLoss.
-        """
-        batch = TrajectoryBatch.of(data)
-        self.check_loss(loss_fn, batch)
-        wants_final_rows = not isinstance(loss_fn, LogprobLoss | ValueLoss)
-        microbatches = self._pack(batch, final_rows=wants_final_rows)
-        last_stage = self._last_stage(loss_fn, loss_weight_fn, learns=not forward_only)
-        kept = self._run(microbatches, last_stage, forward_only=forward_only)
-        totals = self._global_sums([sums for sums, _, _ in kept], sum(weight for _, weight, _ in kept))
-        if self.routing is not None:  # scaled, because metrics divide it by the number of trained tokens
-            totals["changed_routes"] = self.routing.changed_share * totals.get("tokens", totals["weight"])
-        if not isinstance(loss_fn, LogprobLoss):
-            return totals, None
-        return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
-
-    def _last_stage(self, loss_fn, loss_weight_fn, *, learns: bool) -> schedule.LastStage:
-        """Return the function that computes a microbatch's loss, and keeps (sums, weight, log-probs or None).
-
-        learns: a draft head, if there is one, also learns from the microbatch.
-        """
-        head = self._head
-
-        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            # on the host: reading its value does not wait for the device
-            weight = torch.as_tensor(loss_weight_fn(microbatch.rows))
-            if weight.is_floating_point() and float(weight) != int(weight):
-                raise ValueError(
-                    f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, "
-                    f"sequences), because the gradient is divided by their global sum; return the count and put "
-                    f"fractions into the loss."
-                )
-            weight, logprobs = weight.to("cpu", torch.int), None
-            rows = TensorDict(one_copy(dict(microbatch.rows.items()), self.device))
-            if isinstance(loss_fn, ValueLoss):
-                loss_sum, sums = loss_fn.fn(head.values(hidden, rows["labels"], packed), rows)
-            elif isinstance(loss_fn, LogprobLoss):
-                term = None if loss_fn.beside is None else loss_fn.beside.of(microbatch.rows, self.device)
-                loss_sum, sums, logprobs = head.logprob_loss(loss_fn, hidden, rows, packed, term)
-            elif int(weight) == 0:  # a mean over no rows is 0 / 0; keep the graph for the schedule's backward
-                loss_sum, sums = head.logits(hidden, packed).sum() * 0.0, {}
-            else:
-                loss_sum, sums = loss_fn(head.logits(hidden, packed), rows) * weight, {}
-            if self.draft is not None and learns:
-                self.draft.learn(hidden, microbatch, packed, head, self._embedding())
-            loss_sum = loss_sum.as_subclass(Tensor)  # drop the VocabParallelLogits type: Megatron needs plain tensors
-            kept = {"loss": loss_sum.detach().float().clone()} | {k: v.detach().float() for k, v in sums.items()}
-            # Context ranks compute one loss together. Megatron sums their gradients, so only one of them counts the
-            # weight.
-            counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
-            return loss_sum, counted, (kept, int(weight), logprobs)
-
-        return last_stage
-
-    def _run(
-        self,
-        microbatches: list[MicroBatch],
-        last_stage: schedule.LastStage,
-        *,
-        forward_only: bool,
-        prepare: Callable[[MicroBatch], None] | None = None,
-    ) -> list[Any]:
-        kept = schedule.run(
-            self.wrapped,
-            microbatches,
-            last_stage,
-            forward_only=forward_only,
-            groups=self.groups,
-            config=self.tf_config,
-            device=self.device,
-            mixtures=None if self.routing is None else self.routing.mixtures,
-            copies_shared_keys=self.config.model.shared_keys == "copied",
-            prepare=prepare,
-        )
-        if self.routing is not None:
-            self.routing.finish_pass(self.groups.control)
-        return kept
-
-    def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
-        self.check_tokens(batch)
-        if self.routing is not None:
-            self.routing.check(batch)
-        # The interleaved schedule needs a multiple of the pipeline size.
-        rounds = self.groups.pipeline.size if len(self.chunks) > 1 else 1
-        return pack_alike(
-            batch,
-            self.groups,
-            tokens_per_microbatch=self.config.tokens_per_microbatch,
-            allow_longer=self.config.allow_longer_sequences,
-            multiple_of=rounds,
-            share_prompts=self.config.share_prompts,
-            final_rows=final_rows,
-        )
-
-    def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
-        """Return the last stage's results `[N]` float32, one per token of the batch, on all stages.
-
-        rows: the `[T]` results of each microbatch on the last stage, [] on other stages.
-        """
-        counts = [microbatch.tokens for microbatch in microbatches]
-        results = torch.cat(rows) if rows else torch.empty(sum(counts), dtype=torch.float32, device=self.device)
-        if self.groups.pipeline.size > 1:
-            dist.broadcast(results, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
-        # one wait for all microbatches; the row numbers are on the host
-        results = results.to(batch["input_ids"].device)
-        return packing.scatter_rows(microbatches, list(results.split(counts)), len(batch["input_ids"]))
-
-    def _global_sums(self, kept: list[dict[str, Tensor]], weight: int) -> dict[str, float]:
-        """Sum statistics and weights over all microbatches and data-parallel ranks. All ranks get the totals."""
-        totals: list[Any] = [None]
-        if self.groups.is_last_stage:
-            names = list(kept[0])  # every microbatch has the same names, even without a trained row
-            sums = [torch.stack([part[n] for part in kept]).double().sum() for n in names]
-            sums = torch.stack([*sums, torch.full_like(sums[0], weight)])
-            dist.all_reduce(sums, group=self.groups.data.group)  # tensor and context peers already have the same sums
-            totals = [dict(zip([*names, "weight"], sums.cpu().tolist(), strict=True))]
-        if self.groups.pipeline.size > 1:  # on the host; the last global rank is on the last stage
-            dist.broadcast_object_list(totals, src=self.groups.world_size - 1, group=self.groups.control)
-        return totals[0]
-
-    @property
-    def _gathers_late(self) -> bool:
-        """True if, after an update, the ranks exchange their updated weights only in the next forward pass."""
-        return self.optimizer is not None and self.config.optimizer.overlap
-
-    def _output_weight(self) -> Tensor:
-        weight = self.chunks[-1].output_weight()
-        # Megatron waits before each module's forward, but this weight is used without one.
-        if self._gathers_late and weight.requires_grad:
-            self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
-        return weight
-
-    def _embedding(self) -> Tensor:
-        """Return this tensor rank's part of the embedding, on the last pipeline stage."""
-        if self.arch.tied:
-            return self._output_weight()
-        return self.chunks[0].embedding.word_embeddings.weight
 
     def _gather_weights(self) -> None:
         """Exchange updated weights at once, to read them outside a forward pass. Collective: every rank calls it."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config.users_code import words_of
+from megatron_rl.rollout.kept_replies import KeptReplies
 from megatron_rl.types import TrajectoryBatch
-from megatron_rl.workflows.episode_engine import KeptReplies
 
 
 @dataclass(kw_only=True, eq=False)

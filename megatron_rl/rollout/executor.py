@@ -9,6 +9,14 @@
 
 A running episode is requeued if a step is full without it. A dead prompt goes to the dead letters and is counted; it is
 never trained with an invented reward. Everything here runs on one event loop, so nothing needs a lock.
+
+This table shows who retries, and what is kept:
+
+    what fails                  who tries again                     at most                     kept
+    a request to a server       SamplingClient, another server      4 times                     tokens so far
+    one sample of `samples`     EpisodeEngine, this sample alone    rollout.episode_attempts    replies
+    all else in a workflow      RolloutExecutor, the episode        rollout.episode_attempts    replies
+    the process                 the next process, from its journal  rollout.journal_replies     whole replies, steps
 """
 
 from __future__ import annotations
@@ -19,66 +27,39 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler, infrastructure_in
+from megatron_rl.api import Item, RequestRefused, RolloutWorkflow, Sampler, T, infrastructure_in, together
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.import_path import code_of
-from megatron_rl.config.users_code import PACKAGE, words_of
+from megatron_rl.config.users_code import words_of
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.failure_rate import FailureRate
+from megatron_rl.rollout.finished import Finished, FinishedGroups
 from megatron_rl.rollout.groups import (
     as_group,
     is_uniform,
     join_groups,
-    mask_cut_off,
-    mask_older,
     refuse_older,
     sampled_reward,
-    trained_runs,
+    without_cut_off,
 )
 from megatron_rl.rollout.journal import NO_RECORDS, Records
+from megatron_rl.rollout.kept_replies import EpisodeRecord, check_sampling, continuing, request_name
 from megatron_rl.rollout.staleness import AdmissionGate
-from megatron_rl.rollout.workflow_form import begun, check_workflow
+from megatron_rl.rollout.workflow_form import begun, check_workflow, name_of
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
 from megatron_rl.telemetry.spans import Spans
-from megatron_rl.types import Trajectory, TrajectoryBatch
-from megatron_rl.workflows.episode_engine import ENDING_S, EpisodeEngine, Retries, RunBroken
+from megatron_rl.types import LLMRequest, LLMResponse, TrajectoryBatch
+from megatron_rl.workflows.attempt import ENDING_S, Attempt, AttemptOver, RunBroken, current_attempt
 from megatron_rl.workflows.scoring import RewardTimeout
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
-MOST_FAILED, MOST_REJECTED = 10, 100
-"""Limits of failed and of rejected prompts per requested group. At a limit the call fails instead of using up the data
-set. While no group has finished, the limit of failed prompts is 1."""
-
-
-@dataclass(kw_only=True)
-class Finished:
-    """A finished group that waits to be trained."""
-
-    episode: Episode
-    group: TrajectoryBatch
-    versions: range
-    """Range from the oldest trained token's policy version to the newest. Empty if no token has a version."""
-    decides: float
-    """The group is dropped once versions up to this one are too old. Infinite if it never is."""
-
-    @classmethod
-    def of(cls, episode: Episode, group: TrajectoryBatch, stale: str) -> Finished:
-        """stale: rollout.stale."""
-        versions = trained_runs(group).values.tolist()
-        ends = range(min(versions), max(versions) + 1) if versions else range(0)
-        # With `mask`, a group that would be masked completely is dropped as well.
-        decides = {"drop": ends.start, "mask": ends.stop - 1, "keep": math.inf}[stale] if ends else math.inf
-        return cls(episode=episode, group=group, versions=ends, decides=decides)
 
 
 class RolloutExecutor:
@@ -95,20 +76,18 @@ class RolloutExecutor:
     ) -> None:
         """events: recorders of training prompts. records: earlier groups and replies, which are not generated again."""
         self._spans, self._records = spans or Spans(), records
-        self._engine, self._config, self._metrics, self._events = engine, config, metrics, events
+        self.engine, self.config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
         # Queues of episodes to start. The gate admits those of `_queue`; a caller waits for each of the others.
         self._asked: deque[Episode] = deque()
         self._queue: deque[Episode] = deque()
         self._evaluations: deque[Episode] = deque()
-        self._finished: list[Finished] = []
+        self._finished = FinishedGroups(config, metrics)
         self._running: dict[asyncio.Task[None], Episode] = {}
         self._resamples = 0
         self._progress = asyncio.Event()
         self._submitted = 0
         self._batches_at: tuple[int, int] = (-1, 0)
-        self._failed = self._rejected = 0  # since the last batch, of admitted episodes
-        self._first_error: BaseException | None = None
         self._fatal: str | None = None
         self._failure_rate = FailureRate(config.max_infrastructure_failures)
         self.failures: Counter[str] = Counter()
@@ -131,11 +110,19 @@ class RolloutExecutor:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._collect(count, refill=lambda: None)
+                while True:
+                    self._requeue_stale()
+                    self._start()
+                    if self._is_complete(count):
+                        break
+                    await self._progress.wait()
         except TimeoutError as error:
             raise TimeoutError(
                 f"rollout: {len(self._finished)} of {count} groups after {timeout_s:g} s; they are kept."
             ) from error
+        finally:
+            self._finished.forget_failures()
+        return self._consume(self._finished.take(count))
 
     async def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
@@ -147,22 +134,29 @@ class RolloutExecutor:
         """
         check_workflow(workflow)
         # Extra episodes: the first `count` of all to finish make the step.
-        surplus = math.ceil(count * self._config.oversample) - count
-        self._gate.begin_step(count, self._engine.get_version(), waiting=len(self._finished), surplus=surplus)
-        self._resamples = count * self._config.max_uniform_resamples
+        surplus = math.ceil(count * self.config.oversample) - count
+        self._gate.begin_step(count, self.engine.get_version(), waiting=len(self._finished), surplus=surplus)
+        self._resamples = count * self.config.max_uniform_resamples
 
-        is_synchronous = self._config.max_staleness == 0
+        is_synchronous = self.config.max_staleness == 0
         # Queue one step's prompts more than fit, so that they start as soon as the next version makes room.
         spare = 0 if is_synchronous else count
         # An asynchronous episode's step is unknown when it begins.
-        step = f"version {self._engine.get_version()} " if is_synchronous else ""
+        step = f"version {self.engine.get_version()} " if is_synchronous else ""
 
-        def refill() -> None:
-            wanted = self._gate.room(self._engine.get_version()) + spare - len(self._queue)
-            for data in itertools.islice(prompts, max(0, wanted)):
-                self._enqueue(data, workflow, step=step)
-
-        batch = await self._collect(count, refill=refill, in_order=is_synchronous)
+        try:
+            while True:
+                self._requeue_stale()
+                wanted = self._gate.room(self.engine.get_version()) + spare - len(self._queue)
+                for data in itertools.islice(prompts, max(0, wanted)):
+                    self._enqueue(data, workflow, step=step)
+                self._start()
+                if self._is_complete(count):
+                    break
+                await self._progress.wait()
+        finally:
+            self._finished.forget_failures()
+        batch = self._consume(self._finished.take(count, in_order=is_synchronous))
         if surplus:
             self._recall()
         return batch
@@ -195,7 +189,7 @@ class RolloutExecutor:
         check_workflow(workflow)
         self.raise_if_fatal()
         # The call's number is part of the seed's key, so that repeated prompts get new samples at the same version.
-        version = self._engine.get_version()
+        version = self.engine.get_version()
         batch = self._batches_at[1] + 1 if self._batches_at[0] == version else 0
         self._batches_at = (version, batch)
         loop = asyncio.get_running_loop()
@@ -215,13 +209,13 @@ class RolloutExecutor:
         line.extend(episodes)
         self._start()
         outcomes = await asyncio.gather(*(episode.outcome for episode in episodes if episode.outcome is not None))
-        pairs, stale = zip(episodes, outcomes, strict=True), self._config.stale
+        pairs, stale = zip(episodes, outcomes, strict=True), self.config.stale
         accepted = [Finished.of(episode, out.group, stale) for episode, out in pairs if out.group is not None]
         if not accepted:
             errors = [outcome.error for outcome in outcomes if outcome.error is not None]
             raise RuntimeError(
                 f"{call}: none of {len(data)} episodes gave trajectories ({len(errors)} failed "
-                f"{self._config.episode_attempts} times, {len(data) - len(errors)} were rejected by the workflow)"
+                f"{self.config.episode_attempts} times, {len(data) - len(errors)} were rejected by the workflow)"
                 + (f"; the first error was {words_of(errors[0])}" if errors else ".")
             ) from (errors[0] if errors else None)
         return accepted
@@ -263,28 +257,16 @@ class RolloutExecutor:
 
     # -- finished groups
 
-    async def _collect(self, count: int, *, refill: Callable[[], None], in_order: bool = False) -> TrajectoryBatch:
-        try:
-            while True:
-                self.raise_if_fatal()
-                self._requeue_stale()
-                refill()
-                self._start()
-                if len(self._finished) >= count and not self._is_due():
-                    break
-                self._raise_if_hopeless(count)
-                # Nothing was awaited since `_finished` was checked, so no progress is missed in between.
-                self._progress.clear()
-                await self._progress.wait()
-        finally:
-            self._failed, self._rejected, self._first_error = 0, 0, None
-        # First the groups that missed an earlier batch, then the oldest, which might be too old for the next batch.
-        # Groups of the same age are taken in the order in which they finished.
-        self._finished.sort(key=lambda finished: (-finished.episode.requeues, finished.versions.start))
-        taken, self._finished = self._finished[:count], self._finished[count:]
-        if in_order:
-            taken.sort(key=lambda finished: finished.episode.number)
-        return self._consume(taken)
+    def _is_complete(self, count: int) -> bool:
+        """Return True if a batch of `count` groups can be taken. If not, the next progress will set `_progress`.
+
+        Raises RuntimeError if too many prompts failed or were rejected, or too few are left for `count` groups.
+        """
+        if len(self._finished) >= count and not self._is_due():
+            return True
+        self._finished.raise_if_hopeless(count, under_way=self._gate.running + len(self._queue))
+        self._progress.clear()  # the caller waits next, and awaits nothing before, so it misses no progress
+        return False
 
     def _is_due(self) -> bool:
         """Return True while any running prompt was requeued before and would be too stale for a later batch.
@@ -292,41 +274,24 @@ class RolloutExecutor:
         The current batch waits for such a prompt. Otherwise prompts with long replies would be sampled repeatedly and
         never trained.
         """
-        oldest_allowed = self._engine.get_version() + 1 - self._config.max_staleness
+        oldest_allowed = self.engine.get_version() + 1 - self.config.max_staleness
         return any(episode.requeues and episode.version < oldest_allowed for episode in self._running.values())
 
-    def _raise_if_hopeless(self, count: int) -> None:
-        """Raise RuntimeError if too many prompts failed or were rejected, or too few are left for `count` groups."""
-        if self._failed >= count * (MOST_FAILED if self._finished else 1):
-            raise RuntimeError(
-                f"rollout: {self._failed} episodes failed {self._config.episode_attempts} times each and "
-                f"{len(self._finished) or 'none'} succeeded"
-                + (f"; the first error was {words_of(self._first_error)}" if self._first_error is not None else ".")
-            ) from self._first_error
-        if self._rejected >= MOST_REJECTED * count:
-            raise RuntimeError(
-                f"rollout: {self._rejected} prompts were rejected on the way to {count} groups, of which "
-                f"{len(self._finished)} are there; let the workflow accept more, or give it other prompts."
-            )
-        left = len(self._finished) + self._gate.running + len(self._queue)
-        if left < count:
-            raise RuntimeError(
-                f"rollout: asked for {count} groups, but only {left} episodes are finished or under way "
-                f"({self._failed} failed and {self._rejected} were rejected meanwhile); submit more."
-            ) from self._first_error
-
     def _requeue_stale(self) -> None:
-        """Drop the groups that are too stale to train at the current version, and requeue their prompts."""
-        oldest_allowed = self._engine.get_version() - self._config.max_staleness
-        dropped = [finished for finished in self._finished if finished.decides < oldest_allowed]
+        """Drop the groups that are too stale to train at the current version, and requeue their prompts.
+
+        Raises RuntimeError if `fail` was called.
+        """
+        self.raise_if_fatal()
+        oldest_allowed = self.engine.get_version() - self.config.max_staleness
+        dropped = self._finished.drop_older(oldest_allowed)
         if not dropped:  # this is called after every episode
             return
-        self._finished = [finished for finished in self._finished if finished.decides >= oldest_allowed]
         for _ in dropped:
             self._gate.take_back()  # otherwise resampled prompts would count twice
         self._metrics.add(stale=len(dropped))
         why = f"its group holds tokens of versions before {oldest_allowed}"
-        self._requeue([finished.episode for finished in dropped], why)
+        self._requeue(dropped, why)
 
     def _recall(self) -> None:
         """Stop the episodes that the step did not wait for, and requeue their prompts for the next step."""
@@ -348,22 +313,8 @@ class RolloutExecutor:
                 events.requeued(episode, why)
 
     def _consume(self, taken: list[Finished]) -> TrajectoryBatch:
-        version = self._engine.get_version()
-        if self._config.stale == "mask":
-            # The version rises while a group waits, so its age is known only now.
-            for finished in taken:
-                masked = mask_older(finished.group, version - self._config.max_staleness)
-                self._metrics.add(masked_tokens=masked)
-        if all({"prompt_index", "epoch"} <= finished.episode.data.keys() for finished in taken):
-            for finished in taken:
-                place = finished.episode.data["prompt_index"]
-                finished.group.sequences["prompt_index"] = torch.full((len(finished.group),), place)
-        batch = join_groups([finished.group for finished in taken])
-        runs = trained_runs(batch)
-        if len(runs.values):
-            ages = version - runs.values
-            self._metrics.add(staleness=float((ages * runs.lengths.long()).sum()), aged_tokens=len(runs))
-            self._metrics.at_least(staleness_max=float(ages.max()))
+        version = self.engine.get_version()
+        batch = self._finished.joined(taken, version)
         for events in self._events:
             events.consumed([finished.episode for finished in taken], version)
         return batch
@@ -390,10 +341,10 @@ class RolloutExecutor:
         """Start as many episodes as there is room for."""
         while self._fatal is None and (episode := self._take_next()) is not None:
             self._gate.start(is_admitted=episode.outcome is None)
-            episode.version, episode.started_s = self._engine.get_version(), time.monotonic()
+            episode.version, episode.started_s = self.engine.get_version(), time.monotonic()
             for events in self._observers(episode):
                 events.started(episode)
-            task = asyncio.get_running_loop().create_task(self._fly(episode))
+            task = asyncio.get_running_loop().create_task(self._run(episode))
             self._running[task] = episode
             task.add_done_callback(self._landed)
 
@@ -401,7 +352,7 @@ class RolloutExecutor:
         """Return the episode to start next: first those that a caller waits for, then the queue, then evaluations."""
         if self._asked and self._gate.slots > 0:
             return self._asked.popleft()
-        if self._queue and self._gate.capacity(self._engine.get_version()) > self._kept_free:
+        if self._queue and self._gate.capacity(self.engine.get_version()) > self._kept_free:
             return self._queue.popleft()
         if self._evaluations and self._gate.slots > 0:
             return self._evaluations.popleft()
@@ -411,7 +362,7 @@ class RolloutExecutor:
     def _kept_free(self) -> int:
         """Slots that training leaves free for evaluations: 1 if evaluations wait and none is running, else 0."""
         is_waiting = bool(self._evaluations) and all(episode.is_training for episode in self._running.values())
-        return int(is_waiting and self._config.max_concurrent_episodes > 1)
+        return int(is_waiting and self.config.max_concurrent_episodes > 1)
 
     def _observers(self, episode: Episode) -> Sequence[RolloutEvents]:
         return self._events if episode.is_training else ()
@@ -419,17 +370,42 @@ class RolloutExecutor:
     def _landed(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
         if not task.cancelled():
-            task.exception()  # marks the exception as retrieved; `_fly` has reported it
+            task.exception()  # marks the exception as retrieved; `_run` has reported it
 
-    async def _fly(self, episode: Episode) -> None:
+    async def _run(self, episode: Episode) -> None:
+        """Run one episode: attempt it until it gives a group or is given up, and book how it ended."""
         is_counted.set(episode.is_training)  # for this task and those that it starts
         task = asyncio.current_task()
+        assert task is not None
         try:
             with self._spans("episodes", str(episode.data["sample_key"]), evaluation=not episode.is_training) as span:
-                outcome = await self._run(episode)
+                outcome = await self._restored(episode)
+                record = self._records.of(episode.data) if episode.is_training and outcome is None else None
+                failures = 0
+                while outcome is None:
+                    version, engine = self.engine.get_version(), EpisodeEngine(self, episode, record)
+                    try:
+                        async with engine:
+                            # In a task of its own, because a workflow may leave its task marked as cancelled. With a
+                            # copy, because a workflow may modify its data.
+                            found = await asyncio.ensure_future(begun(episode.workflow, engine, dict(episode.data)))
+                        group = self._group_of(found, episode)
+                        # Replies kept from the journal or an earlier attempt may be older than this attempt.
+                        refuse_older(group, min(version, self._begun(episode)), self.config.max_staleness)
+                        engine.note(None)
+                        outcome = Outcome(group=group)
+                    # Workflows and rewards are user code and may raise anything; one episode must not end the run. A
+                    # CancelledError is the episode's own failure, unless this task was cancelled.
+                    except (Exception, asyncio.CancelledError) as raised:
+                        if task.cancelling():
+                            raise asyncio.CancelledError from raised
+                        failure, failures = first_of(raised), failures + 1
+                    if outcome is None and (outcome := self._given_up(engine, failure, failures)) is None:
+                        await self.before_retry(episode, failures, failure)
+                episode.replies.clear()
                 span.args["outcome"] = outcome.word
             # `_recall` takes a task out of `_running` and requeues its prompt, so its result must not count.
-            if task is None or self._running.pop(task, None) is None:
+            if self._running.pop(task, None) is None:
                 return
             self._book(episode, outcome)
         except BaseException as error:
@@ -441,6 +417,32 @@ class RolloutExecutor:
             episode.outcome.set_result(outcome)
         self._progress.set()
         self._start()
+
+    async def _restored(self, episode: Episode) -> Outcome | None:
+        """Wait for the task of an earlier start, and return the group that an earlier process has journaled, if any."""
+        self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
+        if episode.ending is not None and not episode.ending.done():
+            await asyncio.wait([episode.ending], timeout=ENDING_S)
+        group = self._records.group(episode.data, self.engine.get_version()) if episode.is_training else None
+        return None if group is None else Outcome(group=group)
+
+    async def before_retry(self, episode: Episode, failures: int, error: BaseException) -> None:
+        """Wait before a sample or the whole episode is retried. failures: number of its tries so far."""
+        self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
+        logger.info("episode %d: try %d failed (%s)", episode.number, failures, words_of(error))
+        self.failures[type(error).__name__] += 1
+        await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
+
+    def _given_up(self, engine: EpisodeEngine, error: BaseException, failures: int) -> Outcome | None:
+        """Note that an attempt failed. Return the episode's outcome if there must be no other attempt."""
+        engine.note(error)
+        if isinstance(error, RunBroken):
+            self.fail(f"rollout: {error}")
+        is_last = failures == self.config.episode_attempts or engine.is_lost
+        if not is_last and not isinstance(error, RequestRefused | RunBroken):
+            return None
+        self._metrics.add(rewards_late=isinstance(error, RewardTimeout))
+        return Outcome(error=error)
 
     def _abandon(self, episode: Episode) -> None:
         if episode.outcome is not None and not episode.outcome.done():
@@ -462,12 +464,13 @@ class RolloutExecutor:
         if group is not None:
             self._metrics.add(accepted=1)
             if is_admitted:
-                self._finished.append(Finished.of(episode, group, self._config.stale))
+                self._finished.add(episode, group)
             for events in observers:
                 events.accepted(episode, group)
         elif error is None:
             self._metrics.add(rejected=1)
-            self._rejected += is_admitted
+            if is_admitted:
+                self._finished.note_rejection()
             for events in observers:
                 events.rejected(episode, why)
         else:
@@ -475,68 +478,11 @@ class RolloutExecutor:
             self._metrics.add(failed=1)
             self.failures[f"{type(error).__name__}, given up"] += 1
             if is_admitted:
-                self._failed += 1
-                self._first_error = self._first_error or error
+                self._finished.note_failure(error)
             for events in observers:
                 events.dead_lettered(episode, error)
 
-    async def _run(self, episode: Episode) -> Outcome:
-        """Run one episode to its end. Raises only if it is cancelled."""
-        self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
-        if episode.ending is not None and not episode.ending.done():
-            await asyncio.wait([episode.ending], timeout=ENDING_S)
-
-        async def before_retry(failures: int, error: BaseException) -> None:
-            self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
-            logger.info("episode %d: try %d failed (%s)", episode.number, failures, words_of(error))
-            self.failures[type(error).__name__] += 1
-            await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
-
-        tries, version = self._config.episode_attempts, self._engine.get_version()
-        if episode.is_training and (restored := self._records.group(episode.data, version)) is not None:
-            return Outcome(group=restored)
-        retries = Retries(most=tries, before=before_retry, after_try=self._count_try)
-        record = self._records.of(episode.data) if episode.is_training else None
-        for number in itertools.count(1):
-            version = self._engine.get_version()
-            engine = EpisodeEngine(
-                self._engine,
-                episode.replies,
-                retries,
-                record=record,
-                oldest_allowed=self._oldest_kept,
-                is_training=episode.is_training,
-            )
-            try:
-                # Start each attempt with a copy, because a workflow may modify its data.
-                data = dict(episode.data)
-                try:
-                    result = await engine.start(partial(begun, episode.workflow, engine, data))
-                finally:
-                    await engine.end()
-                group = self._group_of(result, episode)
-                # Replies kept from the journal or an earlier attempt may be older than this attempt.
-                refuse_older(group, min(version, self._begun(episode)), self._config.max_staleness)
-                engine.note(None)
-                episode.replies.clear()
-                return Outcome(group=group)
-            # Workflows and rewards are user code and may raise anything; one episode must not end the run. A
-            # CancelledError is the episode's own failure, unless this task was cancelled.
-            except (Exception, asyncio.CancelledError) as raised:
-                if _is_cancelled():
-                    raise asyncio.CancelledError from raised
-                error = first_of(raised)
-            engine.note(error)
-            if isinstance(error, RunBroken):
-                self.fail(f"rollout: {error}")
-            if number == tries or engine.is_lost or isinstance(error, RequestRefused | RunBroken):
-                self._metrics.add(rewards_late=isinstance(error, RewardTimeout))
-                episode.replies.clear()
-                return Outcome(error=error)
-            await before_retry(number, error)
-        raise AssertionError("unreachable")
-
-    def _count_try(self, error: BaseException | None) -> None:
+    def count_try(self, error: BaseException | None) -> None:
         """Count how a try of a sample ended, and end the run if infrastructure has failed too many tries."""
         failure = infrastructure_in(error)
         if failure is not None:
@@ -548,45 +494,116 @@ class RolloutExecutor:
 
     def _group_of(self, result: Any, episode: Episode) -> TrajectoryBatch | None:
         group = as_group(result, source=f"{name_of(episode.workflow)}, {episode.data['sample_key']}")
-        return self._without_cut_off(group, result, episode) if isinstance(result, list) else group
-
-    def _without_cut_off(
-        self, group: TrajectoryBatch | None, result: list[Trajectory], episode: Episode
-    ) -> TrajectoryBatch | None:
-        """Count the trajectories that were cut off or split, and mask those cut off if rollout.cut_off is `mask`.
-
-        Return None if nothing would then be trained.
-        """
-        splits = [trajectory.split for trajectory in result if trajectory.split]
-        self._metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})
-        count = sum(trajectory.is_cut_off for trajectory in result)
-        masks = self._config.cut_off == "mask" and episode.is_training
-        self._metrics.add(trajectories=len(result), cut_off=count, masked_cut_offs=count * masks)
-        if group is None or not (masks and count):
+        if not isinstance(result, list):
             return group
-        mask_cut_off(group, result)
-        # Nothing of it would be trained, so another prompt replaces it.
-        return group if bool(group["loss_mask"].any()) else None
+        return without_cut_off(
+            group, result, self._metrics, masks=self.config.cut_off == "mask" and episode.is_training
+        )
 
-    def _oldest_kept(self) -> int:
+    @property
+    def oldest_kept(self) -> int:
         """Return the oldest policy version whose tokens a reused reply may contain."""
-        return self._engine.get_version() - self._config.max_staleness if self._config.stale == "drop" else 0
+        return self.engine.get_version() - self.config.max_staleness if self.config.stale == "drop" else 0
 
     def _begun(self, episode: Episode) -> int:
         """Return the policy version at which the episode's oldest kept reply began; the current one without replies."""
-        return episode.replies.since if len(episode.replies) else self._engine.get_version()
+        return episode.replies.since if len(episode.replies) else self.engine.get_version()
 
 
-def name_of(workflow: RolloutWorkflow) -> str:
-    """Return the import path of a workflow's class, with file and line for user code."""
-    code, path = code_of(workflow.arun_episode), f"{type(workflow).__module__}:{type(workflow).__qualname__}"
-    is_theirs = code is not None and not code.co_filename.startswith(PACKAGE)
-    return f"{path} at {code.co_filename}:{code.co_firstlineno}" if code is not None and is_theirs else path
+class EpisodeEngine(Sampler):
+    """The engine that a workflow receives, for one attempt at an episode: an `async with` block.
 
+        async with EpisodeEngine(executor, episode, record) as engine:
+            group = await workflow.arun_episode(engine, episode.data)
 
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
+    At the block's end, the attempt's calls that are still in flight are cancelled, and awaited for at most ENDING_S.
+    Later calls are refused.
+
+    Identical requests are told apart by a running count. Each sample counts separately, so that its retry gets the
+    replies of its previous try.
+    """
+
+    def __init__(self, executor: RolloutExecutor, episode: Episode, record: EpisodeRecord | None) -> None:
+        """record: the episode's part of the journal; None without a journal."""
+        self._executor, self._episode, self._record, self.steps = executor, episode, record, record
+        self._attempt = Attempt()
+        self._asked: Counter[str] = Counter()
+
+    async def __aenter__(self) -> EpisodeEngine:
+        self._before = current_attempt.set(self._attempt)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        current_attempt.reset(self._before)
+        await self._attempt.end()
+
+    def get_version(self) -> int:
+        return self._executor.engine.get_version()
+
+    async def samples(self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]) -> list[T]:
+        """Make one sample for each item, all concurrently. A sample that fails is retried alone.
+
+        If a sample fails in its last try, its error is raised and the other samples are cancelled.
+        """
+        return await together([asyncio.create_task(self._sample(make, item)) for item in items])
+
+    async def _sample(self, make: Callable[[Sampler, Item], Awaitable[T]], item: Item) -> T:
+        failures = 0
+        while True:
+            sampler = object.__new__(type(self))  # this engine, with counts of its own; copy.copy takes 5 times as long
+            sampler.__dict__ = self.__dict__ | {"_asked": Counter()}
+            try:
+                found = await make(sampler, item)
+            except (RequestRefused, RunBroken, AttemptOver):
+                raise
+            except Exception as error:  # user code (reward, environment, agent) may raise anything
+                task, failures = asyncio.current_task(), failures + 1
+                if task is not None and task.cancelling():
+                    raise
+                self.note(error, of_sample=True)
+                if failures >= self._executor.config.episode_attempts:
+                    self._attempt.is_lost = True
+                    raise
+                await self._executor.before_retry(self._episode, failures, error)
+            else:
+                self.note(None, of_sample=True)
+                return found
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""
+        kept, engine = self._episode.replies, self._executor.engine
+        if self._episode.is_training:
+            check_sampling(req)
+        name, version = request_name(req), engine.get_version()
+        self._asked[name] += 1
+        name = f"{name} {self._asked[name]}"
+        with self._attempt.call():
+            restored = self._record.take_reply(name, version) if self._record is not None else None
+            if restored is not None:
+                req = continuing(req, restored)
+            reply = kept.begin(name, req, version=version, oldest_allowed=self._executor.oldest_kept)
+            if reply.stop_reason == "abort":
+                reply = await engine.agenerate(continuing(req, reply))
+                kept.keep(name, reply)
+                if self._record is not None:
+                    self._record.keep_reply(name, reply)
+            return reply
+
+    @property
+    def is_lost(self) -> bool:
+        """True if a sample has failed in all its tries. Another attempt at the episode would only repeat them."""
+        return self._attempt.is_lost
+
+    def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
+        """Count how a try of a sample, or the whole attempt, ended.
+
+        The attempt's end is not counted if it only repeats what a sample's end has already shown.
+        """
+        attempt = self._attempt
+        is_known = attempt.has_noted and (error is None or error is attempt.noted)
+        if of_sample or not is_known:
+            attempt.noted, attempt.has_noted = error, True
+            self._executor.count_try(error)
 
 
 def first_of(error: BaseException) -> BaseException:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import PART, TOKEN_KEYS, TURN_REWARDS, WIDE_COLUMNS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample", "agent")
@@ -268,10 +269,23 @@ def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
     return int(old.sum())
 
 
-def mask_cut_off(group: TrajectoryBatch, result: list[Trajectory]) -> None:
-    """Clear the loss mask of trajectories that were cut off. Their rewards still count in comparisons."""
-    cut_off = torch.tensor([trajectory.is_cut_off for trajectory in result])
+def without_cut_off(
+    group: TrajectoryBatch | None, result: list[Trajectory], metrics: RolloutMetrics, *, masks: bool
+) -> TrajectoryBatch | None:
+    """Count the trajectories that were cut off or split, and if `masks`, clear the loss mask of those cut off.
+
+    Rewards of masked trajectories still count in comparisons. Return None if nothing would be trained, so that another
+    prompt replaces the group.
+    """
+    splits = [trajectory.split for trajectory in result if trajectory.split]
+    metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})
+    cut_off = torch.tensor([trajectory.is_cut_off for trajectory in result], dtype=torch.bool)
+    count = int(cut_off.sum())
+    metrics.add(trajectories=len(result), cut_off=count, masked_cut_offs=count * masks)
+    if group is None or not (masks and count):
+        return group
     group.tokens["loss_mask"] = group["loss_mask"] & ~cut_off.repeat_interleave(group.lengths)
+    return group if bool(group["loss_mask"].any()) else None
 
 
 def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:

@@ -18,18 +18,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Concatenate
 
-from megatron_rl.config import GenerationConfig
 from megatron_rl.data.curriculum import Outcome
 from megatron_rl.launch import file_lock
 from megatron_rl.launch.start_up import python_path
 from megatron_rl.life import process_exit
 from megatron_rl.life.signs_of_life import Silence, where
-from megatron_rl.rollout.rollout_rank import Beginning, RolloutRank
+from megatron_rl.rollout.rollout_rank import Beginning, RankServer, RolloutRank
 from megatron_rl.rollout.rollout_stub import P, RolloutStub, T
 from megatron_rl.rollout.rpc import PULSE, RpcClient, RpcSocket
-from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.telemetry.trace import Recording
-from megatron_rl.types import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +49,10 @@ class RolloutProcess(RolloutStub):
     process = RolloutProcess(folder / "rollout.log", on_death=stop)
     process.begin(Beginning(config=config, tokenizer=tokenizer, resume_point=point, ...))
     process.connect(["http://127.0.0.1:30000"])
-    batch = process.prepare_batch(8).result()  # runs RolloutRank.prepare_batch in the process
+    batch = process.rpc.start(RolloutRank.prepare_batch, 8).result()  # runs in the process
     process.close()
+
+    Methods that take long are started by `rpc`. The methods below wait for the method of RolloutRank of their name.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class RolloutProcess(RolloutStub):
             file_lock.sign(lock, self.process.pid)
             os.close(lock)  # the child's copy keeps the lock while a child may write
         self._begun: Future[None] | None = None
-        self._caller = RpcClient(RpcSocket(ours), on_told=self._hear, on_end=self._find_out)
+        self.rpc = RpcClient(RpcSocket(ours), on_told=self._hear, on_end=self._find_out)
         # Stalled parts of the process, by name, with seconds: as of the last answer.
         self._pulse: dict[str, float] = {}
         self._pulse_at, self._closed = time.monotonic(), threading.Event()
@@ -104,13 +103,13 @@ class RolloutProcess(RolloutStub):
 
     def begin(self, beginning: Beginning) -> None:
         """Send the process its run's configuration. Does not wait."""
-        self._begun = self._caller.start("begin", beginning)
+        self._begun = self.rpc.start(RankServer.begin, beginning)
 
     def connect(self, urls: list[str]) -> None:
         """Wait until the process is ready and has connected to the servers. Raises the process's error if it fails."""
         assert self._begun is not None, "begin comes first"
         self._begun.result()
-        self._caller.call("connect", urls)
+        self.rpc.call("connect", urls)
 
     def close(self) -> None:
         """Shut down in order: cancel what is in flight and close the journal. May be called twice."""
@@ -118,26 +117,17 @@ class RolloutProcess(RolloutStub):
         self._closed.set()
         if self.process.poll() is None:
             try:
-                self._caller.start("close").result(STOP_S)
+                self.rpc.start(RolloutRank.close).result(STOP_S)
             except (TimeoutError, RuntimeError):  # a workflow that ignores cancellation, or a dying process
                 self.process.kill()
-        self._caller.close()
+        self.rpc.close()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:  # it answered but was then stopped, or its log's disk hangs
             self.process.kill()
             self.process.wait()
 
-    # -- methods of RolloutRank, which documents them
-
-    def prepare_batch(self, count: int = 0) -> Future[TrajectoryBatch]:
-        return self._caller.start("prepare_batch", count)
-
-    def evaluate(self, generation: GenerationConfig) -> Future[TrajectoryBatch]:
-        return self._caller.start("evaluate", generation)
-
-    def counts(self) -> Counts:
-        return self._call(RolloutRank.counts)
+    # -- quick methods of RolloutRank, which documents them
 
     def record(self) -> None:
         self._call(RolloutRank.record)
@@ -158,17 +148,17 @@ class RolloutProcess(RolloutStub):
         self._await(RolloutRank.rotate_journal, oldest_checkpoint)
 
     def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        answer: T = self._caller.call(method.__name__, *args, **kwargs)
+        answer: T = self.rpc.call(method.__name__, *args, **kwargs)
         return answer
 
     def _await(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        answer: T = self._caller.call(method.__name__, *args, **kwargs)  # the other process awaits it
+        answer: T = self.rpc.call(method.__name__, *args, **kwargs)  # the other process awaits it
         return answer
 
     def _value(self, name: str) -> Any:
-        return self._caller.call(name)
+        return self.rpc.call(name)
 
     # -- state of the process
 
@@ -177,7 +167,7 @@ class RolloutProcess(RolloutStub):
 
         Callable from any thread.
         """
-        self._caller.tell("fail", message)
+        self.rpc.tell("fail", message)
 
     def hang_report(self) -> str:
         """Describe what the process is doing, for a run that hangs. Callable from any thread.
@@ -186,7 +176,7 @@ class RolloutProcess(RolloutStub):
         and SIGUSR2 is sent to make its main thread write its stack, for example where C code blocks the interpreter.
         """
         try:
-            return str(self._caller.start("hang_report").result(ANSWER_S))
+            return self.rpc.start(RolloutRank.hang_report).result(ANSWER_S)
         except TimeoutError:
             self.process.send_signal(signal.SIGUSR2)
             return f"the rollout process (pid {self.process.pid}), which does not answer"
@@ -197,7 +187,7 @@ class RolloutProcess(RolloutStub):
         """Return the stalled parts of the process, with seconds of silence and a remedy. Callable from any thread."""
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
         stacks = f" kill -USR2 {self.process.pid} writes its main thread's stack to run.folder/hang."
-        found = {who: (age_s, f" The thread that hears it is {where(self._caller.hearing)}.{stacks}")}
+        found = {who: (age_s, f" The thread that hears it is {where(self.rpc.hearing)}.{stacks}")}
         return found | {f"{who}, {what},": (seconds, stacks) for what, seconds in list(self._pulse.items())}
 
     # -- threads
@@ -205,7 +195,7 @@ class RolloutProcess(RolloutStub):
     def _feel_pulse(self) -> None:
         while not self._closed.wait(PULSE_S):
             try:
-                self._pulse = self._caller.call(PULSE)
+                self._pulse = self.rpc.call(PULSE)
             except RuntimeError:  # it has ended, and the receiving thread has reported that
                 return
             self._pulse_at = time.monotonic()

@@ -257,6 +257,33 @@ def collect_garbage_seldom() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+class RankServer:
+    """Finds who answers the trainer's calls: `begin` makes the RolloutRank that answers all others."""
+
+    def __init__(self, wire: RpcSocket, loop: asyncio.AbstractEventLoop) -> None:
+        self.beat, self._wire, self._loop = Beat(loop), wire, loop
+        self._rank: RolloutRank | None = None
+
+    def begin(self, beginning: Beginning) -> None:
+        allow_blocking_steps(self._loop, beginning.config.rollout.max_concurrent_episodes)
+        self._rank = RolloutRank(beginning, on_drop=lambda url, reason: tell(self._wire, "drop", url, reason))
+        collect_garbage_seldom()
+        HoldWatch(self.beat).begin()  # after the constructor of the user's workflow, which may be slow
+
+    def find(self, name: str) -> Callable[..., Any]:
+        if name == PULSE:
+            return lambda: {"its event loop": self.beat.stands_still_s}
+        if name == "begin":
+            return self.begin
+        if self._rank is None:
+            assert name in ("close", "fail", "hang_report"), "begin comes first, and failed"
+            return lambda *_: {"hang_report": "the rollout process is about to begin"}.get(name)
+        if isinstance(getattr(RolloutRank, name), property):
+            return lambda: getattr(self._rank, name)
+        found: Callable[..., Any] = getattr(self._rank, name)
+        return found
+
+
 def serve_trainer(end: socket.socket) -> None:
     """Answer the trainer's calls until it closes the connection or dies. Then end this process unconditionally.
 
@@ -268,31 +295,9 @@ def serve_trainer(end: socket.socket) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[to_log, ToTrainer(wire)])
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    beat = Beat(loop)
-    rank: RolloutRank | None = None
-
-    def begin(beginning: Beginning) -> None:
-        nonlocal rank
-        allow_blocking_steps(loop, beginning.config.rollout.max_concurrent_episodes)
-        rank = RolloutRank(beginning, on_drop=lambda url, reason: tell(wire, "drop", url, reason))
-        collect_garbage_seldom()
-        HoldWatch(beat).begin()  # after the constructor of the user's workflow, which may be slow
-
-    def find(name: str) -> Callable[..., Any]:
-        if name == PULSE:
-            return lambda: {"its event loop": beat.stands_still_s}
-        if name == "begin":
-            return begin
-        if rank is None:
-            assert name in ("close", "fail", "hang_report"), "begin comes first, and failed"
-            return lambda *_: {"hang_report": "the rollout process is about to begin"}.get(name)
-        if isinstance(getattr(RolloutRank, name), property):
-            return lambda: getattr(rank, name)
-        found: Callable[..., Any] = getattr(rank, name)
-        return found
-
-    beat.begin()
-    loop.run_until_complete(RpcServer(wire, find, at_once=AT_ONCE, beside=BESIDE).serve())
+    server = RankServer(wire, loop)
+    server.beat.begin()
+    loop.run_until_complete(RpcServer(wire, server.find, at_once=AT_ONCE, beside=BESIDE).serve())
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)  # a reward may still run in a thread

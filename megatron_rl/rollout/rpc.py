@@ -22,10 +22,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from megatron_rl.life import process_exit
 
 CLOSE_S = 10.0
 _COUNT = struct.Struct("<I")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ServedTraceback(Exception):
@@ -347,19 +350,37 @@ class RpcClient:
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return the other process's answer, or raise its error."""
-        return self.start(name, *args, **kwargs).result()
+        key, future = self._expect_answer()
+        with contextlib.suppress(OSError):  # the receiving thread reports why the connection ended
+            self.wire.send((key, name, args, kwargs))
+        return future.result()
 
-    def start(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call without waiting. Cancelling the future also cancels a call that the server answers concurrently."""
+    @overload
+    def start(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]: ...
+
+    @overload
+    def start(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    def start(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call, without waiting, the method of this name of the object that answers in the other process.
+
+        Cancelling the future also cancels a call that the server answers concurrently.
+        """
+        key, future = self._expect_answer()
+        with contextlib.suppress(OSError):
+            self.wire.send((key, method.__name__, args, kwargs))
+        return future
+
+    def _expect_answer(self) -> tuple[Key, Future[Any]]:
         key = "call", next(self._numbers)
         future = ServedFuture(lambda: self.tell(CANCEL, key))
         with self._lock:
             if self._fault is not None:
                 raise self._fault
             self._awaited[key] = future
-        with contextlib.suppress(OSError):  # the receiving thread reports why the connection ended
-            self.wire.send((key, name, args, kwargs))
-        return future
+        return key, future
 
     def tell(self, name: str, /, *args: Any) -> None:
         """Send a call that gets no answer. Does nothing if the peer is gone."""

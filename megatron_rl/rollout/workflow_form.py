@@ -7,7 +7,8 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from megatron_rl.api import InferenceEngine, RolloutWorkflow, Sampler
-from megatron_rl.config.import_path import described
+from megatron_rl.config.import_path import code_of, described
+from megatron_rl.config.users_code import PACKAGE
 
 FORM = "must be a coroutine function: async def arun_episode(self, engine, data)"
 
@@ -39,3 +40,10 @@ def begun(workflow: RolloutWorkflow, engine: Sampler, data: dict[str, Any]) -> A
     if not inspect.isawaitable(episode):
         raise TypeError(f"{described(workflow.arun_episode)} returned {type(episode).__name__}; {FORM}.")
     return episode
+
+
+def name_of(workflow: RolloutWorkflow) -> str:
+    """Return the import path of a workflow's class, with file and line for user code."""
+    code, path = code_of(workflow.arun_episode), f"{type(workflow).__module__}:{type(workflow).__qualname__}"
+    is_theirs = code is not None and not code.co_filename.startswith(PACKAGE)
+    return f"{path} at {code.co_filename}:{code.co_firstlineno}" if code is not None and is_theirs else path

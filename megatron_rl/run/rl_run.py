@@ -21,6 +21,7 @@ from megatron_rl.life import process_exit
 from megatron_rl.life.signs_of_life import Look
 from megatron_rl.ops import TeacherTargets
 from megatron_rl.parallel import ParallelGroups
+from megatron_rl.rollout.rollout_rank import RolloutRank
 from megatron_rl.run.checks import check, check_greedy
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples, draw
@@ -129,7 +130,7 @@ class RLRun(Run):
             self.engine,
             self.train_prompts,
             self.tokenizer,
-            measure=self._sampled_reward if together else None,
+            measure=(lambda: self.rollouts.mean_reward(config.generation.new(n_samples=2))) if together else None,
             say=self.say,
             check=lambda stats: self.check_updates("policy", [stats]),
         )
@@ -180,7 +181,9 @@ class RLRun(Run):
     def begin(self) -> None:
         """Bring models and servers to the state of the first step: resumed from a checkpoint, or warm-started."""
         if self.resumed:
-            self._continue(self.resumed)
+            self.load_checkpoint()
+            self.evaluations.scores = self.resumed["held_out_scores"]
+            self._continue_algorithm(self.resumed)
         else:
             self._begin_from_warm_start()
         for fault in self.processes.on_main.journal_faults() if self.groups.is_main else []:
@@ -210,14 +213,6 @@ class RLRun(Run):
             self.warm_start.save()
         if critic is not None:
             critic.engine.load(self.warm_start.folder)  # through files, because the layouts may differ
-
-    def _sampled_reward(self) -> float:
-        return self.rollouts.mean_reward(self.config.generation.new(n_samples=2))
-
-    def _continue(self, state: dict[str, Any]) -> None:
-        self.load_checkpoint()
-        self.evaluations.scores = state["held_out_scores"]
-        self._continue_algorithm(state)
 
     def _continue_algorithm(self, state: dict[str, Any]) -> None:
         """Restore what a step depends on besides the trained engines."""
@@ -264,7 +259,12 @@ class RLRun(Run):
         with self.timers("rollout"):
             self.resume_state.note_step(self.processes.process)  # an abandoned step restarts here
             try:
-                own = self.rollouts.batch()
+                self.rollouts.give_to_servers()
+                process = self.processes.process
+                pending = [process.rpc.start(RolloutRank.prepare_batch)] if process is not None else []
+                self.rollouts.wait_for(pending)  # on all ranks: next, the trainer takes the devices from the servers
+                self.devices.give_to_trainer()
+                own = pending[0].result() if pending else None
             except RuntimeError:
                 if not self.is_ending:
                     raise

@@ -35,7 +35,8 @@ from megatron_rl.launch.server_registry import wait_for_servers
 from megatron_rl.life.signs_of_life import Silence
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.rollout.groups import mean_reward
-from megatron_rl.rollout.process import Beginning, RolloutProcess
+from megatron_rl.rollout.process import RolloutProcess
+from megatron_rl.rollout.rollout_rank import Beginning, RolloutRank
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.run_checkpoints import PromptResumeState
 from megatron_rl.servers.supervisor import Supervisor
@@ -218,7 +219,8 @@ class Rollouts:
 
         rollouts = Rollouts(config, groups, processes, devices, engine, is_ending=lambda: False)
         rollouts.publish()
-        batch = rollouts.batch()  # this rollout rank's part of a step; None on ranks that drive no rollouts
+        rollouts.give_to_servers()
+        rollouts.wait_for([process.rpc.start(RolloutRank.prepare_batch)] if process is not None else [])
 
     Collective: every rank calls every method unless its docstring says otherwise.
     """
@@ -308,15 +310,7 @@ class Rollouts:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def batch(self) -> TrajectoryBatch | None:
-        """Generate this rollout rank's part of the step's groups. Return None on ranks that drive no rollouts."""
-        self._give_to_servers()
-        pending: list[Future[TrajectoryBatch]] = [self.process.prepare_batch()] if self.process is not None else []
-        self.wait_for(pending)  # on all ranks: next, the trainer takes the devices from the servers
-        self.devices.give_to_trainer()
-        return pending[0].result() if pending else None
-
-    def _give_to_servers(self) -> None:
+    def give_to_servers(self) -> None:
         """Give shared devices to the servers. Publish again first if a checkpoint has taken the servers' weights."""
         if self.devices.servers_lack_weights:
             self.publish()
@@ -331,8 +325,10 @@ class Rollouts:
 
     def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
         """Begin to answer the held-out prompts. Return one future on the main rank, none on others."""
-        self._give_to_servers()
-        return [self.process.evaluate(generation)] if self.process is not None and self.groups.is_main else []
+        self.give_to_servers()
+        if self.process is None or not self.groups.is_main:
+            return []
+        return [self.process.rpc.start(RolloutRank.evaluate, generation)]
 
     def wait_for(self, pending: list[Future[TrajectoryBatch]]) -> None:
         """Wait until all of `pending` are done; the list may be empty on some ranks.

@@ -17,7 +17,7 @@ from megatron_rl.rewards.recipe import Recipe
 from megatron_rl.rewards.reward_service import RewardFailed, RewardTimeout
 from megatron_rl.telemetry.spans import span_here
 from megatron_rl.types import LLMResponse, Reward
-from megatron_rl.workflows.episode_engine import call_here
+from megatron_rl.workflows.attempt import call_here
 from megatron_rl.workflows.messages import content_text
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megatron_rl.api import InferenceEngine, RolloutWorkflow
 from megatron_rl.config.teacher_section import Teacher
 from megatron_rl.rewards.reward_servers import Servers
 from megatron_rl.types import Trajectory
-from megatron_rl.workflows.episode_engine import RunBroken, call_here
+from megatron_rl.workflows.attempt import RunBroken, call_here
 from megatron_rl.workflows.rendering import prompt_ids
 from megatron_rl.workflows.scoring import with_hint
 

@@ -10,6 +10,7 @@ from kills import SMALL
 
 from megatron_rl.life import stop_signal
 from megatron_rl.life.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
+from megatron_rl.run.rl_run import RLRun
 from megatron_rl.run.rollouts import Rollouts
 from megatron_rl.train import main
 from tests.kit.forks import check_end, start_ranks
@@ -67,14 +68,14 @@ def test_the_launcher_passes_the_signal_on_and_its_exit_code_says_resume(setting
 
 def tells_one_rank(overrides):
     """A run whose second rank alone is told to stop, in its third step."""
-    batch, calls = Rollouts.batch, itertools.count(1)
+    next_batch, calls = RLRun.next_batch, itertools.count(1)
 
-    def batch_and_tell(self):
+    def batch_and_tell(self, step):
         if next(calls) == 3 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGUSR1)
-        return batch(self)
+        return next_batch(self, step)
 
-    Rollouts.batch = batch_and_tell
+    RLRun.next_batch = batch_and_tell
     experiment(overrides)
 
 
@@ -95,14 +96,14 @@ def tells_of_its_third_rollout(run, is_there):
     """The run, which makes that file when it begins to wait for the third step's replies."""
 
     def telling_run(overrides):
-        batch, calls = Rollouts.batch, itertools.count(1)
+        next_batch, calls = RLRun.next_batch, itertools.count(1)
 
-        def batch_and_tell(self):
+        def batch_and_tell(self, step):
             if next(calls) == 3:
                 is_there.touch()
-            return batch(self)
+            return next_batch(self, step)
 
-        Rollouts.batch = batch_and_tell
+        RLRun.next_batch = batch_and_tell
         run(overrides)
 
     return telling_run

@@ -21,8 +21,9 @@ from megatron_rl.data.tokens import load_tokenizer
 from megatron_rl.rollout import journal
 from megatron_rl.rollout import process as process_module
 from megatron_rl.rollout.factory import make_workflow
-from megatron_rl.rollout.process import Beginning, RolloutDied, RolloutProcess
+from megatron_rl.rollout.process import RolloutDied, RolloutProcess
 from megatron_rl.rollout.resume_state import ResumePoint
+from megatron_rl.rollout.rollout_rank import Beginning, RolloutRank
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
 from megatron_rl.telemetry.rollout_metrics import metrics_of
 from tests.kit.examples import IS_THOROUGH
@@ -94,7 +95,8 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
     ]
     engine.destroy()
     process = run.start(embedded_servers)
-    given = [process.prepare_batch(5).result(LIMIT_S) for _ in range(3)] + [process.evaluate(greedy).result(LIMIT_S)]
+    given = [process.rpc.start(RolloutRank.prepare_batch, 5).result(LIMIT_S) for _ in range(3)]
+    given.append(process.rpc.start(RolloutRank.evaluate, greedy).result(LIMIT_S))
     for ours, theirs in zip(given, expected, strict=True):
         assert ours.tokens.keys() == theirs.tokens.keys() and ours.sequences.keys() == theirs.sequences.keys()
         for key in ("input_ids", "loss_mask", "versions", "rewards", "group"):
@@ -109,7 +111,7 @@ def test_its_trajectories_are_those_of_an_engine_in_the_trainer(run, embedded_se
 
 def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:burn", "generation.n_samples=4")
-    pending = process.prepare_batch(1)
+    pending = process.rpc.start(RolloutRank.prepare_batch, 1)
     turns, own_s, all_s = 0, time.thread_time(), time.process_time()
     while not pending.done():
         turns += sum(range(100)) > 0
@@ -124,14 +126,14 @@ def test_a_reward_that_computes_leaves_the_trainers_interpreter_alone(run, scrip
 def test_errors_and_warnings_reach_the_trainer(run, scripted, caplog):
     process = run.start([scripted().url], "rollout.reward=own_rewards:undecided", "rollout.episode_attempts=1")
     with pytest.raises(RuntimeError, match="1 episodes failed .* NoVerdict: no verdict at line 3") as raised:
-        process.prepare_batch(1).result(LIMIT_S)
+        process.rpc.start(RolloutRank.prepare_batch, 1).result(LIMIT_S)
     assert "own_rewards.py" in str(raised.value.__cause__), "it says where"
     assert "episode 0 is given up: RewardFailed: NoVerdict" in caplog.text
     assert "episode 0 is given up: RewardFailed: NoVerdict" in process.log.read_text()
     assert "no verdict" in (run.folder / "dead_letters.jsonl").read_text()
     process.fail("the world ends")
     with pytest.raises(RuntimeError, match="the world ends"):
-        process.prepare_batch(1).result(LIMIT_S)
+        process.rpc.start(RolloutRank.prepare_batch, 1).result(LIMIT_S)
 
 
 def test_it_is_the_weight_receiver_of_its_servers(run, scripted):
@@ -167,7 +169,7 @@ def test_it_is_the_weight_receiver_of_its_servers(run, scripted):
 
 def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
-    pending = process.prepare_batch(1)
+    pending = process.rpc.start(RolloutRank.prepare_batch, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer's business
         process.process.send_signal(number)
     assert process.serving and not run.died
@@ -181,7 +183,7 @@ def test_a_killed_one_is_named_at_once_with_its_log(run, scripted):
 
 def test_one_that_stands_still_says_which_rewards_it_waits_for(run, scripted):
     process = run.start([scripted().url], "rollout.reward=own_rewards:wait_for_long")
-    process.prepare_batch(1)
+    process.rpc.start(RolloutRank.prepare_batch, 1)
     wait_until(lambda: "rewards: 2" in process.hang_report(), "the rewards did not begin")
     assert "; the oldest: reward own_rewards:wait_for_long (of " in process.hang_report()
     stacks = run.folder / "hang" / "rollout-0.txt"
@@ -280,7 +282,7 @@ def test_one_that_is_stopped_or_whose_event_loop_stands_still_is_known_to_the_tr
     def is_silent(who):
         return lambda: [name for name, (seconds, _) in process.silent().items() if seconds > 0.5 and name.endswith(who)]
 
-    pending = process.prepare_batch(1)
+    pending = process.rpc.start(RolloutRank.prepare_batch, 1)
     wait_until(is_silent("its event loop,"), "a workflow blocks it")
     process.process.send_signal(signal.SIGSTOP)
     wait_until(is_silent(f"(pid {process.process.pid})"), "nothing of it answers")

@@ -9,7 +9,7 @@ from megatron_rl.api import RolloutWorkflow
 from megatron_rl.config.teacher_section import Teacher
 from megatron_rl.rewards.reward_servers import RemoteFailure
 from megatron_rl.types import Trajectory
-from megatron_rl.workflows.episode_engine import RunBroken
+from megatron_rl.workflows.attempt import RunBroken
 from megatron_rl.workflows.taught import TaughtWorkflow
 from tests.kit.reference import reference_logprobs
 from tests.kit.run_tokens import TOKEN_FILE

@@ -9,12 +9,12 @@ from megatron_rl import ops
 from megatron_rl.api import RequestRefused
 from megatron_rl.batch.packing import to_microbatch
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.kept_replies import check_sampling
 from megatron_rl.support import ADJUSTMENT, COLUMN, NO_TOKEN, Adjusting, check_complete, read, sizes, summed, whole
 from megatron_rl.tools.embedded_server import sampling
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens, Trajectory, TrajectoryBatch
 from megatron_rl.workflows.conversation import Conversation
-from megatron_rl.workflows.episode_engine import check_sampling
 from tests.kit.examples import IS_THOROUGH
 
 IDS = torch.tensor([5, 9], dtype=torch.int32)

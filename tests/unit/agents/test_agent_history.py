@@ -15,7 +15,7 @@ from megatron_rl.agents.responses_api import ResponsesApi
 from megatron_rl.agents.streamed_text import Progress
 from megatron_rl.api import ContextOutgrown
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.executor import RolloutExecutor
+from megatron_rl.rollout.groups import without_cut_off
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.tool_formats import tool_format
 from tests.kit.replies import RecordingEngine
@@ -181,9 +181,7 @@ def test_other_tools_and_a_second_way_are_splits_and_their_number_is_a_metric(to
         def add(self, **amounts):
             added.update(amounts)
 
-    executor = object.__new__(RolloutExecutor)
-    executor._metrics, executor._config = Metrics(), type("Config", (), {"cut_off": "train"})
-    executor._without_cut_off(None, trajectories, type("Episode", (), {"is_training": True}))
+    without_cut_off(None, trajectories, Metrics(), masks=False)
     assert (added["rollout/splits/again"], added["rollout/splits/tools"]) == (1, 1)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig
+from megatron_rl.rollout.kept_replies import request_name
 from megatron_rl.types import LLMRequest
-from megatron_rl.workflows.episode_engine import request_name
 from tests.kit.replies import RecordingEngine
 from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer
 from tests.unit.agents.test_agent_apis import PARAMETERS, claude

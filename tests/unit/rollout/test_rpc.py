@@ -193,7 +193,7 @@ def test_calls_are_served_in_their_order_whether_they_wait_or_not(caller):
 
 
 def test_what_is_answered_beside_others_holds_none_of_them_up(caller):
-    first, second = caller.start("goes_on", "first"), caller.start("goes_on", "second", fails=True)
+    first, second = caller.start(Servant.goes_on, "first"), caller.start(Servant.goes_on, "second", fails=True)
     assert caller.call("echo", 1) == ((1,), {}) and not first.done()
     caller.call("let_go", "second")
     with pytest.raises(KeyError, match="second"):
@@ -203,7 +203,7 @@ def test_what_is_answered_beside_others_holds_none_of_them_up(caller):
 
 
 def test_to_cancel_what_is_answered_beside_others_cancels_it(caller, servant):
-    asked = caller.start("goes_on", "it")
+    asked = caller.start(Servant.goes_on, "it")
     wait_until(lambda: "it" in servant.going)
     assert asked.cancel() and asked.cancelled()
     wait_until(lambda: servant.heard == ["it was cancelled"])

@@ -66,7 +66,7 @@ WAITS = {
     "a_column_copied_from_pageable_memory": "a blocking copy to device",
 }
 MEMORY = {
-    "logits_in_float32": "engine/megatron_engine.py",
+    "logits_in_float32": "engine/microbatch_engine.py",
     "activations_kept_from_one_microbatch_to_the_next": "transformer/transformer_layer.py",
     "weights_kept_twice": "algo/actor.py",
 }

@@ -26,7 +26,7 @@ from megatron_rl.workflows.tools import Calculator, Search
 from tests.kit.replies import TimedEngine
 from tests.kit.simulated_time import simulate
 from tests.kit.waiting import LATE_S
-from tests.unit.workflows.test_episode_engine import Plain, Reward, at_once, fails_first, run
+from tests.unit.rollout.test_episode_engine import Plain, Reward, at_once, fails_first, run
 
 
 class Speaking(TimedEngine):

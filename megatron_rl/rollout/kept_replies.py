@@ -1,0 +1,107 @@
+"""The replies that an episode already has: what names them, what keeps them, and how an incomplete one continues."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from array import array
+from typing import Protocol
+
+from megatron_rl.api import KeptSteps, RequestRefused
+from megatron_rl.config import MOST_REPORTED, UNADJUSTED
+from megatron_rl.types import LLMRequest, LLMResponse
+
+
+class KeptReplies:
+    """Complete and partial replies of one episode, kept until the episode has returned its group."""
+
+    def __init__(self) -> None:
+        self._replies: dict[str, LLMResponse] = {}
+        self.since = 0
+        """Policy version at the time of the first request."""
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def begin(self, name: str, req: LLMRequest, *, version: int, oldest_allowed: int) -> LLMResponse:
+        """Return the reply kept under `name`; an unfinished reply has the stop reason `abort`.
+
+        If none is kept, `req.begun` is used. A reply with a token of a version below `oldest_allowed` starts over.
+        """
+        if not self._replies:
+            self.since = version
+        reply = self._replies.get(name, req.begun)
+        if reply is None or (reply.output_len and int(reply.sampled.versions.values.min()) < oldest_allowed):
+            reply = LLMResponse.nothing(req.input_ids)
+        elif reply.stop_reason == "abort":  # copy it: an earlier attempt may still append to the original
+            reply = copy.copy(reply)
+            if reply.output_len >= req.gconfig.max_new_tokens:  # it was aborted at its last token
+                reply.stop_reason = "length"
+        self._replies[name] = reply
+        return reply
+
+    def newest(self, count: int) -> list[LLMResponse]:
+        """Return the `count` most recently begun replies, newest last."""
+        return list(self._replies.values())[-count:]
+
+    def keep(self, name: str, reply: LLMResponse) -> None:
+        self._replies[name] = reply
+
+    def clear(self) -> None:
+        self._replies.clear()
+
+
+class EpisodeRecord(KeptSteps, Protocol):
+    """One episode's part of the journal. It has entries of earlier processes, and this process adds more."""
+
+    def take_reply(self, name: str, version: int) -> LLMResponse | None:
+        """Return the reply journaled under `name`, if a trainer at `version` may still train on it.
+
+        Each reply is returned once only.
+        """
+
+    def keep_reply(self, name: str, reply: LLMResponse) -> None: ...
+
+
+def check_sampling(req: LLMRequest) -> None:
+    """Raise RequestRefused for a request that cuts the vocabulary or changes logits without a report of supports.
+
+    A greedy reply passes: workflows make it for comparison, and do not train it.
+    """
+    options = req.gconfig
+    if options.greedy or options.support_size:
+        return
+    for name, everything in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
+        if (value := getattr(options, name)) != everything:
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: the reply would be sampled from a part of the vocabulary, and trained with "
+                f"log-probabilities over all of it; set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers "
+                f"report which tokens they sampled from, or set it to {everything}."
+            )
+    for name, nothing in UNADJUSTED.items():
+        if (value := getattr(options, name)) != nothing:
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: the reply would be sampled from other logits than those that are trained; "
+                f"set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers report which tokens they sampled "
+                f"from, or set it to {nothing}."
+            )
+
+
+def continuing(req: LLMRequest, begun: LLMResponse) -> LLMRequest:
+    """Return a request for the rest of a reply."""
+    req = copy.copy(req)  # dataclasses.replace would check the prompt's tokens again
+    req.begun = begun
+    return req
+
+
+SORTED_JSON = json.JSONEncoder(sort_keys=True)
+
+
+def request_name(req: LLMRequest) -> str:
+    """Return a hash of everything that determines how a reply is sampled, including the `sample_key` of its sample."""
+    options = [vars(req.gconfig), req.metadata.get("sample_key")]
+    options += [] if req.grammar is None else [req.grammar]
+    digest = hashlib.sha256(SORTED_JSON.encode(options).encode())
+    digest.update(array("q", req.input_ids).tobytes())
+    return digest.hexdigest()[:32]
