@@ -90,20 +90,34 @@ class Adjusting:
         """
         if not self.size:
             return None
-        found = np.zeros((*rows.shape, self.size), dtype=np.float32)
+        counts = np.zeros(rows.shape, dtype=np.int64)
         if self.counts:
             row, place, count = counts_before(rows.numpy(), ids.numpy())
-            # SGLang adds the penalty once for each occurrence, in float32, which differs from a product.
-            shifts = summed(self.frequency_penalty, int(count.max(initial=0)))[count]
-            found[row, place, 0] = -(shifts + np.float32(self.presence_penalty))
-            if self.size == WITH_SCALE:
-                found[row, place, 1] = self.repetition_penalty
-        if self.logit_bias:
-            tokens, biases = (np.array(column) for column in zip(*sorted(self.logit_bias), strict=True))
-            row, place = np.isin(rows.numpy(), tokens).nonzero()
-            which = np.searchsorted(tokens, rows.numpy()[row, place])
-            found[row, place, -1] += biases.astype(np.float32)[which]
+            counts[row, place] = count
+        biased = [token for token, _ in self.logit_bias]
+        row, place = ((counts > 0) | np.isin(rows.numpy(), biased)).nonzero()
+        found = np.zeros((*rows.shape, self.size), dtype=np.float32)
+        found[row, place] = self.changes(rows.numpy()[row, place], counts[row, place])
         return torch.from_numpy(found)
+
+    def changes(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return the adjustments `[n, P]` float32 of tokens `[n]`, before which the reply has each `counts` `[n]` times.
+
+        The embedded server applies the same numbers in the same order (`ops.support_columns.adjusted`), so its adjusted
+        logits are the trainer's to the bit.
+        """
+        found, came = np.zeros((len(tokens), self.size), dtype=np.float32), counts > 0
+        # SGLang adds the penalty once for each occurrence, in float32, which differs from a product.
+        shifts = summed(self.frequency_penalty, int(counts.max(initial=0)))[counts]
+        found[came, 0] = -(shifts + np.float32(self.presence_penalty))[came]
+        if self.size == WITH_SCALE:
+            found[came, 1] = self.repetition_penalty
+        if self.logit_bias:
+            known, biases = (np.array(column) for column in zip(*sorted(self.logit_bias), strict=True))
+            which = np.searchsorted(known, tokens).clip(max=len(known) - 1)
+            has_bias = known[which] == tokens
+            found[has_bias, -1] += biases.astype(np.float32)[which[has_bias]]
+        return found
 
 
 NOT_ADJUSTED = Adjusting()
