@@ -101,7 +101,7 @@ class Adjusting:
         return torch.from_numpy(found)
 
     def changes(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the adjustments `[n, P]` float32 of tokens `[n]`, before which the reply has each `counts` `[n]` times.
+        """Return the adjustments `[n, P]` float32 of tokens `[n]` that a reply already has `counts` `[n]` times.
 
         The embedded server applies the same numbers in the same order (`ops.support_columns.adjusted`), so its adjusted
         logits are the trainer's to the bit.

@@ -284,6 +284,9 @@ class TrainConfig:
                 f"generation.top_k = 1: always samples the most likely token, so nothing could be learned; set it from "
                 f"2 to {MOST_REPORTED}, or to -1. {own}"
             )
+        if generation.supports == "computed":
+            self._check_computed_supports()
+            return
         if generation.top_k > MOST_REPORTED:
             raise ValueError(
                 f"generation.top_k = {generation.top_k}: the trainer's log-probabilities are over the tokens that a "
@@ -305,12 +308,41 @@ class TrainConfig:
                 )
         for name, everything in (("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0)):
             value = getattr(generation, name)
+            or_computed = "" if name == "min_new_tokens" else "or generation.supports=computed, "
             if value != everything:
                 raise ValueError(
                     f"generation.{name} = {value}: replies would be sampled from a part of the vocabulary, and trained "
                     f"with log-probabilities over all of it; set generation.top_k={MOST_REPORTED} or less too, so that "
-                    f"servers report which tokens they sampled from, or set it to {everything}. {own}"
+                    f"servers report which tokens they sampled from, {or_computed}or set it to {everything}. {own}"
                 )
+
+    def _check_computed_supports(self) -> None:
+        """Raise ValueError for options with which the trainer could not compute what a token was sampled from."""
+        generation, rollout, key = self.generation, self.rollout, "generation.supports = computed"
+        if generation.computed_size and self.teacher.is_there:
+            raise ValueError(
+                f"{key}: a teacher's distribution is over the whole vocabulary, and the policy's log-probabilities "
+                f"would be over the tokens that top_k, top_p and min_p keep; leave these three out, or the teacher."
+            )
+        for name, nothing in {"min_new_tokens": 0, **UNADJUSTED}.items():
+            if (value := getattr(generation, name)) != nothing:
+                raise ValueError(
+                    f"generation.{name} = {value}: the trainer computes only what top_k, top_p and min_p exclude; set "
+                    f"generation.supports=reported and generation.top_k={MOST_REPORTED} or less, or set it to "
+                    f"{nothing}."
+                )
+        from_others = "the trainer computes supports with the step's weights, and older ones would have sampled"
+        if rollout.max_staleness > 0:
+            raise ValueError(f"{key}: {from_others} with rollout.max_staleness = {rollout.max_staleness}; set it to 0.")
+        if rollout.oversample > 1 and rollout.stale != "drop":
+            raise ValueError(
+                f"{key}: {from_others} with rollout.oversample = {rollout.oversample} and rollout.stale = "
+                f"{rollout.stale}; set rollout.stale=drop."
+            )
+        if self.reuse.groups_per_step > 0:
+            raise ValueError(
+                f"{key}: {from_others} with reuse.groups_per_step = {self.reuse.groups_per_step}; set it to 0."
+            )
 
     def _check_supports(self) -> None:
         """Raise ValueError for options that need log-probabilities over the whole vocabulary."""

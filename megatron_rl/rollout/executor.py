@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron_rl.api import RequestRefused, RolloutWorkflow, Sampler, infrastructure_in
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.config.import_path import code_of
 from megatron_rl.config.users_code import PACKAGE, words_of
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
@@ -92,9 +92,13 @@ class RolloutExecutor:
         events: Sequence[RolloutEvents] = (),
         spans: Spans | None = None,
         records: Records = NO_RECORDS,
+        trained_as: GenerationConfig | None = None,
     ) -> None:
-        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again."""
-        self._spans, self._records = spans or Spans(), records
+        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again.
+
+        trained_as: the run's sampling options, if known.
+        """
+        self._spans, self._records, self._trained_as = spans or Spans(), records, trained_as
         self._engine, self._config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
         # Queues of episodes to start. The gate admits those of `_queue`; a caller waits for each of the others.
@@ -506,6 +510,7 @@ class RolloutExecutor:
                 record=record,
                 oldest_allowed=self._oldest_kept,
                 is_training=episode.is_training,
+                trained_as=self._trained_as,
             )
             try:
                 # Start each attempt with a copy, because a workflow may modify its data.

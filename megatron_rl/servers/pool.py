@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.routes import RouteForm
@@ -77,6 +77,8 @@ class ClientOptions:
     """The model's vocabulary size, if known."""
     routes: RouteForm | None = None
     """Form in which servers report the experts of tokens, if the trainer replays them."""
+    trained_as: GenerationConfig | None = None
+    """The run's sampling options, with which the trainer may compute what a reply was sampled from."""
     rank: int = 0
     """Number of this client among the `ranks` clients of the same servers."""
     ranks: int = 1

@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron_rl.api import KeptSteps, RequestRefused, Sampler, together
-from megatron_rl.config import MOST_REPORTED, UNADJUSTED
+from megatron_rl.config import MOST_REPORTED, UNADJUSTED, GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse
 
 if TYPE_CHECKING:
@@ -133,15 +133,17 @@ class EpisodeEngine(Sampler):
         record: EpisodeRecord | None = None,
         oldest_allowed: Callable[[], int] = lambda: 0,
         is_training: bool = False,
+        trained_as: GenerationConfig | None = None,
     ) -> None:
         """kept: replies of the episode's earlier attempts.
 
         record: the episode's part of the journal; None without a journal. oldest_allowed(): the oldest policy version
         whose tokens a reused reply may contain. is_training: refuse replies whose probabilities the trainer could not
-        compute.
+        compute. trained_as: the run's sampling options, if known.
         """
         self._engine, self._kept, self._record, self.steps = engine, kept, record, record
         self._retries, self._oldest_allowed, self._is_training = retries, oldest_allowed, is_training
+        self._trained_as = trained_as
         self._attempt = Attempt()
         self._asked: Counter[str] = Counter()
 
@@ -161,7 +163,7 @@ class EpisodeEngine(Sampler):
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""
         if self._is_training:
-            check_sampling(req)
+            check_sampling(req, self._trained_as)
         name, version = self._number(request_name(req)), self._engine.get_version()
         with self._attempt.call():
             restored = self._record.take_reply(name, version) if self._record is not None else None
@@ -283,13 +285,17 @@ def call_here() -> AbstractContextManager[None]:
     return nullcontext() if attempt is None else attempt.call()
 
 
-def check_sampling(req: LLMRequest) -> None:
+def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) -> None:
     """Raise RequestRefused for a request that cuts the vocabulary or changes logits without a report of supports.
 
-    A greedy reply passes: workflows make it for comparison, and do not train it.
+    A greedy reply passes: workflows make it for comparison, and do not train it. If the trainer computes supports, it
+    does so with the run's options `trained_as`, which must then be the request's.
     """
     options = req.gconfig
     if options.greedy or options.support_size:
+        return
+    if options.computed_size or (trained_as is not None and trained_as.computed_size):
+        check_cut(options, trained_as or options)
         return
     for name, everything in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
         if (value := getattr(options, name)) != everything:
@@ -304,6 +310,22 @@ def check_sampling(req: LLMRequest) -> None:
                 f"gconfig.{name} = {value}: the reply would be sampled from other logits than those that are trained; "
                 f"set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers report which tokens they sampled "
                 f"from, or set it to {nothing}."
+            )
+
+
+def check_cut(options: GenerationConfig, trained_as: GenerationConfig) -> None:
+    """Raise RequestRefused if a request excludes other tokens than those that the trainer computes."""
+    for name in ("supports", "temperature", "top_k", "top_p", "min_p"):
+        if (value := getattr(options, name)) != (known := getattr(trained_as, name)):
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: the trainer computes which tokens a reply was sampled from with the run's "
+                f"options, and generation.{name} = {known}; ask with that."
+            )
+    for name, nothing in {"min_new_tokens": 0, **UNADJUSTED}.items():
+        if (value := getattr(options, name)) != nothing:
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: with generation.supports = computed the trainer computes only what top_k, "
+                f"top_p and min_p exclude; set it to {nothing}."
             )
 
 

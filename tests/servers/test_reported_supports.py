@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.ops import Cut
 from megatron_rl.servers.generate import adjusting_of
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.support import ADJUSTMENT, COLUMN, NO_TOKEN, check_complete
@@ -97,6 +98,47 @@ def test_ratios_of_an_unchanged_policy_are_one_for_every_cut(server, connect, ti
     for name in ("top-p", "min-p"):
         sizes = (batches[name][COLUMN] != NO_TOKEN).sum(1)[batches[name]["loss_mask"]]
         assert 0 < sizes.min() < CUTS[name]["top_k"] / 2, "cut by more than top-k"
+
+
+UNTOLD = {
+    "top-k": {"top_k": 20},
+    "top-p": {"top_p": 0.5},
+    "min-p": {"min_p": 0.3},
+    "both": {"top_k": 200, "top_p": 0.6},
+}
+
+
+def computed_scores(folder, batches, cuts):
+    """The trainer's log-probabilities of each batch over supports that it computes, and the behaviour policy's."""
+    engine, found = make_engine(folder, LAYOUTS["1"][1]).eval(), {}
+    for name, batch in batches.items():
+        kept = engine.kept_tokens(batch, cuts[name], temperature=TEMPERATURE)
+        tokens = batch.tokens | {COLUMN: kept.ids}
+        other = TrajectoryBatch(tokens, batch.sequences, batch.cu_seqlens, batch.versions)
+        found[name] = kept, engine.forward(other, temperature=TEMPERATURE), batch["logprobs"] - kept.log_mass
+    return found
+
+
+@pytest.mark.parametrize("server", ["embedded_servers", "real_sglang"])
+def test_ratios_of_an_unchanged_policy_are_one_over_supports_that_the_trainer_computes(
+    server, connect, tiny_model, request
+):
+    engine, batches, cuts = connect(request.getfixturevalue(server), seed=3), {}, {}
+    for name, options in UNTOLD.items():
+        sampling = {"max_new_tokens": 16, "temperature": TEMPERATURE, "ignore_eos": True, "supports": "computed"}
+        config = GenerationConfig(n_samples=3, **sampling, **options)
+        batches[name] = engine.rollout_batch(PROMPTS, RLVRWorkflow(lambda **_: 0.0, config, tokenizer=None))
+        assert COLUMN not in batches[name].tokens, "asked for no report"
+        cuts[name] = Cut(**options, width=512)
+    (found,) = run_ranks(1, computed_scores, tiny_model, batches, cuts)
+    for name, (kept, ours, behavior) in found.items():
+        trained = batches[name]["loss_mask"]
+        sizes = (kept.ids != NO_TOKEN).sum(1)[trained]
+        assert 0 < sizes.min() and sizes.max() < 300, name
+        # Only a token at the edge can be outside, and only by rounding.
+        assert kept.is_outside.sum() <= 2, name
+        assert (ours - behavior)[trained].exp().sub(1).abs().max() < 1e-5 / TEMPERATURE, name
+        assert kept.log_mass[trained].max() < 0, "an option that excludes nothing proves nothing"
 
 
 @pytest.mark.thorough

@@ -181,6 +181,12 @@ def test_missing_and_moved_supports_are_refused_with_the_token():
         ({"logit_bias": {5: 1.0}}, r"gconfig.logit_bias = \{5: 1.0\}: .*or set it to \{\}"),
         ({"top_k": 20, "repetition_penalty": 1.1, "presence_penalty": 0.1, "logit_bias": {5: 1.0}}, ""),
         ({}, ""),
+        ({"top_p": 0.9, "supports": "computed"}, ""),
+        (
+            {"top_p": 0.9, "supports": "computed", "min_new_tokens": 2},
+            "gconfig.min_new_tokens = 2: with gener",
+        ),
+        ({"top_k": 20, "supports": "computed", "logit_bias": {5: 1.0}}, r"gconfig.logit_bias = \{5: 1.0\}: with gene"),
     ],
 )
 def test_a_workflow_cannot_train_on_a_cut_that_no_server_reports(options, words):
@@ -190,6 +196,18 @@ def test_a_workflow_cannot_train_on_a_cut_that_no_server_reports(options, words)
             check_sampling(request)
     else:
         check_sampling(request)
+
+
+def test_a_workflow_asks_with_the_runs_options_if_the_trainer_computes_supports():
+    of_run = GenerationConfig(top_p=0.9, supports="computed")
+    check_sampling(LLMRequest(rid="r", input_ids=[1], gconfig=of_run.new(max_new_tokens=5)), of_run)
+    for options, words in (
+        ({"top_p": 0.8}, "gconfig.top_p = 0.8: .* generation.top_p = 0.9; ask with that"),
+        ({"temperature": 0.5}, "gconfig.temperature = 0.5"),
+        ({"supports": "reported", "top_p": 1.0}, "gconfig.supports = reported"),
+    ):
+        with pytest.raises(RequestRefused, match=words):
+            check_sampling(LLMRequest(rid="r", input_ids=[1], gconfig=of_run.new(**options)), of_run)
 
 
 VOCAB = 50
@@ -234,6 +252,46 @@ def draw(logits, params, count):
         tokens, logprobs, supports = tokens + ids, [*logprobs, *own], [*supports, *found]
     ids = torch.tensor(tokens, dtype=torch.int32)
     return ids, torch.tensor(logprobs).double(), read(supports, ids, width=2 * params.top_k, vocab_size=VOCAB)
+
+
+MANY_DRAWS = 200_000 if IS_THOROUGH else 20_000
+NO_TOP_K = {
+    "top-k": SamplingParams(top_k=5, temperature=1.2),
+    "top-p": SamplingParams(top_p=0.7, temperature=0.8),
+    "min-p": SamplingParams(min_p=0.25, temperature=1.3),
+    "all": SamplingParams(top_k=20, top_p=0.6, min_p=0.01, temperature=1.3),
+}
+
+
+@pytest.mark.parametrize("cut", NO_TOP_K)
+def test_weighted_means_over_computed_supports_are_the_exact_ones_if_no_server_tells_its_own(cut):
+    params, values = NO_TOP_K[cut], VALUES + 2.0
+    uniforms = [sampling.uniform(3, k) for k in range(MANY_DRAWS)]
+    ids, logprobs, _ = sampling.sample(OLD.float().repeat(MANY_DRAWS, 1), [params] * MANY_DRAWS, uniforms)
+    labels, shard = torch.tensor(ids), ops.VocabShard(0, VOCAB, VOCAB)
+    cut = ops.Cut(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, width=VOCAB)
+    found = ops.kept_tokens(OLD.repeat(MANY_DRAWS, 1), labels, cut, shard, params.temperature)
+    kept = found.ids[0][found.ids[0] >= 0].long()
+    assert 2 < len(kept) < VOCAB / 2 and not found.is_outside.any()
+
+    def logprobs_of(logits, support):
+        given = torch.ones(MANY_DRAWS, 1, dtype=torch.float64), logits[:, None], labels
+        return ops.lm_head_logprobs(*given, shard=shard, temperature=params.temperature, support=support)[0]
+
+    # The behaviour policy's, of what the server reported over the whole vocabulary, in float32.
+    old = logprobs_of(OLD, found.ids)
+    torch.testing.assert_close(old, torch.tensor(logprobs).double() - found.log_mass, rtol=0, atol=3e-6)
+    torch.testing.assert_close(old, logprobs_of(OLD, None) - found.log_mass, rtol=0, atol=1e-12)
+    exact = float((NEW[kept] / params.temperature).softmax(0) @ values[kept])
+
+    def weighted(new_logprobs, old_logprobs):
+        weighed = (new_logprobs - old_logprobs).exp() * values[labels]
+        return float(weighed.mean()), float(weighed.std()) / math.sqrt(MANY_DRAWS)
+
+    mean, error = weighted(logprobs_of(NEW, found.ids), old)
+    assert abs(mean - exact) < 4 * error
+    mean, error = weighted(logprobs_of(NEW, None), torch.tensor(logprobs).double())  # as it would be without supports
+    assert abs(mean - exact) > 4 * error
 
 
 def adjusting_of(params):

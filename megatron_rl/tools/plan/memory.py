@@ -217,7 +217,7 @@ def support_bytes(generation: GenerationConfig, rows: int, own: int) -> float:
 
     rows: those of a microbatch, on every context rank. own: the rank's part, which the head copies and computes.
     """
-    ids, numbers = generation.support_size, 1 + generation.adjustment_size
+    ids, numbers = generation.support_size or generation.computed_size, 1 + generation.adjustment_size
     return 4.0 * numbers * ids * (rows + own) + SUPPORT_WORK_BYTES * ids * min(MOST_ROWS, own)
 
 
@@ -285,7 +285,7 @@ def memory_of_stage(
     update = {"activations": kept + between}
     if stage == parallel.pipeline - 1:
         update["head and loss"] = sum(head_bytes(model, rows))
-        if model.arch.head == "policy" and config.generation.support_size:
+        if model.arch.head == "policy" and (config.generation.support_size or config.generation.computed_size):
             update["supports"] = support_bytes(config.generation, whole, rows)
     moments = {"backward pass": again + between + activations.working(stage, rows)}
     shares = model.trained_of_stage(stage)
