@@ -53,19 +53,19 @@ class GenerationConfig(Section, name="generation"):
     the trainer would have excluded is kept (`mismatch/outside_support`)."""
     repetition_penalty: float = within("(0, 2]", default=1.0, hint="1.0 changes nothing")
     """Divide the logits of tokens that the reply already has by this number, or multiply them if they are negative.
-    The prompt's tokens do not count, as with SGLang. RL requires top_k in addition, and each token of a batch then
-    takes 24 x top_k bytes more, or 8 x top_k bytes with only the next three options. With SGLang, RL also requires that
+    The prompt's tokens do not count, as with SGLang. Each token of a batch then takes 24 x top_k bytes more, or 8 x
+    top_k bytes with only the next three options. Without top_k, each takes 16 bytes per token that changes, or 8 with
+    only the next three options: max_new_tokens and those with a bias, in RL at most 1023. With SGLang, RL requires that
     the next two options are 0. These four options hold for evaluations too."""
     frequency_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
-    """Subtract this number from a token's logit for each time that the reply already has the token. RL requires top_k
-    in addition."""
+    """Subtract this number from a token's logit for each time that the reply already has the token."""
     presence_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
-    """Subtract this number once from the logits of tokens that the reply already has. RL requires top_k in addition."""
+    """Subtract this number once from the logits of tokens that the reply already has."""
     logit_bias: dict[int, float] = ruled(
         "must map token ids to numbers from -100 to 100", lambda bias: all(map(is_bias, bias.items())), default={},
         hint="for example {151643: -5.0}",
     )  # fmt: skip
-    """Add these numbers to the logits of tokens, after all penalties. RL requires top_k in addition."""
+    """Add these numbers to the logits of tokens, after all penalties."""
     greedy: bool = False
     """Always take the most likely token."""
     stop: list[str] = field(default_factory=list)
@@ -118,6 +118,16 @@ class GenerationConfig(Section, name="generation"):
             return 3
         return int(self.counts_tokens or bool(self.logit_bias))
 
+    @property
+    def changed_size(self) -> int:
+        """Places of a row over the whole vocabulary for the tokens whose logits change (megatron_rl/support.py).
+
+        0 if none changes, or if supports have the changes.
+        """
+        if not self.adjustment_size or self.support_size or self.computed_size:
+            return 0
+        return 1 + len(self.logit_bias) + (self.max_new_tokens if self.counts_tokens else 0)
+
     def unrestricted(self) -> GenerationConfig:
         """Return a copy that samples from the whole distribution at its temperature."""
         return self.new(top_k=-1, top_p=1.0, min_p=0.0, min_new_tokens=0, supports="reported", **UNADJUSTED)
@@ -129,6 +139,8 @@ class GenerationConfig(Section, name="generation"):
 
 MOST_REPORTED = 256
 """Maximum top_k for which servers report the tokens that they sampled from."""
+MOST_CHANGED = 1024
+"""Maximum of GenerationConfig.changed_size in RL."""
 MOST_COMPUTED = 512
 """Maximum size of a support that the trainer computes. Tokens that were sampled from more are trained with
 log-probabilities over the whole vocabulary."""

@@ -32,6 +32,7 @@ from megatron_rl.config.model_section import (
 from megatron_rl.config.rollout_section import (
     COUNTS_LATE,
     FORGETS_COUNTS,
+    MOST_CHANGED,
     MOST_REPORTED,
     NO_ORDER,
     UNADJUSTED,
@@ -297,15 +298,9 @@ class TrainConfig:
             self._check_supports()
             self._check_counted_tokens()
             return
-        for name, nothing in UNADJUSTED.items():
-            value = getattr(generation, name)
-            if value != nothing:
-                raise ValueError(
-                    f"generation.{name} = {value}: replies would be sampled from other logits than the trainer's, and "
-                    f"the changes are known only for tokens that servers report; set generation.top_k="
-                    f"{MOST_REPORTED} or less too, so that servers report which tokens they sampled from, or set it to "
-                    f"{nothing}."
-                )
+        if generation.changed_size:
+            self._check_changed_tokens()
+            self._check_counted_tokens()
         for name, everything in (("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0)):
             value = getattr(generation, name)
             or_computed = "" if name == "min_new_tokens" else "or generation.supports=computed, "
@@ -356,6 +351,31 @@ class TrainConfig:
             raise ValueError(
                 f"{key}: rollout.router passes on only the fields that it knows, and the request for the tokens that a "
                 f"server sampled from is not one of them; set it to -1, or leave rollout.router out."
+            )
+
+    def _check_changed_tokens(self) -> None:
+        """Raise ValueError for changes of the whole vocabulary's logits that the trainer could not repeat."""
+        generation = self.generation
+        name, nothing = next(it for it in UNADJUSTED.items() if getattr(generation, it[0]) != it[1])
+        key = f"generation.{name} = {getattr(generation, name)}"
+        if generation.changed_size > MOST_CHANGED:
+            counted = (
+                f" and generation.max_new_tokens = {generation.max_new_tokens}" if generation.counts_tokens else ""
+            )
+            raise ValueError(
+                f"{key}: without generation.top_k, a batch has room for {MOST_CHANGED - 1} tokens whose logits change, "
+                f"and {len(generation.logit_bias)} biases{counted} need {generation.changed_size - 1}; set "
+                f"generation.top_k={MOST_REPORTED} or less, or set it to {nothing}."
+            )
+        if self.teacher.is_there:
+            raise ValueError(
+                f"{key}: a teacher's distribution is of logits that nothing changed; set it to {nothing}, or leave the "
+                f"teacher out."
+            )
+        if self.rollout.router:
+            raise ValueError(
+                f"{key}: rollout.router passes on only the fields that it knows, and this has not been tried; set it "
+                f"to {nothing}, or leave rollout.router out."
             )
 
     def _check_counted_tokens(self) -> None:

@@ -291,6 +291,8 @@ class RLRun(Run):
                     adjustment=batch.tokens.get(support.ADJUSTMENT),
                     is_adjusted=self.config.generation.adjustment_size > 0,
                 )
+            elif self.config.generation.changed_size:
+                support.check_adjusted(batch.tokens.get(support.ADJUSTMENT))
         rows = self.prompts.prompts
         self.records.begin(step, batch, prompts=rows, oldest_checkpoint=lambda: self.checkpoints.oldest)
         return batch

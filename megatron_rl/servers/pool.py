@@ -193,12 +193,12 @@ class Fleet:
 
     def asked(
         self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0,
-        support: int = 0, adjusting: Adjusting = NOT_ADJUSTED,
+        support: int = 0, adjusting: Adjusting = NOT_ADJUSTED, changed: int = 0,
     ) -> Asked:  # fmt: skip
         """Return the facts against which the reply to a request sent to `server` now is checked.
 
         routed: number of leading rows whose routes are not requested. support: maximum size of a token's support; 0 if
-        supports are not requested. adjusting: the request's penalties and biases.
+        supports are not requested. adjusting: the request's penalties and biases. changed: as in `Asked`.
         """
         is_routed = self.router is not None
         return server.asked(
@@ -212,6 +212,7 @@ class Fleet:
             routes_from=routed,
             support=support,
             adjusting=adjusting,
+            changed=changed,
         )
 
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:

@@ -164,6 +164,8 @@ class EpisodeEngine(Sampler):
         """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""
         if self._is_training:
             check_sampling(req, self._trained_as)
+            req = copy.copy(req)
+            req.changed_size = (self._trained_as or req.gconfig).changed_size
         name, version = self._number(request_name(req)), self._engine.get_version()
         with self._attempt.call():
             restored = self._record.take_reply(name, version) if self._record is not None else None
@@ -304,12 +306,14 @@ def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) 
                 f"log-probabilities over all of it; set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers "
                 f"report which tokens they sampled from, or set it to {everything}."
             )
+    known = trained_as or options
+    if known.adjustment_size == options.adjustment_size:
+        return
     for name, nothing in UNADJUSTED.items():
-        if (value := getattr(options, name)) != nothing:
+        if ((value := getattr(options, name)) != nothing) != ((run := getattr(known, name)) != nothing):
             raise RequestRefused(
-                f"gconfig.{name} = {value}: the reply would be sampled from other logits than those that are trained; "
-                f"set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers report which tokens they sampled "
-                f"from, or set it to {nothing}."
+                f"gconfig.{name} = {value}: all replies of a run have changed logits, or none, and generation.{name} = "
+                f"{run}; set both, or both to {nothing}."
             )
 
 

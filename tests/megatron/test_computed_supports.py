@@ -97,6 +97,17 @@ def train_on_cut_samples(arguments):
     train(load_config("configs/count_grpo.yaml", arguments))
 
 
+@pytest.mark.thorough
+def test_a_run_trains_replies_of_changed_logits_without_top_k(tiny_model, tmp_path):
+    arguments = [f"model.path={tiny_model}", "model.init=hf", "warm_start.updates=0", "data.evaluation="]
+    arguments += [f"run.folder={tmp_path}/run", "run.steps=2", "run.save_at_end=false", "batch.updates_per_step=2"]
+    arguments += ["generation.max_new_tokens=16", "generation.temperature=0.2", "generation.frequency_penalty=0.3"]
+    arguments += ["generation.logit_bias={5: 0.5, 7: -0.5}", "generation.repetition_penalty=1.2"]
+    run_ranks(1, train_on_cut_samples, arguments, timeout_s=LATE_S)
+    steps = steps_of(tmp_path / "run")
+    assert all(step["mismatch/max"] < 1e-3 and "rollout/support_size" not in step for step in steps)
+
+
 def test_a_run_trains_replies_of_top_p_alone(tiny_model, tmp_path):
     arguments = [f"model.path={tiny_model}", "model.init=hf", "warm_start.updates=0", "data.evaluation="]
     arguments += [f"run.folder={tmp_path}/run", "run.steps=2", "run.save_at_end=false", "batch.updates_per_step=2"]

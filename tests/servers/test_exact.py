@@ -74,6 +74,7 @@ def test_the_trainers_logprobs_are_the_servers_to_the_bit(connect, model, tmp_pa
 BIAS = {300: 1.0, 301: -2.0, 5: 0.3, **{token: 0.7 for token in range(40, 200)}}
 ADJUSTED = {
     "cut": {"top_k": 20, "top_p": 0.9},
+    "no top-k": {"logit_bias": BIAS, "frequency_penalty": 0.37, "repetition_penalty": 0.8},
     "bias and penalties": {"top_k": 64, "logit_bias": BIAS, "frequency_penalty": 0.37, "presence_penalty": -0.11},
     "all": {"top_k": 64, "logit_bias": BIAS, "frequency_penalty": 0.37, "repetition_penalty": 1.3, "min_p": 0.01},
 }

@@ -81,6 +81,7 @@ SAMPLED = {
     "a reply's grammar": {"grammar": {"regex": "a+"}},
     "`greedy`": {"greedy": True},
     **{f"`{name}`": {name: value} for name, value in CHANGES.items()},
+    "`repetition_penalty` and another penalty": {"repetition_penalty": 1.1, "frequency_penalty": 1.1},
     "`supports: computed` and `top_k`": {"top_k": 20, **COMPUTED},
     "`supports: computed` and `top_p`": {"top_p": 0.9, **COMPUTED},
     "`supports: computed` and `min_p`": {"min_p": 0.1, **COMPUTED},
@@ -103,6 +104,8 @@ def what_becomes_of(options, place):
         return "refused"
     if config.generation.computed_size:
         return "computed"
+    if config.generation.changed_size:
+        return "replayed"
     if not config.generation.support_size:
         return "exact" if grammar is None else "not trained"
     return "replayed"

@@ -619,10 +619,18 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             )
             for name, value, whole in (("top_p", 0.9, 1.0), ("min_p", 0.1, 0.0), ("min_new_tokens", 4, 0))
         ),
+        (
+            ["generation.frequency_penalty=0.5", "generation.logit_bias={5: 1}", "generation.max_new_tokens=1023"],
+            "frequency_penalty = 0.5: .* room for 1023 .*, and 1 biases and generation.max_new_tokens = 1023 need 1024",
+        ),
+        (
+            ["generation.logit_bias={5: 1}", "rollout.router=http://h:1", "rollout.servers=[http://h:2]"],
+            "logit_bias = .* has not been tried; set it to {}, or leave rollout.router out",
+        ),
         *(
             (
-                [f"generation.{name}={value}"],
-                f"generation.{name} = {shown}: .*set generation.top_k=256 or less too.*to {to}",
+                [f"generation.{name}={value}", "teacher.path=t"],
+                f"generation.{name} = {shown}: a teacher's distribution is .*to {to}, or leave the teacher out",
             )
             for name, value, shown, to in (
                 *((f"{kind}_penalty", 0.5, 0.5, 0.0) for kind in ("frequency", "presence")),
