@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.ops import (
+    Cut,
     PpoOptions,
     VocabShard,
     fixed_order,
+    kept_tokens,
     lm_head_ppo_loss,
     packed_gae,
     packed_logprobs,
@@ -232,6 +234,67 @@ def exact_table(arguments):
     print_exact_row("attention", rows, calls, arguments.repeats)
 
 
+SUPPORTS = {
+    "no support": (0, 0, False),
+    "support of 20 tokens": (40, 0, False),
+    "support of 20, adjusted": (40, 3, False),
+    "support of 256 tokens": (512, 0, False),
+    "all tokens, 128 changed": (129, 3, True),
+}
+"""(places, numbers of an adjustment, whether rows are over the whole vocabulary) of each row of the table."""
+
+
+def supports_of(labels, places, numbers, is_whole, vocab):
+    """Random supports of half as many tokens as places, or places for changed tokens, with adjustments."""
+    if not places:
+        return {}
+    first = torch.full_like(labels, -1) if is_whole else labels
+    step = vocab // places  # different tokens in each row, none of which is the label
+    others = (labels[:, None] + 1 + torch.arange(places - 1) * step) % vocab
+    ids = torch.cat([first[:, None], others], 1).int()
+    if not is_whole:
+        ids[:, places // 2 :] = -1
+    found = {"support": ids}
+    if numbers:
+        found["adjustment"] = torch.rand(len(labels), places, numbers).masked_fill((ids < 0)[:, :, None], 0.0)
+    return found
+
+
+def support_table(arguments):
+    """The head with the policy loss and all gradients over supports, in turns with the head over all tokens."""
+    hidden_size, vocab, chunk = (16, 1024, 8) if arguments.quick else (576, 49152, 1024)
+    rows = max(arguments.rows)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocab, hidden_size, generator=generator).mul_(0.05).requires_grad_()
+    hidden = torch.randn(rows, hidden_size, generator=generator).requires_grad_()
+    labels, shard = torch.randint(0, vocab, (rows,), generator=generator), VocabShard(0, vocab, vocab)
+    given = (labels, None, None, torch.randn(rows), PpoOptions())
+    columns = {name: supports_of(labels, *sizes, vocab) for name, sizes in SUPPORTS.items()}
+
+    def head(name):
+        hidden.grad = weight.grad = None
+        more = columns[name] | {"shard": shard, "rows_per_chunk": chunk}
+        lm_head_ppo_loss(hidden, weight, *given, **more)[0].backward()
+
+    @torch.no_grad()
+    def compute():
+        for some, own in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            kept_tokens(some @ weight.T, own, Cut(top_p=0.9, width=512), shard, 1.0)
+
+    calls = {name: (lambda name=name: head(name)) for name in SUPPORTS} | {"computing supports of top_p": compute}
+    seconds = {name: [] for name in calls}
+    for _ in range(2 * arguments.repeats + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    print(f"\n| head and policy loss, T = {rows}, H = {hidden_size}, V = {vocab} | s | of the head over all tokens |")
+    print("|---|---|---|")
+    for name, taken in medians.items():
+        print(f"| {name} | {taken:.2f} | {taken / medians['no support']:.2f} |")
+
+
 def print_exact_row(name, rows, calls, repeats):
     found = {}
     for who, call in calls.items():
@@ -263,6 +326,7 @@ def main(argv=None):
     gae_table(arguments)
     checksum_table(arguments)
     exact_table(arguments)
+    support_table(arguments)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,11 @@ compared as distributions of adjusted logits over the same tokens.
 In a batch, the column `adjustment` is `[N, W, P]` float32. P is 1 without a repetition penalty: the number that is
 added. With it P is 3: a number that is added, the penalty (0 if the token has none), and a number that is added then.
 So zeros change nothing. Requests without penalties and biases have no such column.
+
+Without `generation.top_k`, penalties and biases change the whole vocabulary's distribution. A row then has NO_TOKEN in
+its first place, so that it stands for the whole vocabulary, and in its other places the tokens whose logits are
+changed: those that the reply already has, and those with a bias. W is large enough for a reply of only different
+tokens.
 """
 
 from __future__ import annotations
@@ -90,20 +95,57 @@ class Adjusting:
         """
         if not self.size:
             return None
-        found = np.zeros((*rows.shape, self.size), dtype=np.float32)
+        counts = np.zeros(rows.shape, dtype=np.int64)
         if self.counts:
             row, place, count = counts_before(rows.numpy(), ids.numpy())
-            # SGLang adds the penalty once for each occurrence, in float32, which differs from a product.
-            shifts = summed(self.frequency_penalty, int(count.max(initial=0)))[count]
-            found[row, place, 0] = -(shifts + np.float32(self.presence_penalty))
-            if self.size == WITH_SCALE:
-                found[row, place, 1] = self.repetition_penalty
-        if self.logit_bias:
-            tokens, biases = (np.array(column) for column in zip(*sorted(self.logit_bias), strict=True))
-            row, place = np.isin(rows.numpy(), tokens).nonzero()
-            which = np.searchsorted(tokens, rows.numpy()[row, place])
-            found[row, place, -1] += biases.astype(np.float32)[which]
+            counts[row, place] = count
+        biased = [token for token, _ in self.logit_bias]
+        row, place = ((counts > 0) | np.isin(rows.numpy(), biased)).nonzero()
+        found = np.zeros((*rows.shape, self.size), dtype=np.float32)
+        found[row, place] = self.changes(rows.numpy()[row, place], counts[row, place])
         return torch.from_numpy(found)
+
+    def changes(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return the adjustments `[n, P]` float32 of tokens `[n]` that a reply already has `counts` `[n]` times.
+
+        The embedded server applies the same numbers in the same order (`ops.support_columns.adjusted`), so its adjusted
+        logits are the trainer's to the bit.
+        """
+        found, came = np.zeros((len(tokens), self.size), dtype=np.float32), counts > 0
+        # SGLang adds the penalty once for each occurrence, in float32, which differs from a product.
+        shifts = summed(self.frequency_penalty, int(counts.max(initial=0)))[counts]
+        found[came, 0] = -(shifts + np.float32(self.presence_penalty))[came]
+        if self.size == WITH_SCALE:
+            found[came, 1] = self.repetition_penalty
+        if self.logit_bias:
+            known, biases = (np.array(column) for column in zip(*sorted(self.logit_bias), strict=True))
+            which = np.searchsorted(known, tokens).clip(max=len(known) - 1)
+            has_bias = known[which] == tokens
+            found[has_bias, -1] += biases.astype(np.float32)[which[has_bias]]
+        return found
+
+    def changed(self, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return rows `[n, width]` over the whole vocabulary with their changed tokens, and their adjustments.
+
+        ids: `[n]`, all tokens that the request has generated, in order. Raises ValueError if the tokens do not fit.
+        """
+        sampled, biased = ids.numpy().astype(np.int64), np.array([token for token, _ in self.logit_bias], np.int64)
+        tokens = np.union1d(sampled[:-1] if self.counts else [], biased).astype(np.int64)
+        # Only the places of tokens that some row changes, in the order of their ids.
+        rows = np.full((len(sampled), width), NO_TOKEN, dtype=np.int32)
+        found = np.zeros((len(sampled), width, self.size), dtype=np.float32)
+        if len(tokens) > width - 1:
+            raise ValueError(f"has {len(tokens)} tokens that penalties and biases change, and {width - 1} fit")
+        if not len(tokens) or not len(sampled):
+            return torch.from_numpy(rows), torch.from_numpy(found)
+        counts = np.zeros((len(sampled), len(tokens)), dtype=np.int64)
+        if self.counts:
+            counts[np.arange(1, len(sampled)), np.searchsorted(tokens, sampled[:-1])] = 1
+            counts = counts.cumsum(0)
+        row, place = ((counts > 0) | np.isin(tokens, biased)).nonzero()
+        rows[row, place + 1] = tokens[place]
+        found[row, place + 1] = self.changes(tokens[place], counts[row, place])
+        return torch.from_numpy(rows), torch.from_numpy(found)
 
 
 NOT_ADJUSTED = Adjusting()
@@ -188,7 +230,7 @@ def whole(rows: int, width: int) -> Tensor:
 
 def sizes(rows: Tensor) -> Tensor:
     """Return the number of tokens in each support, `[n]`; 0 for rows that stand for the whole vocabulary."""
-    return (rows != NO_TOKEN).sum(1)
+    return (rows != NO_TOKEN).sum(1) * (rows[:, 0] != NO_TOKEN)
 
 
 def unchanged(rows: int, like: Tensor) -> Tensor:
@@ -224,7 +266,13 @@ def check_complete(
             f"token {place} of the batch, {int(input_ids[place])}, with {why}. Ask for replies with the run's "
             f"generation.top_k, and keep Trajectory.tokens[{COLUMN!r}] beside input_ids."
         )
-    if is_adjusted and adjustment is None:
+    if is_adjusted:
+        check_adjusted(adjustment)
+
+
+def check_adjusted(adjustment: Tensor | None) -> None:
+    """Raise ValueError if a run that changes logits has no adjustments."""
+    if adjustment is None:
         raise ValueError(
             f"generation: the run has penalties or a logit_bias, and the trajectories have no column {ADJUSTMENT!r}, "
             f"what these added to logits; a workflow that makes Trajectory itself passes LLMResponse.adjustment on in "

@@ -47,6 +47,9 @@ class LLMRequest:
     grammar: dict[str, str] | None = None
     """Constraint on the reply: one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`, and its value.
     Such a reply is sampled from the allowed tokens only, so it may be trained only if it has a `support`."""
+    changed_size: int = 0
+    """Places for the tokens whose logits penalties and biases change, if the reply is trained over the whole
+    vocabulary. The reply then has an `adjustment`."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
     """Called on the engine's event loop, as tokens arrive, with all tokens of the reply so far. These tokens are final
     unless the call fails. An engine that does not stream never calls it."""

@@ -35,7 +35,13 @@ from megatron_rl.config.model_section import (
     OptimizerConfig,
     ParallelConfig,
 )
-from megatron_rl.config.rollout_section import MOST_REPORTED, UNADJUSTED, GenerationConfig, ReuseConfig, RolloutConfig
+from megatron_rl.config.rollout_section import (
+    MOST_REPORTED,
+    UNADJUSTED,
+    GenerationConfig,
+    ReuseConfig,
+    RolloutConfig,
+)
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.teacher_section import TeacherConfig
 from megatron_rl.config.train_config import TrainConfig

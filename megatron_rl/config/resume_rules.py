@@ -31,7 +31,7 @@ _BY_SECTION: dict[str, dict[str, str]] = {
         SCHEDULED: "updates_per_step",
     },
     "generation": {
-        TAKEN: "n_samples max_new_tokens min_new_tokens temperature top_p top_k min_p repetition_penalty "
+        TAKEN: "n_samples max_new_tokens min_new_tokens temperature top_p top_k min_p supports repetition_penalty "
         "frequency_penalty presence_penalty logit_bias greedy stop stop_token_ids ignore_eos seed"
     },
     "algo": {

@@ -36,7 +36,7 @@ class GenerationConfig(Section, name="generation"):
     """Sampling temperature."""
     top_p: float = within("(0, 1]", default=1.0, hint="1.0 keeps all tokens")
     """Sample from the most likely tokens, whose probabilities before the last of them add up to at most this. RL
-    requires top_k in addition. Evaluation has its own option, eval.top_p."""
+    requires top_k or `supports` = computed in addition. Evaluation has its own option, eval.top_p."""
     top_k: int = ruled(
         "must be -1 or at least 1", lambda top_k: top_k == -1 or top_k >= 1, default=-1, hint="-1 keeps all tokens"
     )
@@ -45,22 +45,27 @@ class GenerationConfig(Section, name="generation"):
     sampled. RL requires -1 or 2 to 256. Each token of a batch then takes 8 x top_k bytes more."""
     min_p: float = within("[0, 1]", default=0.0, hint="0.0 keeps all tokens")
     """Exclude tokens that are less likely than this fraction of the most likely token's probability. RL requires top_k
-    in addition."""
+    or `supports` = computed in addition."""
+    supports: str = one_of("reported", "computed", default="reported")
+    """How RL learns which tokens top_k, top_p and min_p left to sample from. reported: servers tell, which needs top_k.
+    computed: the trainer applies these options to its own logits of the step's policy, in an additional forward pass
+    per step. This works with every server, behind a router and without top_k, in synchronous runs. A sampled token that
+    the trainer would have excluded is kept (`mismatch/outside_support`)."""
     repetition_penalty: float = within("(0, 2]", default=1.0, hint="1.0 changes nothing")
     """Divide the logits of tokens that the reply already has by this number, or multiply them if they are negative.
-    The prompt's tokens do not count, as with SGLang. RL requires top_k in addition, and each token of a batch then
-    takes 24 x top_k bytes more, or 8 x top_k bytes with only the next three options. With SGLang, RL also requires that
+    The prompt's tokens do not count, as with SGLang. Each token of a batch then takes 24 x top_k bytes more, or 8 x
+    top_k bytes with only the next three options. Without top_k, each takes 16 bytes per token that changes, or 8 with
+    only the next three options: max_new_tokens and those with a bias, in RL at most 1023. With SGLang, RL requires that
     the next two options are 0. These four options hold for evaluations too."""
     frequency_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
-    """Subtract this number from a token's logit for each time that the reply already has the token. RL requires top_k
-    in addition."""
+    """Subtract this number from a token's logit for each time that the reply already has the token."""
     presence_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
-    """Subtract this number once from the logits of tokens that the reply already has. RL requires top_k in addition."""
+    """Subtract this number once from the logits of tokens that the reply already has."""
     logit_bias: dict[int, float] = ruled(
         "must map token ids to numbers from -100 to 100", lambda bias: all(map(is_bias, bias.items())), default={},
         hint="for example {151643: -5.0}",
     )  # fmt: skip
-    """Add these numbers to the logits of tokens, after all penalties. RL requires top_k in addition."""
+    """Add these numbers to the logits of tokens, after all penalties."""
     greedy: bool = False
     """Always take the most likely token."""
     stop: list[str] = field(default_factory=list)
@@ -81,7 +86,17 @@ class GenerationConfig(Section, name="generation"):
 
         It is twice top_k, because some samplers keep all tokens that are as likely as the last one.
         """
-        return 2 * self.top_k if 1 < self.top_k <= MOST_REPORTED else 0
+        return 2 * self.top_k if self.supports == "reported" and 1 < self.top_k <= MOST_REPORTED else 0
+
+    @property
+    def computed_size(self) -> int:
+        """Maximum number of tokens of a support, if the trainer computes supports; else 0.
+
+        The sampled token may be one more than top_k.
+        """
+        if self.supports != "computed" or (self.top_k == -1 and self.top_p == 1.0 and self.min_p == 0.0):
+            return 0
+        return MOST_COMPUTED if self.top_k == -1 else min(self.top_k + 1, MOST_COMPUTED)
 
     @property
     def counts_tokens(self) -> bool:
@@ -103,9 +118,19 @@ class GenerationConfig(Section, name="generation"):
             return 3
         return int(self.counts_tokens or bool(self.logit_bias))
 
+    @property
+    def changed_size(self) -> int:
+        """Places of a row over the whole vocabulary for the tokens whose logits change (megatron_rl/support.py).
+
+        0 if none changes, or if supports have the changes.
+        """
+        if not self.adjustment_size or self.support_size or self.computed_size:
+            return 0
+        return 1 + len(self.logit_bias) + (self.max_new_tokens if self.counts_tokens else 0)
+
     def unrestricted(self) -> GenerationConfig:
         """Return a copy that samples from the whole distribution at its temperature."""
-        return self.new(top_k=-1, top_p=1.0, min_p=0.0, min_new_tokens=0, **UNADJUSTED)
+        return self.new(top_k=-1, top_p=1.0, min_p=0.0, min_new_tokens=0, supports="reported", **UNADJUSTED)
 
     def new(self, **changes: Any) -> GenerationConfig:
         """Return a copy with some fields replaced, e.g. `gconfig.new(greedy=True)`."""
@@ -114,6 +139,11 @@ class GenerationConfig(Section, name="generation"):
 
 MOST_REPORTED = 256
 """Maximum top_k for which servers report the tokens that they sampled from."""
+MOST_CHANGED = 1024
+"""Maximum of GenerationConfig.changed_size in RL."""
+MOST_COMPUTED = 512
+"""Maximum size of a support that the trainer computes. Tokens that were sampled from more are trained with
+log-probabilities over the whole vocabulary."""
 TP = ("--tp", "--tp-size", "--tensor-parallel-size")
 PP = ("--pp-size", "--pipeline-parallel-size")
 DP = ("--dp-size", "--dp", "--data-parallel-size")

@@ -32,6 +32,7 @@ from megatron_rl.config.model_section import (
 from megatron_rl.config.rollout_section import (
     COUNTS_LATE,
     FORGETS_COUNTS,
+    MOST_CHANGED,
     MOST_REPORTED,
     NO_ORDER,
     UNADJUSTED,
@@ -284,6 +285,9 @@ class TrainConfig:
                 f"generation.top_k = 1: always samples the most likely token, so nothing could be learned; set it from "
                 f"2 to {MOST_REPORTED}, or to -1. {own}"
             )
+        if generation.supports == "computed":
+            self._check_computed_supports()
+            return
         if generation.top_k > MOST_REPORTED:
             raise ValueError(
                 f"generation.top_k = {generation.top_k}: the trainer's log-probabilities are over the tokens that a "
@@ -294,23 +298,46 @@ class TrainConfig:
             self._check_supports()
             self._check_counted_tokens()
             return
-        for name, nothing in UNADJUSTED.items():
-            value = getattr(generation, name)
-            if value != nothing:
-                raise ValueError(
-                    f"generation.{name} = {value}: replies would be sampled from other logits than the trainer's, and "
-                    f"the changes are known only for tokens that servers report; set generation.top_k="
-                    f"{MOST_REPORTED} or less too, so that servers report which tokens they sampled from, or set it to "
-                    f"{nothing}."
-                )
+        if generation.changed_size:
+            self._check_changed_tokens()
+            self._check_counted_tokens()
         for name, everything in (("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0)):
             value = getattr(generation, name)
+            or_computed = "" if name == "min_new_tokens" else "or generation.supports=computed, "
             if value != everything:
                 raise ValueError(
                     f"generation.{name} = {value}: replies would be sampled from a part of the vocabulary, and trained "
                     f"with log-probabilities over all of it; set generation.top_k={MOST_REPORTED} or less too, so that "
-                    f"servers report which tokens they sampled from, or set it to {everything}. {own}"
+                    f"servers report which tokens they sampled from, {or_computed}or set it to {everything}. {own}"
                 )
+
+    def _check_computed_supports(self) -> None:
+        """Raise ValueError for options with which the trainer could not compute what a token was sampled from."""
+        generation, rollout, key = self.generation, self.rollout, "generation.supports = computed"
+        if generation.computed_size and self.teacher.is_there:
+            raise ValueError(
+                f"{key}: a teacher's distribution is over the whole vocabulary, and the policy's log-probabilities "
+                f"would be over the tokens that top_k, top_p and min_p keep; leave these three out, or the teacher."
+            )
+        for name, nothing in {"min_new_tokens": 0, **UNADJUSTED}.items():
+            if (value := getattr(generation, name)) != nothing:
+                raise ValueError(
+                    f"generation.{name} = {value}: the trainer computes only what top_k, top_p and min_p exclude; set "
+                    f"generation.supports=reported and generation.top_k={MOST_REPORTED} or less, or set it to "
+                    f"{nothing}."
+                )
+        from_others = "the trainer computes supports with the step's weights, and older ones would have sampled"
+        if rollout.max_staleness > 0:
+            raise ValueError(f"{key}: {from_others} with rollout.max_staleness = {rollout.max_staleness}; set it to 0.")
+        if rollout.oversample > 1 and rollout.stale != "drop":
+            raise ValueError(
+                f"{key}: {from_others} with rollout.oversample = {rollout.oversample} and rollout.stale = "
+                f"{rollout.stale}; set rollout.stale=drop."
+            )
+        if self.reuse.groups_per_step > 0:
+            raise ValueError(
+                f"{key}: {from_others} with reuse.groups_per_step = {self.reuse.groups_per_step}; set it to 0."
+            )
 
     def _check_supports(self) -> None:
         """Raise ValueError for options that need log-probabilities over the whole vocabulary."""
@@ -324,6 +351,31 @@ class TrainConfig:
             raise ValueError(
                 f"{key}: rollout.router passes on only the fields that it knows, and the request for the tokens that a "
                 f"server sampled from is not one of them; set it to -1, or leave rollout.router out."
+            )
+
+    def _check_changed_tokens(self) -> None:
+        """Raise ValueError for changes of the whole vocabulary's logits that the trainer could not repeat."""
+        generation = self.generation
+        name, nothing = next(it for it in UNADJUSTED.items() if getattr(generation, it[0]) != it[1])
+        key = f"generation.{name} = {getattr(generation, name)}"
+        if generation.changed_size > MOST_CHANGED:
+            counted = (
+                f" and generation.max_new_tokens = {generation.max_new_tokens}" if generation.counts_tokens else ""
+            )
+            raise ValueError(
+                f"{key}: without generation.top_k, a batch has room for {MOST_CHANGED - 1} tokens whose logits change, "
+                f"and {len(generation.logit_bias)} biases{counted} need {generation.changed_size - 1}; set "
+                f"generation.top_k={MOST_REPORTED} or less, or set it to {nothing}."
+            )
+        if self.teacher.is_there:
+            raise ValueError(
+                f"{key}: a teacher's distribution is of logits that nothing changed; set it to {nothing}, or leave the "
+                f"teacher out."
+            )
+        if self.rollout.router:
+            raise ValueError(
+                f"{key}: rollout.router passes on only the fields that it knows, and this has not been tried; set it "
+                f"to {nothing}, or leave rollout.router out."
             )
 
     def _check_counted_tokens(self) -> None:

@@ -23,7 +23,7 @@ from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.output_head import Head
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.routing import RoutingReplay
-from megatron_rl.ops import TeacherStates, TopTokens
+from megatron_rl.ops import Cut, KeptTokens, TeacherStates, TopTokens
 from megatron_rl.types import MicroBatch, StepStats, TrajectoryBatch
 
 
@@ -115,6 +115,37 @@ class MicrobatchEngine(ModelEngine):
         # Clone the output layer if this model may be trained or offloaded afterwards.
         is_passing = self.trainable or self.shared_device is not None
         return TeacherStates(columns[0], weight.clone() if is_passing else weight)
+
+    @torch.no_grad()
+    def kept_tokens(self, data, cut: Cut, *, temperature: float) -> KeptTokens:
+        """Return the tokens that sampling options leave of this model's own logits, for each token of the data.
+
+        The result is on the host, with one row per token; rows of untrained tokens have no ids, and log_mass 0.
+        Collective: every rank calls it.
+        """
+        self._activate()
+        batch = TrajectoryBatch.of(data)
+        microbatches, head, none = self._pack(batch, final_rows=False), self._head, torch.zeros((), dtype=torch.int)
+
+        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
+            found = head.kept(hidden, one_copy(microbatch.rows["labels"], self.device), packed, cut, temperature)
+            columns = found.log_mass.float().view(torch.int32), found.is_outside.int()
+            return hidden.sum() * 0.0, none, torch.cat([found.ids, torch.stack(columns, 1)], 1).cpu()
+
+        kept = self._run(microbatches, last_stage, forward_only=True)
+        tables = torch.full((len(batch["input_ids"]), cut.width + 2), support.NO_TOKEN, dtype=torch.int32)
+        tables[:, cut.width :] = 0
+        for number, microbatch in enumerate(microbatches):
+            # One microbatch at a time on the device, because the column may have some hundred numbers per token.
+            table = kept[number] if kept else torch.empty(microbatch.tokens, cut.width + 2, dtype=torch.int32)
+            if self.groups.pipeline.size > 1:
+                sent = table.to(self.device)
+                dist.broadcast(sent, group=self.groups.pipeline.group, group_src=self.groups.pipeline.size - 1)
+                table = sent.cpu()
+            predicted = microbatch.source >= 0
+            tables[microbatch.source[predicted]] = table[predicted]
+        log_mass = tables[:, cut.width].contiguous().view(torch.float32)
+        return KeptTokens(tables[:, : cut.width].contiguous(), log_mass, tables[:, -1].bool())
 
     def _accumulate(
         self, data, loss_fn, loss_weight_fn, *, forward_only: bool

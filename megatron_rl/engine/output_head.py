@@ -17,8 +17,19 @@ from megatron_rl import support
 from megatron_rl.api import LogprobLoss
 from megatron_rl.engine.context import sum_for_all
 from megatron_rl.engine.packed_rows import PackedRows
-from megatron_rl.ops import TopTokens, VocabParallelLogits, VocabShard, lm_head_logprobs, lm_head_loss, top_tokens
-from megatron_rl.ops.head import CHUNKS_OF_TERM, LogitsTerm, Product, head_logits, rows_of_chunk
+from megatron_rl.ops import (
+    Cut,
+    KeptTokens,
+    TopTokens,
+    VocabParallelLogits,
+    VocabShard,
+    kept_tokens,
+    lm_head_logprobs,
+    lm_head_loss,
+    top_tokens,
+)
+from megatron_rl.ops.head import CHUNKS_OF_TERM, LogitsTerm, Product, head_logits, pick, rows_of_chunk
+from megatron_rl.ops.library import accumulator
 from megatron_rl.parallel import Axis
 
 
@@ -121,6 +132,27 @@ class Head:
             for some in states.to(weight.dtype).split(rows_of_chunk(CHUNKS_OF_TERM * len(weight)))
         ]
         return TopTokens(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
+
+    def kept(self, hidden: Tensor, labels: Tensor, packed: PackedRows, cut: Cut, temperature: float) -> KeptTokens:
+        """Return the tokens of `T` rows that `cut` keeps, on every context rank. Rows without a label have none.
+
+        Works in chunks of rows, so that only one chunk's logits exist at a time.
+        """
+        weight = self.weight()[: self.shard.stop - self.shard.start]
+        picked = pick(hidden, packed.predicting, packed.trained, weight.dtype)
+        # Other context ranks have the other rows, so that ids are counted from 1 and added up.
+        ids = torch.zeros(len(labels), cut.width, dtype=torch.int32, device=hidden.device)
+        log_mass = torch.zeros(len(labels), dtype=accumulator(weight.dtype), device=hidden.device)
+        is_outside = torch.zeros(len(labels), dtype=torch.int32, device=hidden.device)
+        size = rows_of_chunk(CHUNKS_OF_TERM * len(weight))
+        for some, places in zip(picked.split(size), packed.trained.split(size), strict=True):
+            logits = self.product(some, weight, None).to(accumulator(weight.dtype))
+            found = kept_tokens(logits, labels.index_select(0, places), cut, self.shard, temperature)
+            ids.index_copy_(0, places, found.ids + 1)
+            log_mass.index_copy_(0, places, found.log_mass)
+            is_outside.index_copy_(0, places, found.is_outside.int())
+        ids, log_mass, is_outside = (sum_for_all(part, self.context) for part in (ids, log_mass, is_outside))
+        return KeptTokens(ids - 1, log_mass, is_outside.bool())
 
     def _weight(self) -> dict[str, Tensor]:
         """Return the weight and, during training, megatron.core's buffer to which the weight's gradient is added."""

@@ -3,6 +3,7 @@
 from megatron_rl.ops.checksum import CHECKSUM_COLUMNS, HASH_TILE_BYTES, count_of_word_sums, tile_hashes, word_sums
 from megatron_rl.ops.gae import packed_discounted_returns, packed_gae
 from megatron_rl.ops.head import lm_head_logprobs, lm_head_loss, lm_head_ppo_loss
+from megatron_rl.ops.kept_tokens import Cut, KeptTokens, kept_tokens
 from megatron_rl.ops.labels import packed_labels
 from megatron_rl.ops.logprobs import (
     VocabParallelLogits,
@@ -18,7 +19,9 @@ from megatron_rl.ops.taken_rows import TakenRows
 
 __all__ = [
     "CHECKSUM_COLUMNS",
+    "Cut",
     "HASH_TILE_BYTES",
+    "KeptTokens",
     "PPO_SUMS",
     "PpoOptions",
     "TakenRows",
@@ -30,6 +33,7 @@ __all__ = [
     "count_of_word_sums",
     "gather_logprobs",
     "gather_logprobs_entropy",
+    "kept_tokens",
     "lm_head_logprobs",
     "lm_head_loss",
     "lm_head_ppo_loss",

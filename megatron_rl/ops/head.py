@@ -14,7 +14,13 @@ from torch import Tensor
 from megatron_rl.ops.library import accumulator, dense, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
 from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
-from megatron_rl.ops.support_columns import SupportColumns, Supports, labels_outside
+from megatron_rl.ops.support_columns import (
+    ChangedColumns,
+    SupportColumns,
+    Supports,
+    changed_columns,
+    labels_outside,
+)
 from megatron_rl.ops.taken_rows import TakenRows
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
@@ -104,9 +110,14 @@ def scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, by.to(gradient.dtype), out=out)
 
 
+def valid_columns(weight: Tensor, shard: VocabShard) -> int:
+    """Return the number of this rank's columns without padding."""
+    return max(0, min(len(weight), shard.stop - shard.start))
+
+
 def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[float, None, int, int]:
     """Return the log-prob operators' last arguments: temperature, None for per-row ones, first column, column count."""
-    return temperature, None, shard.start, max(0, min(len(weight), shard.stop - shard.start))
+    return temperature, None, shard.start, valid_columns(weight, shard)
 
 
 def logits_results(
@@ -146,6 +157,7 @@ def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
     total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
     support: tuple[Supports, VocabShard] | None = None, product: Product = head_logits,
+    changed: ChangedColumns | None = None,
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
@@ -153,7 +165,7 @@ def add_gradients(
     of the weight's dtype instead, so that products have 16-bit operands.
 
     logits: if given, the logits of all rows, which then form one chunk. beside: function for the gradient of an
-    additional term. support: the rows' supports, and this rank's columns.
+    additional term. support: the rows' supports, and this rank's columns. changed: what has changed the given logits.
     """
     narrow, count, known = None, len(hidden), logits is not None
     if hidden.is_cuda and weight.dtype != torch.float32:
@@ -169,6 +181,8 @@ def add_gradients(
             logits = logits if known else product(hidden[some], weight, logits)
             assert logits is not None
             own = logits[: some.stop - begin]  # no longer needed, so overwritten below
+            if support is not None and not known:
+                changed = changed_columns(own, support[0][some], support[1], valid_columns(weight, support[1]))
             more = None if beside is None else beside(some, own)  # must read the logits before they are overwritten
             into = own if narrow is None else narrow[begin - start : some.stop - start]
             labels, *given = form(some, own)
@@ -178,6 +192,8 @@ def add_gradients(
                 overwrite_with_gradient(own, outside, *given)
             else:
                 ops.logprob_grad_into(into, own, outside, *given)
+            if changed is not None:
+                changed.scale_gradient(into)
             if cut is not None:
                 cut.add_gradient(into, *given[:6])
             if more is not None:
@@ -209,6 +225,7 @@ class HeadLogprobs(torch.autograd.Function):
             some = slice(start, start + chunk)
             logits = product(hidden[some], weight, logits)  # [c, V_local]
             cut = None if support is None else support[some]
+            ctx.changed = changed_columns(logits, cut, shard, rest[-1])
             parts.append(logits_results(logits, labels[some], shard, rest, with_entropy, cut))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
         kept = (logits,) if len(parts) == 1 else ()  # no extra memory: this one chunk was needed anyway
@@ -232,7 +249,7 @@ class HeadLogprobs(torch.autograd.Function):
             return *(column[rows] for column in columns), *slopes, *ctx.rest
 
         cut = None if ctx.support is None else (ctx.support, ctx.shard)
-        more = {"support": cut, "product": ctx.product}
+        more = {"support": cut, "product": ctx.product, "changed": None if logits is None else ctx.changed}
         add_gradients(hidden, weight, ctx.rows_per_chunk, form, grad_hidden, total, logits, **more)
         by_weight = None
         if total is not None and (found := total.for_autograd()) is not None:

@@ -178,9 +178,21 @@ def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float
 
     logits: `[c, columns]`, without padding; they are overwritten. Collective over the tensor-parallel ranks.
     """
-    own = normalised_(logits, temperature, shard)
+    logprobs, tokens, own = likeliest(logits, count, shard, temperature)
     columns = own.shape[1]
-    logprobs, tokens = own.topk(min(count, columns), dim=1)
+    others = torch.cat([own, own.new_zeros(len(own), 1)], 1)
+    others.scatter_(1, _columns_here(tokens, columns, shard), -torch.inf)[:, columns] = -torch.inf
+    return TopTokens(tokens, torch.cat([logprobs, log_sums(others, shard)[:, None]], 1))
+
+
+def likeliest(logits: Tensor, count: int, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the `count` largest log-probabilities of each row, and their tokens, both `[c, count]`, largest first.
+
+    The third result has the log-probabilities of all of this rank's tokens. logits: as in `top_tokens`. count: at most
+    the vocabulary size.
+    """
+    own = normalised_(logits, temperature, shard)
+    logprobs, tokens = own.topk(min(count, own.shape[1]), dim=1)
     tokens = tokens + shard.start
     if shard.is_split:
         assert shard.group is not None
@@ -192,9 +204,7 @@ def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float
         )
         logprobs, chosen = logprobs.topk(count, dim=1)
         tokens = tokens.gather(1, chosen)
-    others = torch.cat([own, own.new_zeros(len(own), 1)], 1)
-    others.scatter_(1, _columns_here(tokens, columns, shard), -torch.inf)[:, columns] = -torch.inf
-    return TopTokens(tokens, torch.cat([logprobs, log_sums(others, shard)[:, None]], 1))
+    return logprobs, tokens, own
 
 
 def _columns_here(tokens: Tensor, columns: int, shard: VocabShard) -> Tensor:

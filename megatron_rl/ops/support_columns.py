@@ -4,7 +4,8 @@ Shapes: c rows, W places of a support, V_local this rank's columns. The columns 
 `[c, W]` matrix, on which the operators of whole rows work. Their gradient is scattered back. So an operator on supports
 reads and writes c x W logits instead of c x V_local, and there is no other kernel than those of whole rows.
 
-Penalties and biases change the gathered logits (`adjusted`), and the gradient is multiplied by their slope.
+Penalties and biases change the gathered logits (`adjusted`), and the gradient is multiplied by their slope. In rows
+over the whole vocabulary they change some columns of the logits themselves (`ChangedColumns`).
 """
 
 from __future__ import annotations
@@ -94,6 +95,44 @@ class SupportColumns:
             found = found * self.slope
         # A row's ids differ. Only padding shares a place, and adds 0: the order of the additions does not matter.
         out.scatter_add_(1, self.places, found.to(out.dtype))
+
+
+class ChangedColumns:
+    """The columns of rows over the whole vocabulary whose logits penalties and biases change.
+
+    The constructor changes the logits, in place. Rows with a support stay as they are. A row's missing places repeat
+    its first one, so that writing them again changes nothing.
+    """
+
+    def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
+        """logits: `[c, V_local]`. The other arguments are those of `SupportColumns`; `adjustment` is not None."""
+        assert support.adjustment is not None
+        local = support.ids.long() - shard.start
+        is_here = (support.ids >= 0) & (local >= 0) & (local < columns) & support.is_whole[:, None]
+        first = is_here.byte().argmax(1, keepdim=True)
+        place = torch.arange(local.shape[1], device=local.device).where(is_here, first)
+        self.places = local.masked_fill(~is_here, 0).gather(1, place)
+        changes = support.adjustment.masked_fill(~is_here[:, :, None], 0.0)
+        changes = changes.gather(1, place[:, :, None].expand_as(changes))
+        old = logits.gather(1, self.places)
+        new, self.slope = adjusted(old.to(accumulator(logits.dtype)), changes)
+        logits.scatter_(1, self.places, new.to(logits.dtype))
+
+    def scale_gradient(self, out: Tensor) -> None:
+        """Turn the gradient of the changed logits, `[c, V_local]`, into that of the logits before, in place."""
+        if self.slope is not None:
+            scaled = out.gather(1, self.places) * self.slope
+            out.scatter_(1, self.places, scaled.to(out.dtype))
+
+
+def changed_columns(
+    logits: Tensor, support: Supports | None, shard: VocabShard | None, columns: int
+) -> ChangedColumns | None:
+    """Change the logits of rows over the whole vocabulary, in place, if there are adjustments."""
+    if support is None or support.adjustment is None:
+        return None
+    assert shard is not None
+    return ChangedColumns(logits, support, shard, columns)
 
 
 def labels_outside(labels: Tensor, support: Supports | None) -> Tensor:

@@ -22,6 +22,7 @@ This table shows who retries, and what is kept:
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import math
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 
 from megatron_rl.api import Item, RequestRefused, RolloutWorkflow, Sampler, T, infrastructure_in, together
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.config.users_code import words_of
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
 from megatron_rl.rollout.failure_rate import FailureRate
@@ -73,9 +74,13 @@ class RolloutExecutor:
         events: Sequence[RolloutEvents] = (),
         spans: Spans | None = None,
         records: Records = NO_RECORDS,
+        trained_as: GenerationConfig | None = None,
     ) -> None:
-        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again."""
-        self._spans, self._records = spans or Spans(), records
+        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again.
+
+        trained_as: the run's sampling options, if known.
+        """
+        self._spans, self._records, self.trained_as = spans or Spans(), records, trained_as
         self.engine, self.config, self._metrics, self._events = engine, config, metrics, events
         self._gate = AdmissionGate(config.max_concurrent_episodes, config.max_staleness)
         # Queues of episodes to start. The gate admits those of `_queue`; a caller waits for each of the others.
@@ -573,7 +578,10 @@ class EpisodeEngine(Sampler):
         """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""
         kept, engine = self._episode.replies, self._executor.engine
         if self._episode.is_training:
-            check_sampling(req)
+            trained_as = self._executor.trained_as
+            check_sampling(req, trained_as)
+            req = copy.copy(req)
+            req.changed_size = (trained_as or req.gconfig).changed_size
         name, version = request_name(req), engine.get_version()
         self._asked[name] += 1
         name = f"{name} {self._asked[name]}"

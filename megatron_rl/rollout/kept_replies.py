@@ -9,7 +9,7 @@ from array import array
 from typing import Protocol
 
 from megatron_rl.api import KeptSteps, RequestRefused
-from megatron_rl.config import MOST_REPORTED, UNADJUSTED
+from megatron_rl.config import MOST_REPORTED, UNADJUSTED, GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse
 
 
@@ -64,13 +64,17 @@ class EpisodeRecord(KeptSteps, Protocol):
     def keep_reply(self, name: str, reply: LLMResponse) -> None: ...
 
 
-def check_sampling(req: LLMRequest) -> None:
+def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) -> None:
     """Raise RequestRefused for a request that cuts the vocabulary or changes logits without a report of supports.
 
-    A greedy reply passes: workflows make it for comparison, and do not train it.
+    A greedy reply passes: workflows make it for comparison, and do not train it. If the trainer computes supports, it
+    does so with the run's options `trained_as`, which must then be the request's.
     """
     options = req.gconfig
     if options.greedy or options.support_size:
+        return
+    if options.computed_size or (trained_as is not None and trained_as.computed_size):
+        check_cut(options, trained_as or options)
         return
     for name, everything in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
         if (value := getattr(options, name)) != everything:
@@ -79,12 +83,30 @@ def check_sampling(req: LLMRequest) -> None:
                 f"log-probabilities over all of it; set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers "
                 f"report which tokens they sampled from, or set it to {everything}."
             )
+    known = trained_as or options
+    if known.adjustment_size == options.adjustment_size:
+        return
     for name, nothing in UNADJUSTED.items():
+        if ((value := getattr(options, name)) != nothing) != ((run := getattr(known, name)) != nothing):
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: all replies of a run have changed logits, or none, and generation.{name} = "
+                f"{run}; set both, or both to {nothing}."
+            )
+
+
+def check_cut(options: GenerationConfig, trained_as: GenerationConfig) -> None:
+    """Raise RequestRefused if a request excludes other tokens than those that the trainer computes."""
+    for name in ("supports", "temperature", "top_k", "top_p", "min_p"):
+        if (value := getattr(options, name)) != (known := getattr(trained_as, name)):
+            raise RequestRefused(
+                f"gconfig.{name} = {value}: the trainer computes which tokens a reply was sampled from with the run's "
+                f"options, and generation.{name} = {known}; ask with that."
+            )
+    for name, nothing in {"min_new_tokens": 0, **UNADJUSTED}.items():
         if (value := getattr(options, name)) != nothing:
             raise RequestRefused(
-                f"gconfig.{name} = {value}: the reply would be sampled from other logits than those that are trained; "
-                f"set gconfig.top_k from 2 to {MOST_REPORTED} too, so that servers report which tokens they sampled "
-                f"from, or set it to {nothing}."
+                f"gconfig.{name} = {value}: with generation.supports = computed the trainer computes only what top_k, "
+                f"top_p and min_p exclude; set it to {nothing}."
             )
 
 

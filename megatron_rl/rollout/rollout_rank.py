@@ -102,6 +102,7 @@ class RolloutRank(RolloutService):
             run_name=folder.name if config.rollout.registry and point.rank == 0 else "",
             vocab_size=model_config(config.model.path).get("vocab_size"),
             routes=beginning.routes,
+            trained_as=config.generation,
             rank=point.rank,
             ranks=point.ranks,
         )

@@ -43,7 +43,7 @@ class RolloutService(ServerWeights):
         records: Records = NO_RECORDS,
     ) -> None:
         """events: recorders of training prompts. records: earlier groups and replies, which are not generated again."""
-        self.config, self._events, self._records = config, events, records
+        self.config, self._events, self._records, self._options = config, events, records, options
         self.client = SamplingClient(
             config,
             options,
@@ -129,7 +129,8 @@ class RolloutService(ServerWeights):
 
     def _new_executor(self) -> RolloutExecutor:
         client = self.client
-        return RolloutExecutor(client, self.config, client.metrics, self._events, client.spans, self._records)
+        rest = self._events, client.spans, self._records, self._options.trained_as
+        return RolloutExecutor(client, self.config, client.metrics, *rest)
 
     def _check_connected(self) -> None:
         if self._loop is None:

@@ -23,6 +23,7 @@ from megatron_rl.ops import TeacherTargets
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.rollout_rank import RolloutRank
 from megatron_rl.run.checks import check, check_greedy
+from megatron_rl.run.computed_supports import add_computed_supports
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.evaluation import Evaluations, decode_samples, draw
 from megatron_rl.run.rl_models import build_models, policy_updates
@@ -70,6 +71,8 @@ class RLRun(Run):
         """True if the current rollout has lasted too long and is abandoned."""
         self.trained_version = 0
         """Policy version when this step's batch was taken."""
+        self.supports: dict[str, float] = {}
+        """Metrics of the supports that the trainer computed for this step."""
         self.is_built = False
         """True once models and rollouts exist."""
 
@@ -288,6 +291,8 @@ class RLRun(Run):
                     adjustment=batch.tokens.get(support.ADJUSTMENT),
                     is_adjusted=self.config.generation.adjustment_size > 0,
                 )
+            elif self.config.generation.changed_size:
+                support.check_adjusted(batch.tokens.get(support.ADJUSTMENT))
         rows = self.prompts.prompts
         self.records.begin(step, batch, prompts=rows, oldest_checkpoint=lambda: self.checkpoints.oldest)
         return batch
@@ -304,12 +309,15 @@ class RLRun(Run):
         return trained
 
     def compute_advantages(self, batch: StepBatch) -> None:
-        """Set `advantages`, and with a critic also `values` and `returns`."""
+        """Set `advantages`, with a critic also `values` and `returns`, and supports if the trainer computes these."""
         if self.critic is not None:
             with self.timers("values"):
                 there = batch.in_layout(self._groups_of(self.critic_engine))
                 there.tokens["values"] = self.critic.values(there.own())
                 batch.tokens["values"] = batch.taken_from(there, there["values"])
+        if self.config.generation.computed_size:
+            with self.timers("supports"):
+                self.supports = add_computed_supports(batch, self.engine, self.config.generation)
         for name in self.actor.columns_needed:
             if name == "teacher_logprobs":
                 with self.timers("teacher"):
@@ -385,6 +393,7 @@ class RLRun(Run):
                 "batch/trained_tokens": sum(trained_tokens(stat) for stat in stats or critic_stats),
             }
             | self.actor.metrics
+            | self.supports
             | (self.resume_state.rates.metrics() if self.resume_state.rates is not None else {})
         )
         if stats:

@@ -198,7 +198,7 @@ class SamplingClient(Sampler):
                 interruptions=reply.interruptions,
                 latency_s=reply.latency_s,
             )
-            if reply.support is not None:
+            if reply.support is not None and req.gconfig.support_size:
                 self.metrics.add(supports=len(reply.support), support_tokens=int(support.sizes(reply.support).sum()))
             span.args |= {"tokens": reply.output_len, "stop_reason": reply.stop_reason}
             span.args |= {"interruptions": reply.interruptions}
@@ -224,12 +224,12 @@ class SamplingClient(Sampler):
             while True:
                 server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
                 check_request(server, tokens, room, req.gconfig.support_size)
-                if req.gconfig.support_size:
+                if req.gconfig.support_size or req.changed_size:
                     check_counting(server, req.gconfig, self.config.interruption)
                 # SGLang refuses a rid that is in use by any client, and one episode may have many requests in flight.
                 rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
                 try:
-                    rest = routed, req.gconfig.support_size, adjusting_of(req.gconfig)
+                    rest = routed, req.gconfig.support_size, adjusting_of(req.gconfig), req.changed_size
                     part = await self._try(server, rid, tokens, params, deadline, begun_by(req), *rest, tell)
                 except OutOfFiles as error:
                     with not_counted(deadline):
@@ -282,17 +282,18 @@ class SamplingClient(Sampler):
         routed: int,
         support: int,
         adjusting: Adjusting,
+        changed: int,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> ReplyPart:
         """Generate on one server. Raises ServerError if the server fails or is dropped meanwhile.
 
         The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: the
         partial reply, to which the tokens generated so far are added if the caller is cancelled. routed: number of
-        leading rows whose routes are known. support, adjusting: as in `Fleet.asked`.
+        leading rows whose routes are known. support, adjusting, changed: as in `Fleet.asked`.
         """
         fleet, since = self.fleet, time.monotonic()
         # before sending: a publication may end meanwhile
-        asked = fleet.asked(server, rid, tokens, params, routed, support, adjusting)
+        asked = fleet.asked(server, rid, tokens, params, routed, support, adjusting, changed)
         # In a separate task: dropping a server cancels its calls, but not the episodes that await them.
         call = asyncio.create_task(generate(server, asked, tokens, params, fleet.reply_readers, on_tokens))
         server.open_call(call)

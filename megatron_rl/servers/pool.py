@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.routes import RouteForm
@@ -77,6 +77,8 @@ class ClientOptions:
     """The model's vocabulary size, if known."""
     routes: RouteForm | None = None
     """Form in which servers report the experts of tokens, if the trainer replays them."""
+    trained_as: GenerationConfig | None = None
+    """The run's sampling options, with which the trainer may compute what a reply was sampled from."""
     rank: int = 0
     """Number of this client among the `ranks` clients of the same servers."""
     ranks: int = 1
@@ -191,12 +193,12 @@ class Fleet:
 
     def asked(
         self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0,
-        support: int = 0, adjusting: Adjusting = NOT_ADJUSTED,
+        support: int = 0, adjusting: Adjusting = NOT_ADJUSTED, changed: int = 0,
     ) -> Asked:  # fmt: skip
         """Return the facts against which the reply to a request sent to `server` now is checked.
 
         routed: number of leading rows whose routes are not requested. support: maximum size of a token's support; 0 if
-        supports are not requested. adjusting: the request's penalties and biases.
+        supports are not requested. adjusting: the request's penalties and biases. changed: as in `Asked`.
         """
         is_routed = self.router is not None
         return server.asked(
@@ -210,6 +212,7 @@ class Fleet:
             routes_from=routed,
             support=support,
             adjusting=adjusting,
+            changed=changed,
         )
 
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:

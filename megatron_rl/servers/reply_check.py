@@ -75,6 +75,8 @@ class Asked:
     """Maximum size of a token's support, if supports were requested."""
     adjusting: Adjusting = NOT_ADJUSTED
     """The request's penalties and biases."""
+    changed: int = 0
+    """Places for the tokens whose logits these change, if the reply is trained over the whole vocabulary."""
     keeps_counts: bool = True
     """False for SGLang: if it retracts a request, it forgets which tokens penalties have counted."""
 
@@ -194,6 +196,9 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         found, logprobs = support_of(meta, ids, asked)
         check_counted(meta, count, asked)
         adjustment = asked.adjusting.adjustments(found, ids)
+    elif asked.changed:
+        check_counted(meta, count, asked)
+        found, adjustment = asked.adjusting.changed(ids, asked.changed)
     return ReplyPart(
         sampled=SampledTokens(ids, logprobs, spread(versions, ends, count, late=asked.late)),
         stop_reason=kind,

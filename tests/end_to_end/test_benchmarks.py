@@ -25,7 +25,7 @@ QUICK += ("bench_spread", "bench_agents")
 STARTS_PROCESSES = ("rollout_server", "bench_publish", "bench_exchange")
 """Each take up to 20 s of a core to import what others have imported."""
 STARTS_TRAINING = ("bench_train_step", "bench_trees", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
-STARTS_TRAINING += ("bench_distillation", "trail_seeds")
+STARTS_TRAINING += ("bench_distillation", "trail_seeds", "bench_exact")
 """Take half a minute each for processes that only start: their arguments are checked, and the tables that they print of
 what those processes give. `--quick` is for by hand."""
 
@@ -61,6 +61,7 @@ def print_tables(*_) -> None:
     """Of what the processes would give."""
     import bench_async
     import bench_distillation
+    import bench_exact
     import bench_train_step
     import bench_vs_trl
     import demo_seeds
@@ -76,6 +77,9 @@ def print_tables(*_) -> None:
     shares = {"waited": 0.5, "slots_used": 0.25, "decoding": 0.75, "dropped": 0, "ages": {"0": 1, "1": 3}}
     bench_async.run = lambda *_, eta, **__: shares | {"samples": 128, "seconds": 2.0 - eta, "publish_s": 0.01}
     bench_async.main(["--quick"])
+    step = {"time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5, "time/publish": 0.1, "mismatch/equal": 1.0}
+    bench_exact.run = lambda *_, exact, **__: [step | {"time/step": 2.0 + exact}]
+    bench_exact.main(["--quick"])
     answers = {"before": 0.375, "accuracy": 0.9, "answers": 32, "seconds": 30.0}
     demo_seeds.run = lambda config, seed, *_: answers | {"samples": 768 * (1 + ("async" in config))}
     assert demo_seeds.main([]) == 0
@@ -134,6 +138,7 @@ def test_the_tables_of_what_the_other_benchmarks_start_are_right(tmp_path):
         r"demo +256 +24.00 +2.00 +6.00 +2.00 +3.50 +0.50 +4.00",
         r"\| quick \| 64 \| megatron_rl \| 1.00 \(1.00-1.00\) \| 64 \| 5.00 \| 1.00 \| 1.00 \| 0.010 \| 25% \|",
         r"eta 1, interrupt +128.0 +2.00 +50% +75% +25% +0  0: 25%  1: 75%",
+        r"\| true \| 3.00 \| 1.00 \| 0.50 \| 0.10 \| 1.50 \| 1.000 \|",
         r"distillation, seed 2 +0.400 +0.600 +0.900 +2 +6.0",
         r"GRPO, seed 3 +0.400 +0.500 +0.600 +never +6.0",
         r"0.1 M +1 +0.100 +0.400 +0.200 +1.000 +900 +0.250 +2.00 +2.00 +0.50 +0.50",

@@ -63,8 +63,8 @@ class Served:
         self.engine.destroy()
         self.supervisor.stop()
 
-    def ask(self, prompts, new):
-        gconfig = GenerationConfig(max_new_tokens=new, ignore_eos=True)
+    def ask(self, prompts, new, **options):
+        gconfig = GenerationConfig(max_new_tokens=new, ignore_eos=True, **options)
 
         async def all_of_them():
             requests = [LLMRequest(rid=f"r{n}", input_ids=ids, gconfig=gconfig) for n, ids in enumerate(prompts)]
@@ -74,8 +74,11 @@ class Served:
 
     @cached_property
     def batch(self):
+        return self.sampled()
+
+    def sampled(self, **options):
         """Groups of replies to common prompts, which the trainer computes once."""
-        replies = self.ask([ids for ids in PROMPTS for _ in range(SAMPLES)], NEW)
+        replies = self.ask([ids for ids in PROMPTS for _ in range(SAMPLES)], NEW, **options)
         groups = [replies[first : first + SAMPLES] for first in range(0, len(replies), SAMPLES)]
         return TrajectoryBatch.from_trajectories([[Trajectory.from_reply(reply, 1.0) for reply in g] for g in groups])
 
@@ -118,3 +121,15 @@ def test_logprobs_are_the_servers_with_replay_and_not_without(layout, served):
     error = {replay: (of_all(ranks, batch) - sampled).abs().max() for replay, ranks in found.items()}
     assert error["experts_and_weights"] < 1e-5
     assert error["off"] > 1e-2 and error["experts"] > 1e-3, "the routers are not different enough to show anything"
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2_ep2"])
+def test_logprobs_over_the_supports_that_the_server_tells_are_its_own_with_its_routes(layout, served):
+    batch = served.sampled(top_k=20, top_p=0.9, logit_bias={5: 1.0})
+    form, other = "experts_and_weights", {key: it for key, it in batch.tokens.items() if key != "support"}
+    whole = TrajectoryBatch(other, batch.sequences, batch.cu_seqlens, batch.versions)
+    cases = {name: (served.other, layout, form, each) for name, each in (("support", batch), ("whole", whole))}
+    found = run_each(LAYOUTS[layout][0], logprobs_alone, cases)
+    trained = batch["loss_mask"]
+    error = {name: (of_all(ranks, batch) - batch["logprobs"])[trained].abs().max() for name, ranks in found.items()}
+    assert error["support"] < 1e-5 and error["whole"] > 1e-2

@@ -46,6 +46,8 @@ def with_supports(batch, *, is_adjusted):
         found = 0.5 * torch.randn(*rows.shape, 3, generator=generator)
         share = torch.rand(*rows.shape, generator=generator)
         found[:, :, 1] = (0.7 + 0.6 * share).masked_fill(share < 0.3, 0.0)  # 0 is none
+        is_whole = batch["loss_mask"] & (rows[:, 0] < 0)  # these change the logits of three tokens
+        rows[is_whole, 1:4] = (batch["input_ids"][is_whole, None] + torch.tensor([0, 7, 50])).remainder(VOCAB).int()
         batch.tokens[ADJUSTMENT] = found.masked_fill((rows < 0)[:, :, None], 0.0)
     batch.tokens["ref_logprobs"] = batch["logprobs"] * 0.5
     return batch

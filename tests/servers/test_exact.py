@@ -71,6 +71,37 @@ def test_the_trainers_logprobs_are_the_servers_to_the_bit(connect, model, tmp_pa
     assert (ours - theirs)[mask].abs().max() < 1e-4
 
 
+BIAS = {300: 1.0, 301: -2.0, 5: 0.3, **{token: 0.7 for token in range(40, 200)}}
+ADJUSTED = {
+    "cut": {"top_k": 20, "top_p": 0.9},
+    "no top-k": {"logit_bias": BIAS, "frequency_penalty": 0.37, "repetition_penalty": 0.8},
+    "bias and penalties": {"top_k": 64, "logit_bias": BIAS, "frequency_penalty": 0.37, "presence_penalty": -0.11},
+    "all": {"top_k": 64, "logit_bias": BIAS, "frequency_penalty": 0.37, "repetition_penalty": 1.3, "min_p": 0.01},
+}
+
+
+def logprobs_of_each(folder, batches):
+    engine = make_engine(folder, LAYOUTS["1"][1], exact=True).eval()
+    return {name: engine.forward(batch, temperature=0.3) for name, batch in batches.items()}
+
+
+def test_logprobs_over_supports_with_penalties_and_biases_are_the_servers_to_the_bit(connect, tiny_model, tmp_path):
+    config = RolloutConfig(backend="embedded", exact=True, token_file=TOKEN_FILE, **NEVER_LATE)
+    prompts = [{"input_ids": [5, 17, 300 + i]} for i in range(4)]
+    with Supervisor(config, tiny_model, tmp_path) as supervisor:
+        engine = connect(supervisor.urls, seed=1)
+        batches = {}
+        for name, options in ADJUSTED.items():
+            gconfig = GenerationConfig(n_samples=3, max_new_tokens=40, temperature=0.3, ignore_eos=True, **options)
+            workflow = RLVRWorkflow(lambda **_: 0.0, gconfig, tokenizer=None)
+            batches[name] = engine.rollout_batch(prompts, workflow)
+    (found,) = run_ranks(1, logprobs_of_each, tiny_model, batches)
+    for name, batch in batches.items():
+        mask = batch["loss_mask"]
+        assert batch["logprobs"][mask].min() < -0.5
+        assert torch.equal(found[name][mask], batch["logprobs"][mask]), name
+
+
 def train_exactly(arguments):
     train(load_config(COUNT, arguments))
 

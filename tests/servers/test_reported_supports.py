@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.ops import Cut
 from megatron_rl.servers.generate import adjusting_of
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.support import ADJUSTMENT, COLUMN, NO_TOKEN, check_complete
@@ -53,6 +54,13 @@ MIXED = {"mixed": COUNTED["added"] | COUNTED["scaled"]}
 PROMPTS = [{"input_ids": [5, 17, 300 + i]} for i in range(3)]
 
 
+def without_top_k(cases):
+    """The cases that change logits, over the whole vocabulary."""
+    cut = ("top_k", "top_p", "min_p", "min_new_tokens")
+    changes = {name: {key: it for key, it in case.items() if key not in cut} for name, case in cases.items()}
+    return {f"{name}, whole": case for name, case in changes.items() if set(case) - {"ignore_eos"}}
+
+
 def scores(folder, batches):
     """The trainer's log-probabilities of each batch, and what they would be without its adjustments or its supports."""
     engine, found = make_engine(folder, LAYOUTS["1"][1]).eval(), {}
@@ -66,11 +74,12 @@ def scores(folder, batches):
 
 def assert_sampled_as_trained(batches, found, options):
     for name, batch in batches.items():
-        check_complete(batch[COLUMN], batch["input_ids"], batch["loss_mask"])
+        if "top_k" in options[name]:
+            check_complete(batch[COLUMN], batch["input_ids"], batch["loss_mask"])
         trained, sizes = batch["loss_mask"], (batch[COLUMN] != NO_TOKEN).sum(1)
         ours, other = (column[trained] for column in found[name])
         behavior = batch["logprobs"][trained]
-        assert sizes[trained].max() <= options[name]["top_k"] and behavior.min() < -0.5
+        assert sizes[trained].max() <= options[name].get("top_k", 400) and behavior.min() < -0.5
         # The two forward passes round logits differently, and the temperature divides that too.
         assert (ours - behavior).exp().sub(1).abs().max() < 1e-5 / TEMPERATURE, name
         assert (other - behavior).abs().max() > 0.01, f"{name}: an option that changes nothing proves nothing"
@@ -93,10 +102,52 @@ def assert_ratios_are_one(engine, model, cases, tokens=16):
 def test_ratios_of_an_unchanged_policy_are_one_for_every_cut(server, connect, tiny_model, request):
     engine = connect(request.getfixturevalue(server), seed=3)
     cases = CUTS | BIAS | (COUNTED | MIXED if server == "embedded_servers" else {})
+    cases |= without_top_k(cases)
     batches = assert_ratios_are_one(engine, tiny_model, cases)
     for name in ("top-p", "min-p"):
         sizes = (batches[name][COLUMN] != NO_TOKEN).sum(1)[batches[name]["loss_mask"]]
         assert 0 < sizes.min() < CUTS[name]["top_k"] / 2, "cut by more than top-k"
+
+
+UNTOLD = {
+    "top-k": {"top_k": 20},
+    "top-p": {"top_p": 0.5},
+    "min-p": {"min_p": 0.3},
+    "both": {"top_k": 200, "top_p": 0.6},
+}
+
+
+def computed_scores(folder, batches, cuts):
+    """The trainer's log-probabilities of each batch over supports that it computes, and the behaviour policy's."""
+    engine, found = make_engine(folder, LAYOUTS["1"][1]).eval(), {}
+    for name, batch in batches.items():
+        kept = engine.kept_tokens(batch, cuts[name], temperature=TEMPERATURE)
+        tokens = batch.tokens | {COLUMN: kept.ids}
+        other = TrajectoryBatch(tokens, batch.sequences, batch.cu_seqlens, batch.versions)
+        found[name] = kept, engine.forward(other, temperature=TEMPERATURE), batch["logprobs"] - kept.log_mass
+    return found
+
+
+@pytest.mark.parametrize("server", ["embedded_servers", "real_sglang"])
+def test_ratios_of_an_unchanged_policy_are_one_over_supports_that_the_trainer_computes(
+    server, connect, tiny_model, request
+):
+    engine, batches, cuts = connect(request.getfixturevalue(server), seed=3), {}, {}
+    for name, options in UNTOLD.items():
+        sampling = {"max_new_tokens": 16, "temperature": TEMPERATURE, "ignore_eos": True, "supports": "computed"}
+        config = GenerationConfig(n_samples=3, **sampling, **options)
+        batches[name] = engine.rollout_batch(PROMPTS, RLVRWorkflow(lambda **_: 0.0, config, tokenizer=None))
+        assert COLUMN not in batches[name].tokens, "asked for no report"
+        cuts[name] = Cut(**options, width=512)
+    (found,) = run_ranks(1, computed_scores, tiny_model, batches, cuts)
+    for name, (kept, ours, behavior) in found.items():
+        trained = batches[name]["loss_mask"]
+        sizes = (kept.ids != NO_TOKEN).sum(1)[trained]
+        assert 0 < sizes.min() and sizes.max() < 300, name
+        # Only a token at the edge can be outside, and only by rounding.
+        assert kept.is_outside.sum() <= 2, name
+        assert (ours - behavior)[trained].exp().sub(1).abs().max() < 1e-5 / TEMPERATURE, name
+        assert kept.log_mass[trained].max() < 0, "an option that excludes nothing proves nothing"
 
 
 @pytest.mark.thorough
@@ -107,7 +158,7 @@ def test_real_sglang_without_overlap_counts_the_tokens_of_a_reply_as_the_trainer
     config = RolloutConfig(backend="sglang", server_args=arguments, token_file=TOKEN_FILE, **NEVER_LATE)
     with Supervisor(config, tiny_model, tmp_path) as supervisor:
         engine = connect(supervisor.urls, seed=3, interruption="abort")
-        assert_ratios_are_one(engine, tiny_model, COUNTED | BIAS, tokens=60)
+        assert_ratios_are_one(engine, tiny_model, COUNTED | BIAS | without_top_k(COUNTED | BIAS), tokens=60)
 
 
 def test_penalties_are_refused_if_sglang_counts_late(real_sglang, connect):

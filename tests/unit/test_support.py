@@ -85,6 +85,34 @@ def test_adjustments_of_random_replies_are_those_of_counting_token_by_token():
         before.append(token)
 
 
+def test_changed_tokens_of_a_whole_vocabulary_by_hand():
+    ids = torch.tensor([5, 5, 9], dtype=torch.int32)
+    options = Adjusting(frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((7, 1.5), (5, -2.0)))
+    rows, found = options.changed(ids, 6)
+    assert rows.tolist() == [[-1, 5, 7, -1, -1, -1], [-1, 5, 7, -1, -1, -1], [-1, 5, 7, -1, -1, -1]], "9 came last"
+    assert found.shape == (3, 6, 1) and found.dtype == torch.float32 and rows.dtype == torch.int32
+    assert found[:, :, 0].tolist() == [
+        [0.0, -2.0, 1.5, 0.0, 0.0, 0.0],
+        [0.0, -2.75, 1.5, 0.0, 0.0, 0.0],
+        [0.0, -3.25, 1.5, 0.0, 0.0, 0.0],
+    ]
+    assert sizes(rows).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="has 2 tokens that penalties and biases change, and 1 fit"):
+        options.changed(ids, 2)
+    assert options.changed(ids[:0], 6)[1].shape == (0, 6, 1)
+
+
+def test_changed_tokens_of_random_replies_are_those_of_supports_of_the_whole_vocabulary():
+    ids = torch.randint(0, 12, (60,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    options = Adjusting(repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias=((3, 2.0),))
+    everything = whole(60, 12)
+    everything[:] = torch.arange(12)
+    right, (rows, found) = options.adjustments(everything, ids), options.changed(ids, 20)
+    dense = torch.zeros(60, 13, 3)
+    dense.scatter_(1, (rows.long() % 13)[:, :, None].expand(-1, -1, 3), found)
+    assert torch.equal(dense[:, :12], right) and rows[:, 0].eq(NO_TOKEN).all()
+
+
 def test_frequency_penalties_are_added_one_by_one_as_a_server_does():
     one, total = torch.tensor(0.1), torch.tensor(0.0)
     for count in range(2001):
@@ -177,10 +205,17 @@ def test_missing_and_moved_supports_are_refused_with_the_token():
         ({"top_k": 300}, "gconfig.top_k = 300"),
         ({"top_k": 256, "top_p": 0.9, "min_p": 0.1}, ""),
         ({"top_p": 0.9, "greedy": True}, ""),
-        ({"frequency_penalty": 0.5}, "gconfig.frequency_penalty = 0.5: .*set gconfig.top_k from 2 to 256 too"),
-        ({"logit_bias": {5: 1.0}}, r"gconfig.logit_bias = \{5: 1.0\}: .*or set it to \{\}"),
+        ({"frequency_penalty": 0.5}, ""),
+        ({"logit_bias": {5: 1.0}}, ""),
+        ({"frequency_penalty": 0.5, "min_p": 0.1}, "gconfig.min_p = 0.1"),
         ({"top_k": 20, "repetition_penalty": 1.1, "presence_penalty": 0.1, "logit_bias": {5: 1.0}}, ""),
         ({}, ""),
+        ({"top_p": 0.9, "supports": "computed"}, ""),
+        (
+            {"top_p": 0.9, "supports": "computed", "min_new_tokens": 2},
+            "gconfig.min_new_tokens = 2: with gener",
+        ),
+        ({"top_k": 20, "supports": "computed", "logit_bias": {5: 1.0}}, r"gconfig.logit_bias = \{5: 1.0\}: with gene"),
     ],
 )
 def test_a_workflow_cannot_train_on_a_cut_that_no_server_reports(options, words):
@@ -190,6 +225,27 @@ def test_a_workflow_cannot_train_on_a_cut_that_no_server_reports(options, words)
             check_sampling(request)
     else:
         check_sampling(request)
+
+
+def test_a_workflow_cannot_change_logits_if_the_run_does_not():
+    request = LLMRequest(rid="r", input_ids=[1], gconfig=GenerationConfig(frequency_penalty=0.5))
+    for gconfig, of_run in ((request.gconfig, GenerationConfig()), (GenerationConfig(), request.gconfig)):
+        words = f"gconfig.frequency_penalty = {gconfig.frequency_penalty}: all .*; set both, or both to 0.0"
+        with pytest.raises(RequestRefused, match=words):
+            check_sampling(LLMRequest(rid="r", input_ids=[1], gconfig=gconfig), of_run)
+    check_sampling(request, GenerationConfig(presence_penalty=0.5))
+
+
+def test_a_workflow_asks_with_the_runs_options_if_the_trainer_computes_supports():
+    of_run = GenerationConfig(top_p=0.9, supports="computed")
+    check_sampling(LLMRequest(rid="r", input_ids=[1], gconfig=of_run.new(max_new_tokens=5)), of_run)
+    for options, words in (
+        ({"top_p": 0.8}, "gconfig.top_p = 0.8: .* generation.top_p = 0.9; ask with that"),
+        ({"temperature": 0.5}, "gconfig.temperature = 0.5"),
+        ({"supports": "reported", "top_p": 1.0}, "gconfig.supports = reported"),
+    ):
+        with pytest.raises(RequestRefused, match=words):
+            check_sampling(LLMRequest(rid="r", input_ids=[1], gconfig=of_run.new(**options)), of_run)
 
 
 VOCAB = 50
@@ -236,6 +292,46 @@ def draw(logits, params, count):
     return ids, torch.tensor(logprobs).double(), read(supports, ids, width=2 * params.top_k, vocab_size=VOCAB)
 
 
+MANY_DRAWS = 200_000 if IS_THOROUGH else 20_000
+NO_TOP_K = {
+    "top-k": SamplingParams(top_k=5, temperature=1.2),
+    "top-p": SamplingParams(top_p=0.7, temperature=0.8),
+    "min-p": SamplingParams(min_p=0.25, temperature=1.3),
+    "all": SamplingParams(top_k=20, top_p=0.6, min_p=0.01, temperature=1.3),
+}
+
+
+@pytest.mark.parametrize("cut", NO_TOP_K)
+def test_weighted_means_over_computed_supports_are_the_exact_ones_if_no_server_tells_its_own(cut):
+    params, values = NO_TOP_K[cut], VALUES + 2.0
+    uniforms = [sampling.uniform(3, k) for k in range(MANY_DRAWS)]
+    ids, logprobs, _ = sampling.sample(OLD.float().repeat(MANY_DRAWS, 1), [params] * MANY_DRAWS, uniforms)
+    labels, shard = torch.tensor(ids), ops.VocabShard(0, VOCAB, VOCAB)
+    cut = ops.Cut(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, width=VOCAB)
+    found = ops.kept_tokens(OLD.repeat(MANY_DRAWS, 1), labels, cut, shard, params.temperature)
+    kept = found.ids[0][found.ids[0] >= 0].long()
+    assert 2 < len(kept) < VOCAB / 2 and not found.is_outside.any()
+
+    def logprobs_of(logits, support):
+        given = torch.ones(MANY_DRAWS, 1, dtype=torch.float64), logits[:, None], labels
+        return ops.lm_head_logprobs(*given, shard=shard, temperature=params.temperature, support=support)[0]
+
+    # The behaviour policy's, of what the server reported over the whole vocabulary, in float32.
+    old = logprobs_of(OLD, found.ids)
+    torch.testing.assert_close(old, torch.tensor(logprobs).double() - found.log_mass, rtol=0, atol=3e-6)
+    torch.testing.assert_close(old, logprobs_of(OLD, None) - found.log_mass, rtol=0, atol=1e-12)
+    exact = float((NEW[kept] / params.temperature).softmax(0) @ values[kept])
+
+    def weighted(new_logprobs, old_logprobs):
+        weighed = (new_logprobs - old_logprobs).exp() * values[labels]
+        return float(weighed.mean()), float(weighed.std()) / math.sqrt(MANY_DRAWS)
+
+    mean, error = weighted(logprobs_of(NEW, found.ids), old)
+    assert abs(mean - exact) < 4 * error
+    mean, error = weighted(logprobs_of(NEW, None), torch.tensor(logprobs).double())  # as it would be without supports
+    assert abs(mean - exact) > 4 * error
+
+
 def adjusting_of(params):
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
     return Adjusting(**{name: getattr(params, name) for name in names})
@@ -260,6 +356,37 @@ def adjusted_by_definition(logits, params):
         penalty = params.repetition_penalty if count else 1.0
         found.append((logit * penalty if logit < 0 else logit / penalty) + dict(params.logit_bias).get(token, 0.0))
     return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(repetition_penalty=1.9),
+        SamplingParams(frequency_penalty=0.7, presence_penalty=1.0, logit_bias=((0, 2.5), (7, -2.0)), temperature=1.3),
+    ],
+)
+def test_weighted_means_over_the_whole_vocabulary_are_the_exact_ones_with_penalties_and_biases(params):
+    values, row = VALUES + 2.0, OLD.float().clone()
+    sampling.adjust_logits(row, params, HISTORY, frozenset())
+    uniforms = [sampling.uniform(5, k) for k in range(MANY_DRAWS)]
+    ids, logprobs, _ = sampling.sample(row.repeat(MANY_DRAWS, 1), [params] * MANY_DRAWS, uniforms)
+    labels, shard = torch.tensor(ids), ops.VocabShard(0, VOCAB, VOCAB)
+    # The row of the token after HISTORY is the last one, whatever the token is.
+    rows, changes = adjusting_of(params).changed(torch.tensor([*HISTORY, 0], dtype=torch.int32), VOCAB + 1)
+    support, adjustment = rows[-1].repeat(MANY_DRAWS, 1), changes[-1].repeat(MANY_DRAWS, 1, 1)
+
+    def logprobs_of(logits, **columns):
+        given = torch.ones(MANY_DRAWS, 1, dtype=torch.float64), logits[:, None], labels
+        return ops.lm_head_logprobs(*given, shard=shard, temperature=params.temperature, **columns)[0]
+
+    of_whole = {"support": support, "adjustment": adjustment}
+    old = logprobs_of(OLD, **of_whole)
+    torch.testing.assert_close(old, torch.tensor(logprobs).double(), rtol=0, atol=3e-6)
+    exact = float((adjusted_by_definition(NEW, params) / params.temperature).softmax(0) @ values)
+    for new, is_right in ((logprobs_of(NEW, **of_whole), True), (logprobs_of(NEW), False)):
+        weighed = (new - old).exp() * values[labels]
+        error = float(weighed.std()) / math.sqrt(MANY_DRAWS)
+        assert (abs(float(weighed.mean()) - exact) < 4 * error) == is_right
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -224,8 +224,10 @@ def of_rollouts(
     config: TrainConfig, rollout: RemoteSGLangEngine, engine: MegatronEngine, folder: Path, prompts: list[list[int]]
 ) -> Iterator[Finding]:
     """Publish weights to a server that `rollout` is connected to, and compare its replies with transformers."""
-    # Log-probabilities over supports would not be those of the reference, which knows no supports.
-    generation = config.generation.unrestricted() if config.generation.support_size else config.generation
+    # Log-probabilities over supports or of changed logits would not be those of the reference, which knows neither.
+    generation = config.generation
+    if generation.support_size or generation.changed_size:
+        generation = generation.unrestricted()
     replies, tolerance = served(rollout, engine, generation, prompts), SERVED[config.model.dtype]
     reference = load_reference(folder)
     with torch.no_grad():

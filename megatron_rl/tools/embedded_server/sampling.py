@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.ops import packed_logprobs
-from megatron_rl.support import summed
+from megatron_rl.ops.support_columns import adjusted
+from megatron_rl.support import Adjusting
 from megatron_rl.tools.embedded_server.fields import shown
 
 _MASK64 = (1 << 64) - 1
@@ -73,6 +74,15 @@ class SamplingParams:
     @property
     def counts_tokens(self) -> bool:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+    @property
+    def adjusting(self) -> Adjusting:
+        return Adjusting(
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=self.logit_bias,
+        )
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that end a reply. As in SGLang, ignore_eos also disables stop_token_ids."""
@@ -204,20 +214,19 @@ def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], st
     """Apply penalties, logit_bias and min_new_tokens to one row `[V]` in place.
 
     As in SGLang, this happens before the logits are divided by the temperature, only generated tokens count, and the
-    repetition penalty comes after the two others and before logit_bias.
+    repetition penalty comes after the two others and before logit_bias. The numbers and their order are the trainer's
+    (`Adjusting.changes`), so that both have the same bits.
     """
-    if output and params.counts_tokens:
-        found, counts = np.unique(np.array(output), return_counts=True)
-        ids = torch.from_numpy(found).to(row.device)
-        shifts = summed(params.frequency_penalty, int(counts.max()))[counts] + np.float32(params.presence_penalty)
-        logits = row[ids] - torch.from_numpy(shifts).to(row.device)
-        penalty = params.repetition_penalty
-        row[ids] = torch.where(logits < 0, logits * penalty, logits / penalty)
+    adjusting = params.adjusting
+    if adjusting.size:
+        counted, counts = np.unique(np.array(output if adjusting.counts else [], dtype=np.int64), return_counts=True)
+        tokens = np.union1d(counted, np.array([token for token, _ in adjusting.logit_bias], dtype=np.int64))
+        times = np.zeros(len(tokens), dtype=np.int64)
+        times[np.searchsorted(tokens, counted)] = counts
+        ids, changes = (torch.from_numpy(part).to(row.device) for part in (tokens, adjusting.changes(tokens, times)))
+        row[ids] = adjusted(row[ids], changes)[0]
     if stop_ids and len(output) < params.min_new_tokens:
         row[[i for i in stop_ids if i < len(row)]] = -math.inf
-    if params.logit_bias:
-        ids, biases = (torch.tensor(column, device=row.device) for column in zip(*params.logit_bias, strict=True))
-        row[ids] += biases
 
 
 def sample(

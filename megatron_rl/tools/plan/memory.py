@@ -212,12 +212,17 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
     return kept, max(logits, placeholder) + rows * arch.hidden * b + gathered
 
 
+def places_of_support(generation: GenerationConfig) -> int:
+    """Return the number of tokens that a row has of those it was sampled from, or whose logits change."""
+    return generation.support_size or generation.computed_size or generation.changed_size
+
+
 def support_bytes(generation: GenerationConfig, rows: int, own: int) -> float:
     """Return the bytes of the tokens that each token was sampled from, and of what changes their logits.
 
     rows: those of a microbatch, on every context rank. own: the rank's part, which the head copies and computes.
     """
-    ids, numbers = generation.support_size, 1 + generation.adjustment_size
+    ids, numbers = places_of_support(generation), 1 + generation.adjustment_size
     return 4.0 * numbers * ids * (rows + own) + SUPPORT_WORK_BYTES * ids * min(MOST_ROWS, own)
 
 
@@ -285,7 +290,7 @@ def memory_of_stage(
     update = {"activations": kept + between}
     if stage == parallel.pipeline - 1:
         update["head and loss"] = sum(head_bytes(model, rows))
-        if model.arch.head == "policy" and config.generation.support_size:
+        if model.arch.head == "policy" and places_of_support(config.generation):
             update["supports"] = support_bytes(config.generation, whole, rows)
     moments = {"backward pass": again + between + activations.working(stage, rows)}
     shares = model.trained_of_stage(stage)

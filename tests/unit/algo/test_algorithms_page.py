@@ -62,6 +62,7 @@ CHANGES = {
     **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), 1.1),
     "logit_bias": {5: -1.0},
 }
+COMPUTED = {"supports": "computed"}
 SAMPLED = {
     "`temperature`": {"temperature": 0.7},
     "`top_k` from 2 to 256": {"top_k": 20},
@@ -80,11 +81,18 @@ SAMPLED = {
     "a reply's grammar": {"grammar": {"regex": "a+"}},
     "`greedy`": {"greedy": True},
     **{f"`{name}`": {name: value} for name, value in CHANGES.items()},
+    "`repetition_penalty` and another penalty": {"repetition_penalty": 1.1, "frequency_penalty": 1.1},
+    "`supports: computed` and `top_k`": {"top_k": 20, **COMPUTED},
+    "`supports: computed` and `top_p`": {"top_p": 0.9, **COMPUTED},
+    "`supports: computed` and `min_p`": {"min_p": 0.1, **COMPUTED},
+    "`supports: computed` and all three": {"top_k": 20, "top_p": 0.9, "min_p": 0.1, **COMPUTED},
+    "`supports: computed`, `top_p` and `min_new_tokens`": {"top_p": 0.9, "min_new_tokens": 2, **COMPUTED},
+    "`supports: computed`, `top_p` and a penalty": {"top_p": 0.9, "presence_penalty": 1.1, **COMPUTED},
 }
 
 
 def what_becomes_of(options, place):
-    """Return whether a run refuses sampling options, replays what they leave, or computes them exactly."""
+    """Return whether a run refuses sampling options, replays or computes what they leave, or is exact without."""
     options = dict(options)
     grammar = options.pop("grammar", None)
     try:
@@ -94,6 +102,10 @@ def what_becomes_of(options, place):
             SamplingParams.parse(sent, vocab_size=100)
     except (ValueError, TypeError):
         return "refused"
+    if config.generation.computed_size:
+        return "computed"
+    if config.generation.changed_size:
+        return "replayed"
     if not config.generation.support_size:
         return "exact" if grammar is None else "not trained"
     return "replayed"

@@ -57,6 +57,7 @@ OUR_KEYS = {
         "top_p",
         "top_k",
         "min_p",
+        "supports",
         "repetition_penalty",
         "frequency_penalty",
         "presence_penalty",
@@ -618,10 +619,18 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             )
             for name, value, whole in (("top_p", 0.9, 1.0), ("min_p", 0.1, 0.0), ("min_new_tokens", 4, 0))
         ),
+        (
+            ["generation.frequency_penalty=0.5", "generation.logit_bias={5: 1}", "generation.max_new_tokens=1023"],
+            "frequency_penalty = 0.5: .* room for 1023 .*, and 1 biases and generation.max_new_tokens = 1023 need 1024",
+        ),
+        (
+            ["generation.logit_bias={5: 1}", "rollout.router=http://h:1", "rollout.servers=[http://h:2]"],
+            "logit_bias = .* has not been tried; set it to {}, or leave rollout.router out",
+        ),
         *(
             (
-                [f"generation.{name}={value}"],
-                f"generation.{name} = {shown}: .*set generation.top_k=256 or less too.*to {to}",
+                [f"generation.{name}={value}", "teacher.path=t"],
+                f"generation.{name} = {shown}: a teacher's distribution is .*to {to}, or leave the teacher out",
             )
             for name, value, shown, to in (
                 *((f"{kind}_penalty", 0.5, 0.5, 0.0) for kind in ("frequency", "presence")),
@@ -646,6 +655,20 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
                 *("rollout.backend=sglang", "rollout.server_args=[--disable-overlap-schedule]"),
             ],
             "generation.repetition_penalty = 1.1: .*differently in each process.*; set it to 1, or the others to 0",
+        ),
+        *(
+            (["generation.supports=computed", "generation.top_p=0.9", *options], words)
+            for options, words in (
+                (["teacher.path=t"], "supports = computed: a teacher's .*leave these three out, or the teacher"),
+                (["generation.min_new_tokens=3"], "generation.min_new_tokens = 3: the trainer computes .*set it to 0"),
+                (["generation.logit_bias={5: 1}"], r"logit_bias = \{5: 1.0\}: the trainer .*=reported and .*top_k=256"),
+                (["rollout.max_staleness=1"], "supports = computed: .* rollout.max_staleness = 1; set it to 0"),
+                (["rollout.oversample=1.5", "rollout.stale=mask"], "rollout.stale = mask; set rollout.stale=drop"),
+                (
+                    ["reuse.groups_per_step=1", "run.checkpoint_every_steps=1", "correction.weight=clamp"],
+                    "supports = computed: .* reuse.groups_per_step = 1; set it to 0",
+                ),
+            )
         ),
         (["generation.greedy=true"], "generation.greedy = true: .*set it to false. Evaluations have eval.top_p"),
         (["generation.top_k=1"], "generation.top_k = 1: .*set it from 2 to 256, or to -1"),

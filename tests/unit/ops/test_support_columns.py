@@ -23,6 +23,9 @@ def rows_with_supports(dtype=torch.float64):
         chosen = [int(labels[row]), *sorted(others[: row % WIDTH])]  # of one token up to all places
         support[row, : len(chosen)] = torch.tensor(chosen)
     support[3::5] = NO_TOKEN
+    # Rows over the whole vocabulary, with the tokens whose logits are changed: three, of which one may be the label.
+    support[3::5, 1:4] = torch.stack([labels[3::5], (labels[3::5] + 5) % VOCAB, (labels[3::5] + 11) % VOCAB], 1).int()
+    support[8, 1] = NO_TOKEN
     labels[::4] = -100
     return hidden, weight, labels, support
 

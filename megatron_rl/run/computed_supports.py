@@ -1,0 +1,46 @@
+"""Supports that the trainer computes, if servers do not tell which tokens they sampled from.
+
+The step's policy has sampled the step's tokens, so its logits tell what top_k, top_p and min_p left. The supports are
+computed once, before the first update, and then are those of all policies, like reported ones (megatron_rl/support.py).
+
+A server without a report tells log p of a token over the whole vocabulary. The logarithm of the support's probability,
+as the trainer computes it, is subtracted from this. The difference of trainer and server is then the same as over the
+whole vocabulary, and ratios of an unchanged policy are 1 up to that.
+
+Trainer and server round differently. A sampled token that the trainer's options exclude is added to its own support, so
+that its ratio is that of an unchanged policy too. `mismatch/outside_support` is the share of such tokens: if it is not
+small, servers sample with other options or weights. If a support has more than MOST_COMPUTED tokens, the token's
+log-probabilities are over the whole vocabulary (`rollout/whole_supports`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl import support
+from megatron_rl.batch.step_batch import StepBatch
+from megatron_rl.config import GenerationConfig
+from megatron_rl.engine.megatron_engine import MegatronEngine
+from megatron_rl.ops import Cut
+
+
+def add_computed_supports(batch: StepBatch, engine: MegatronEngine, generation: GenerationConfig) -> dict[str, float]:
+    """Add the column `support` to a step, and set its log-probabilities over it. Return the step's metrics.
+
+    engine: the policy, with the weights that servers sampled with. Collective: every rank calls it.
+    """
+    options = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
+    cut = Cut(**options, width=generation.computed_size)
+    found = engine.kept_tokens(batch.own(), cut, temperature=generation.temperature)
+    sizes = support.sizes(found.ids)
+    largest = max(1, int(sizes.max())) if len(sizes) else 1
+    widest = -engine.groups.least(-largest)
+    trained = batch["loss_mask"].bool()
+    batch.tokens[support.COLUMN] = found.ids[:, :widest].contiguous()
+    batch.tokens["logprobs"] = batch["logprobs"] - found.log_mass.masked_fill(~trained, 0.0)
+    counts = [trained.sum(), found.is_outside.sum(), (trained & (sizes == 0)).sum(), sizes.sum()]
+    tokens, outside, whole, kept = batch.total(torch.stack(counts)).tolist()
+    if not tokens:
+        return {}
+    metrics = {"mismatch/outside_support": outside / tokens, "rollout/whole_supports": whole / tokens}
+    return metrics | ({"rollout/support_size": kept / (tokens - whole)} if tokens > whole else {})
