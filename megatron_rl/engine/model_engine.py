@@ -128,12 +128,16 @@ class ModelEngine(TrainEngine):
         if self.publisher is not None:
             self.publisher.close()
 
+    def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the HF tensors that a saved model has, apart from those of its folder that no parameter is made of."""
+        return iter(self.hf_tensors())
+
     def write_weights(self, path: str | Path) -> None:
-        """Write `hf_tensors` to a HF folder. Collective: every rank calls it.
+        """Write `saved_tensors` to a HF folder. Collective: every rank calls it.
 
         Raises CheckpointError on all ranks if writing fails.
         """
-        tensors = iter(self.hf_tensors())
+        tensors = iter(self.saved_tensors())
 
         def write() -> None:
             try:

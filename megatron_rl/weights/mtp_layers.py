@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, is_of_mtp_layer
@@ -53,10 +52,13 @@ def mtp_source(folder: str | Path, arch: Architecture, *, random_seed: int | Non
     return HFFolder(folder, shapes)
 
 
-def copies_in(folder: str | Path) -> dict[str, str]:
-    """Return the copies of embedding and output layer in a folder's MTP layer: their names -> the originals' names."""
-    layer = read_architecture(folder).mtp_layer()
-    return {name: it for name, it in mtp_names(layer).copies.items() if name in tensors_without_rule(folder)}
+def copies_in(folder: str | Path, arch: Architecture) -> dict[str, str]:
+    """Return the copies of embedding and output layer in a folder's MTP layer: their names -> the originals' names.
+
+    arch: the model's. The folder may lack the model's own tensors, or have no tensors at all.
+    """
+    found = HFFolder(folder, {}).file_of if Path(folder).is_dir() else {}
+    return {name: original for name, original in mtp_names(arch.mtp_layer()).copies.items() if name in found}
 
 
 def with_layer(
