@@ -196,6 +196,11 @@ class DraftHead:
         parts = flat.split([weight.numel() for weight in own])
         return [part.view_as(weight) for part, weight in zip(parts, own, strict=True)], float(flat.norm()) ** 2
 
+    def movable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors that a publication or export reads, and those that only learning needs."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [weight.data for weight in self.weights.values()], moments
+
     def metrics(self) -> dict[str, float]:
         """Return the head's metrics since the last call; {} if it has not learned. They are equal on all ranks.
 

@@ -212,6 +212,10 @@ class MTPHead(DraftHead):
     def _parameters(self) -> list[nn.Parameter]:
         return [] if self.layer is None else list(self.layer.parameters())
 
+    def movable(self) -> tuple[list[Tensor], list[Tensor]]:
+        weights, moments = super().movable()
+        return [parameter.data for parameter in self._parameters()], weights + moments
+
     # -- in files
 
     @property

@@ -5,7 +5,7 @@ import logging.handlers
 
 import pytest
 import torch
-from drafted import MTP, SFT, assert_alike, assert_same_policy, by_autograd, head_of, train
+from drafted import EAGLE, MTP, SFT, UPDATES, assert_alike, assert_same_policy, by_autograd, head_of, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -219,6 +219,38 @@ def train_with(folder, options):
 )
 def test_the_layer_does_not_depend_on_the_microbatches(models, alone, options):
     assert_alike(run_ranks(1, train_with, models / "glm4_moe", options)[0], alone("glm4_moe", MTP, make_groups))
+
+
+def train_moving(folder, draft):
+    """Train with the engine on the host between all calls; what is left on the device there, and what is learned."""
+    engine = make_engine(folder, LAYOUTS["1"][1], draft=draft)
+    left = []
+
+    def move_out(*, keeps_weights=False):
+        engine.offload(keeps_weights=keeps_weights)
+        state = [value for state in engine.draft.optimizer.state.values() for value in state.values()]
+        left.append([sum(t.untyped_storage().nbytes() for t in part) for part in (engine.draft.movable()[0], state)])
+
+    for _ in range(UPDATES):
+        engine.train().train_batch(make_batch(), SFT)
+        move_out(keeps_weights=True)
+        engine._activate(with_states=False)
+        head_of(engine)
+        move_out()
+    engine._activate()
+    return left, head_of(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft, family", [(MTP, "glm4_moe"), (EAGLE, "qwen3")], ids=["mtp", "eagle"])
+def test_a_head_leaves_the_device_with_its_engine_and_learns_the_same(models, tmp_path, draft, family):
+    folder = models / family
+    if draft is EAGLE:
+        make_model(family, folder := tmp_path / family, layers=2)
+    left, learned = run_ranks(1, train_moving, folder, draft)[0]
+    for with_weights, alone in zip(left[::2], left[1::2], strict=True):
+        assert with_weights[0] > 0 and with_weights[1] == 0 and alone == [0, 0]
+    assert_equal(learned, run_ranks(1, train, folder, "1", draft)[0]["draft"])
 
 
 # -- saved and sent ----------------------------------------------------------------------------------------------------

@@ -808,7 +808,6 @@ def test_a_layer_that_no_server_decodes_with_learns_with_any_server_and_publicat
     assert load("draft.kind=mtp", *overrides).actor.draft.kind == "mtp"
 
 
-
 def test_cispo_can_have_no_lower_bound_and_any_upper_one_as_in_its_paper(load):
     for high in (0.28, 4.0):
         algo = load("algo.loss=cispo", "algo.clip_low=1", f"algo.clip_high={high}").algo
