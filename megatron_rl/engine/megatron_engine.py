@@ -219,6 +219,7 @@ class MegatronEngine(ModelEngine):
         keeps_weights: leave the weights on the device. Collective: every rank calls it.
         """
         weights, states, gradients = tensors_of(self)
+        self._far_embedding = None
         if not (self._host_states.is_out or self._host_weights.is_out):
             self._gather_weights()  # a pending all-gather would write into emptied storages
             if self.optimizer is not None:

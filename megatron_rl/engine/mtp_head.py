@@ -82,6 +82,8 @@ def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[
     """
     parallel = replace(config.parallel, pipeline=1, virtual_pipeline=1)
     own = replace(config, parallel=parallel, lora=LoraConfig(), draft=DraftConfig(), exact=False, routing_replay="off")
+    if not arch.fits_transformer_engine:  # nor does the layer, whose norms and attention are the model's
+        own = replace(own, model=replace(own.model, transformer_impl="local"))
     found = transformer_config(arch.mtp_layer(), own, passed_through)
     found.gradient_accumulation_fusion = False  # its gradients are not in Megatron's buffers
     return found

@@ -9,7 +9,9 @@ from drafted import EAGLE, MTP, SFT, UPDATES, assert_alike, assert_same_policy, 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config import DraftConfig, LoraConfig, ParallelConfig
+from megatron_rl import platform
+from megatron_rl.config import DraftConfig, EngineConfig, LoraConfig, ModelConfig, ParallelConfig
+from megatron_rl.engine.mtp_head import layer_config
 from megatron_rl.tools.convert import convert_folder
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.mapping import mtp_names
@@ -251,6 +253,14 @@ def test_a_head_leaves_the_device_with_its_engine_and_learns_the_same(models, tm
     for with_weights, alone in zip(left[::2], left[1::2], strict=True):
         assert with_weights[0] > 0 and with_weights[1] == 0 and alone == [0, 0]
     assert_equal(learned, run_ranks(1, train, folder, "1", draft)[0]["draft"])
+
+
+def test_a_layer_has_no_layers_of_transformer_engine_where_the_model_has_none(models, monkeypatch):
+    monkeypatch.setattr(platform, "uses_transformer_engine", lambda asked: asked != "local")
+    arch = read_architecture(models / "qwen3_5")  # whose norms add 1 to their weights, and which has delta nets
+    assert arch.mtp_layer().fits_transformer_engine and not arch.fits_transformer_engine
+    config = EngineConfig(model=ModelConfig(path=str(models / "qwen3_5")), draft=MTP)
+    assert layer_config(arch, config, {}).transformer_impl == "local"
 
 
 # -- saved and sent ----------------------------------------------------------------------------------------------------
