@@ -128,9 +128,10 @@ class DraftConfig(Section, name="draft"):
     """A draft head, which guesses tokens that the policy then reads several at a time. Replies are the same as without
     it, in fewer passes of the policy. The head is trained in each update, and the policy is trained as without it."""
 
-    kind: str = one_of("none", "eagle", default="none")
+    kind: str = one_of("none", "eagle", "mtp", default="none")
     """none: no draft head. eagle: one transformer layer as in EAGLE (arXiv 2401.15077). It needs embedded servers, and
-    a model that they run."""
+    a model that they run. mtp: the multi-token-prediction layer in the model's folder. It is trained and saved with the
+    model, and no server of the run decodes with it."""
     tokens: int = at_least(1, default=3)
     """Number of tokens that a server guesses before each pass of the policy."""
     tokens_per_pass: int = at_least(1, default=8, hint="the number that a pass reads in about the time of one")

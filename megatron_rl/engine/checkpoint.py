@@ -34,19 +34,29 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_rl.config import EngineConfig
+from megatron_rl.config import DraftConfig, EngineConfig, ModelConfig
 from megatron_rl.engine import manifest, optimizer_kinds
 from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.draft_head import DraftHead
 from megatron_rl.engine.host_memory import SharedCopies
+from megatron_rl.engine.mtp_head import MTPHead, layer_config
 from megatron_rl.engine.optimizer_shards import OptimizerShards
 from megatron_rl.life import process_exit
 from megatron_rl.life.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
 from megatron_rl.weights.adapter_rules import is_adapter
-from megatron_rl.weights.hf_files import copy_model_files, recover_folder, replace_folder, write_tensors
-from megatron_rl.weights.mapping import tensors_without_rule, whole_tensors
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.hf_files import (
+    HFFolder,
+    RandomWeights,
+    copy_model_files,
+    recover_folder,
+    replace_folder,
+    write_tensors,
+)
+from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule, whole_tensors
+from megatron_rl.weights.tensor_rules import WeightSource
 
 HF_FILES = "hf"
 """Folder in a checkpoint that holds config.json and the tokenizer."""
@@ -327,10 +337,12 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
         "layout": _layout(engine.groups),
         "random": _random_state(engine.groups, _layout(engine.groups)),
         "lora": _lora_state(engine),
-        "has_draft": engine.draft is not None,
+        "has_draft": False,
     }
-    if engine.draft is not None:
-        state["draft"] = _draft_state(engine.draft.state_dict(), engine.groups)
+    if isinstance(engine.draft, MTPHead):
+        state |= {"mtp_updates": engine.draft.updates, "draft": engine.draft.sharded_state(_metadata(engine.groups))}
+    elif engine.draft is not None:
+        state |= {"has_draft": True, "draft": _draft_state(engine.draft.state_dict(), engine.groups)}
     return state, shards
 
 
@@ -472,15 +484,20 @@ def load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_ch
 def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool) -> None:
     common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
     _check_lora(engine, common, str(path))
-    # A checkpoint of a run without a draft head leaves the engine's head as it is.
-    draft = engine.draft if common.get("has_draft") else None
+    # A checkpoint of a run without a draft head, or with another kind of it, leaves the engine's head as it is.
+    is_mtp = isinstance(engine.draft, MTPHead)
+    draft = engine.draft if ("mtp_updates" in common if is_mtp else common.get("has_draft")) else None
     if not with_optimizer:
         own = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
-        if draft is not None:
+        if isinstance(draft, MTPHead):
+            own["draft"] = draft.sharded_state(_metadata(engine.groups), with_moments=False)
+        elif draft is not None:
             own["draft"] = _draft_state({}, engine.groups)
         state = dist_checkpointing.load(own, str(path))
         _load_models(engine, state)
-        if draft is not None:
+        if isinstance(draft, MTPHead):
+            draft.load_sharded_state(state.get("draft", {}), None)
+        elif draft is not None:
             draft.load_weights(state["draft"]["weights"])
         if engine.optimizer is not None:
             engine.optimizer.reload_model_params()
@@ -523,7 +540,9 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
     engine.optimizer.load_state_dict(state["optimizer"])
     for part in shards:
         part.take_over()
-    if draft is not None:
+    if isinstance(draft, MTPHead):
+        draft.load_sharded_state(state.get("draft", {}), common["mtp_updates"])
+    elif draft is not None:
         draft.load_state_dict(state["draft"])
     engine.scheduler.load_state_dict(schedule)
     engine.version = state["version"]
@@ -535,6 +554,28 @@ def draft_of(path: Path, groups: ParallelGroups) -> dict[str, Tensor]:
     if not _common_state(path).get("has_draft"):
         return {}
     return dict(dist_checkpointing.load({"draft": _draft_state({}, groups)}, str(path))["draft"]["weights"])
+
+
+def has_mtp_layer(path: Path) -> bool:
+    """Return True if a checkpoint has a multi-token-prediction layer that was trained."""
+    return "mtp_updates" in _common_state(path)
+
+
+def mtp_layer_of(path: Path, arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
+    """Yield the HF tensors of the trained multi-token-prediction layer in a checkpoint, in one process.
+
+    arch: the model's.
+    """
+    dtype, folder = _common_state(path)["dtype"], path / CARRIED
+    config = EngineConfig(model=ModelConfig(path=str(path / HF_FILES), dtype=dtype), draft=DraftConfig(kind="mtp"))
+    shapes = hf_shapes(arch.mtp_layer())
+    # A router's bias is not trained, so the checkpoint has it as the model's folder had.
+    source: WeightSource = HFFolder(folder, shapes) if folder.is_dir() else RandomWeights(shapes, 0)
+    options: dict[str, Any] = {"device": torch.device("cpu")}
+    layer = MTPHead(arch, config, groups, source, layer_config(arch, config, {}), **options)
+    wanted = {"draft": layer.sharded_state(_metadata(groups), with_moments=False)}
+    layer.load_sharded_state(dist_checkpointing.load(wanted, str(path))["draft"], None)
+    yield from layer.hf_tensors()
 
 
 def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:

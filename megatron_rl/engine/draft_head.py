@@ -1,4 +1,4 @@
-"""The draft head that servers decode ahead with: one transformer layer that learns next to the policy.
+"""A draft head, with which servers decode ahead: one transformer layer that learns next to the policy.
 
 As in EAGLE (arXiv 2401.15077), the head reads the policy's last hidden state and the embedding of the next token, and
 predicts the token after that one with the policy's own output layer. Its form is that of a multi-token prediction
@@ -11,6 +11,7 @@ all ranks take the same step. So no layout splits the head, and it does not matt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -83,6 +84,9 @@ class DraftHead:
     weights: initial weights, by the names of weights/draft_files.py.
     """
 
+    splits_rows = False
+    """True if ranks with other rows take part in a pass of this head, so that each pass needs all of them."""
+
     def __init__(
         self,
         arch: Architecture,
@@ -99,9 +103,11 @@ class DraftHead:
             name: torch.nn.Parameter(weight.to(device, accumulator(dtype), copy=True))
             for name, weight in weights.items()
         }
+        self.device = device
         with device:
             self.rope = Rope.of(arch)
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=config.lr, betas=BETAS, weight_decay=0.0)
+        group = {"params": list(self.weights.values())}  # a rank may have none of them
+        self.optimizer = torch.optim.AdamW([group], lr=config.lr, betas=BETAS, weight_decay=0.0)
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         """Loss, overlap with the policy's distribution, and number of predictions since the last step."""
         self._seen = [0.0, 0.0, 0.0, 0.0]
@@ -111,9 +117,10 @@ class DraftHead:
         """Return the head's states `[R, H]`, from which the policy's output layer predicts.
 
         hidden, embedded: `[R, H]`, the policy's states and the embeddings of the tokens that follow. positions: `[R]`
-        int64. lengths: number of consecutive rows of each sequence; a row attends to its sequence up to itself.
+        int64, on the host. lengths: number of consecutive rows of each sequence; a row attends to its sequence up to
+        itself.
         """
-        arch = self.arch
+        arch, positions = self.arch, one_copy(positions, self.device)
         own = {name.removeprefix(LAYER): weight.to(self.dtype) for name, weight in self.weights.items()}
 
         def linear(x: Tensor, name: str) -> Tensor:
@@ -143,43 +150,56 @@ class DraftHead:
         """
         rows = draft_rows(microbatch, self.groups.context)
         everything = torch.arange(microbatch.tokens)
-        reads, learned, tokens, positions, everything = one_copy(
-            (rows.reads, rows.learned, microbatch.rows["input_ids"], microbatch.positions, everything), hidden.device
+        reads, learned, tokens, everything = one_copy(
+            (rows.reads, rows.learned, microbatch.rows["input_ids"], everything), hidden.device
         )
         known = head.states(hidden.detach(), packed, everything).to(self.dtype)  # [T, H], on every context rank
-        if not len(rows.learned):
+        if not (len(rows.learned) or self.splits_rows):
             return
         embedded = _embedded(tokens[reads + 1], embedding.detach(), head.shard).to(self.dtype)
         with torch.enable_grad():
-            states = self.states(known[reads], embedded, positions[reads], rows.lengths)[learned]
+            states = self.states(known[reads], embedded, microbatch.positions[rows.reads], rows.lengths)[learned]
         sums, gradient = soft_cross_entropy(states.detach(), known[reads[learned] + 1], head.weight(), head.shard)
         states.backward(gradient)
         self._sums += sums
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> bool:
         """Update the head with the gradients of all ranks. Collective: every rank calls it.
 
-        Nothing changes if no rank had a prediction, or if the gradient is NaN or infinite.
+        Returns False, and changes nothing, if no rank had a prediction or if the gradient is NaN or infinite.
         """
-        own = self.weights.values()
-        flat = torch.cat([torch.zeros_like(w).flatten() if w.grad is None else w.grad.flatten() for w in own])
+        gradients, squares = self._summed_gradients()
         if self.groups.world_size > 1:
-            dist.all_reduce(flat)
             dist.all_reduce(self._sums)
         loss, overlap, count = (self._sums / self.groups.tensor.size).tolist()  # tensor ranks have the same rows
-        norm = float(flat.div_(self.groups.tensor.size * max(count, 1.0)).norm())
+        norm = math.sqrt(squares) / max(count, 1.0)
         self._sums.zero_()
+        is_applied = bool(count) and math.isfinite(norm)
+        if is_applied:
+            scale = min(1.0, CLIP_GRAD / (norm + 1e-6)) / count
+            for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+                weight.grad = gradient.mul_(scale)
+            self.optimizer.step()
+            before = self._seen
+            self._seen = [before[0] + loss, before[1] + overlap, before[2] + count, max(before[3], norm)]
         self.optimizer.zero_grad()
-        if not (count and torch.tensor(norm).isfinite()):
-            return
-        flat *= min(1.0, CLIP_GRAD / (norm + 1e-6))
-        for weight, gradient in zip(own, flat.split([w.numel() for w in own]), strict=True):
-            weight.grad = gradient.view_as(weight)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        before = self._seen
-        self._seen = [before[0] + loss, before[1] + overlap, before[2] + count, max(before[3], norm)]
+        return is_applied
+
+    def _summed_gradients(self) -> tuple[list[Tensor], float]:
+        """Return the gradient of each weight, summed over ranks, and the sum of all their squares."""
+        own = self.weights.values()
+        flat = torch.cat([gradient_of(weight).flatten() for weight in own])
+        if self.groups.world_size > 1:
+            dist.all_reduce(flat)
+        flat /= self.groups.tensor.size  # tensor ranks have the same rows
+        parts = flat.split([weight.numel() for weight in own])
+        return [part.view_as(weight) for part, weight in zip(parts, own, strict=True)], float(flat.norm()) ** 2
+
+    def movable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors that a publication or export reads, and those that only learning needs."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [weight.data for weight in self.weights.values()], moments
 
     def metrics(self) -> dict[str, float]:
         """Return the head's metrics since the last call; {} if it has not learned. They are equal on all ranks.
@@ -231,6 +251,10 @@ def first_weights(arch: Architecture, policy: WeightSource, seed: int) -> dict[s
         source, known = (policy, there) if own.get(there) == shape else (random, name)
         weights[name] = source.read(known, 0, 0, shape[0]).float().clone()
     return weights
+
+
+def gradient_of(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
 def _embedded(tokens: Tensor, embedding: Tensor, shard: VocabShard) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl import parallel, platform
@@ -28,6 +29,7 @@ from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.microbatch_engine import MicrobatchEngine
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import step_stats, trained_tokens
+from megatron_rl.engine.mtp_head import MTPHead, layer_config
 from megatron_rl.engine.offload import HostCopy, SharedDevice, tensors_of
 from megatron_rl.engine.optimizer import build_optimizer, build_scheduler, complete_gradients, gradient_buffers
 from megatron_rl.engine.output_head import Head
@@ -45,6 +47,7 @@ from megatron_rl.weights.adapter_rules import (
 )
 from megatron_rl.weights.draft_files import has_draft, read_draft, write_draft
 from megatron_rl.weights.mapping import hf_shapes, weight_source
+from megatron_rl.weights.mtp_layers import copies_in, mtp_source, with_layer
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
 from megatron_rl.weights.route_form import route_form
@@ -83,7 +86,9 @@ class MegatronEngine(MicrobatchEngine):
         self._export: HFExport | None = None
         self._adapter_export: HFExport | None = None
         self._published_export: HFExport | None = None
-        self.draft = None
+        self.draft = self._far_embedding = None
+        self._mtp_copies: dict[str, str] = {}
+        """Copies of embedding and output layer in the folder's multi-token-prediction layer -> the originals' names."""
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.on_gradients: Callable[[], None] | None = None
         """If set, `train_batch` calls it on every rank between the backward pass and the optimizer's step."""
@@ -101,6 +106,7 @@ class MegatronEngine(MicrobatchEngine):
         source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
         draft = self._first_draft(source)
+        mtp = self._first_mtp()
         if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
             raise ValueError(
                 "optimizer.megatron.optimizer_cpu_offload = True: the engine shares its GPU, so its whole state is "
@@ -142,6 +148,8 @@ class MegatronEngine(MicrobatchEngine):
         if draft:
             where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
             self.draft = DraftHead(self.arch, config.draft, self.groups, draft, **where)
+        if mtp is not None:
+            self.draft = MTPHead(self.arch, config, self.groups, *mtp, device=self.device)
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
         else:
@@ -151,11 +159,22 @@ class MegatronEngine(MicrobatchEngine):
     def _first_draft(self, policy: WeightSource) -> dict[str, Tensor]:
         """Return the initial weights of the draft head: the model folder's, or new ones. {} if there is to be none."""
         config = self.config
-        if config.draft.kind == "none" or not self.trainable:
+        if config.draft.kind != "eagle" or not self.trainable:
             return {}
         if config.model.init == "hf" and has_draft(config.model.path):
             return read_draft(config.model.path, self.arch)
         return first_weights(self.arch, policy, config.seed)
+
+    def _first_mtp(self) -> tuple[WeightSource, TransformerConfig] | None:
+        """Return the source of the model's multi-token-prediction layer and its config. None if it is not trained."""
+        config = self.config
+        if config.draft.kind != "mtp" or not self.trainable:
+            return None
+        seed = config.seed if config.model.init == "random" else None
+        source = mtp_source(config.model.path, self.arch, random_seed=seed)
+        if seed is None:
+            self._mtp_copies = copies_in(config.model.path, self.arch)
+        return source, layer_config(self.arch, config, self.passed_through)
 
     def _prepare_training(self, total_updates: int) -> None:
         options = self.config.optimizer
@@ -192,6 +211,7 @@ class MegatronEngine(MicrobatchEngine):
         keeps_weights: leave the weights on the device. Collective: every rank calls it.
         """
         weights, states, gradients = tensors_of(self)
+        self._far_embedding = None
         if not (self._host_states.is_out or self._host_weights.is_out):
             self._gather_weights()  # a pending all-gather would write into emptied storages
             if self.optimizer is not None:
@@ -281,8 +301,8 @@ class MegatronEngine(MicrobatchEngine):
         return self._export
 
     def _export_for_servers(self) -> HFExport:
-        """Return the export plan of a publication: the model's, and the draft head's if there is one."""
-        if self.draft is None:
+        """Return the export plan of a publication: the model's, and the draft head's if servers take it."""
+        if self.draft is None or isinstance(self.draft, MTPHead):
             return self.export()
         self._activate(with_states=False)
         if self._published_export is None:
@@ -336,9 +356,15 @@ class MegatronEngine(MicrobatchEngine):
     def _load_adapters(self, source: WeightSource) -> None:
         load_shards(self.chunks, source, self.arch, self.groups, self.config.lora)
 
+    def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = self.hf_tensors()
+        if not isinstance(self.draft, MTPHead):
+            return tensors
+        return with_layer(tensors, self.draft.hf_tensors(), self._mtp_copies)
+
     def write_weights(self, path: str | Path) -> None:
         super().write_weights(path)
-        if self.draft is not None:
+        if self.draft is not None and not isinstance(self.draft, MTPHead):
             head = dict(self.draft.tensors())
             if fault := self.groups.on_main(lambda: write_draft(path, head, self.arch)):
                 raise CheckpointError(f"draft head {fault}; see that the disk has space, and save again.")
@@ -375,7 +401,11 @@ class MegatronEngine(MicrobatchEngine):
             options = {"bucket_bytes": self.config.bucket_bytes, "backend": platform.backend(), "stages": stages}
             self.publisher = GroupPublisher(receiver, **options)
         by_stage = self.publisher is not None and self.publisher.is_by_stage
-        self.publish(receiver, export.specs, export.stream_of_stage() if by_stage else export.stream_in_step(), version)
+        specs, tensors = export.specs, export.stream_of_stage() if by_stage else export.stream_in_step()
+        if isinstance(self.draft, MTPHead) and self.config.publication == "disk":
+            specs = specs + self.draft.export.specs
+            tensors = itertools.chain(tensors, self.draft.export.stream_in_step())
+        self.publish(receiver, specs, tensors, version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
         self._activate()
@@ -449,7 +479,9 @@ class MegatronEngine(MicrobatchEngine):
         else:
             load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
             self.say_what_is_not_loaded(path)
-            if self.draft is not None and has_draft(path):
+            if isinstance(self.draft, MTPHead):
+                self.draft.load_layer(mtp_source(path, self.arch))
+            elif self.draft is not None and has_draft(path):
                 self.draft.load_weights(read_draft(path, self.arch))
             if self.adapters is not None:
                 self.adapters.note_base(self.groups)

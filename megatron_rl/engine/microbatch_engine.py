@@ -42,6 +42,8 @@ class MicrobatchEngine(ModelEngine):
     routing: RoutingReplay | None
     draft: DraftHead | None
     """The head with which servers decode ahead, if config.draft asks for one."""
+    _far_embedding: Tensor | None
+    """On the last of several pipeline stages, the embedding with which a draft head learns in this update."""
     shared_device: SharedDevice | None
     _head: Head
 
@@ -156,6 +158,8 @@ class MicrobatchEngine(ModelEngine):
         """
         batch = TrajectoryBatch.of(data)
         self.check_loss(loss_fn, batch)
+        if self.draft is not None and not forward_only:
+            self._bring_embedding()
         wants_final_rows = not isinstance(loss_fn, LogprobLoss | ValueLoss)
         microbatches = self._pack(batch, final_rows=wants_final_rows)
         last_stage = self._last_stage(loss_fn, loss_weight_fn, learns=not forward_only)
@@ -287,4 +291,23 @@ class MicrobatchEngine(ModelEngine):
         """Return this tensor rank's part of the embedding, on the last pipeline stage."""
         if self.arch.tied:
             return self._output_weight()
-        return self.chunks[0].embedding.word_embeddings.weight
+        return self._first_embedding() if self._far_embedding is None else self._far_embedding
+
+    def _first_embedding(self) -> Tensor:
+        weight = self.chunks[0].embedding.word_embeddings.weight
+        if self._gathers_late and weight.requires_grad:  # as in `_output_weight`
+            self.wrapped[0].param_to_bucket_group[weight].finish_param_sync()
+        return weight
+
+    @torch.no_grad()
+    def _bring_embedding(self) -> None:
+        """Copy the embedding to the last pipeline stage, unless that has it anyway. Collective: every rank calls it."""
+        pipeline = self.groups.pipeline
+        if pipeline.size == 1 or self.arch.tied:
+            return
+        if self.groups.is_first_stage:
+            dist.send(self._first_embedding().detach(), group_dst=pipeline.size - 1, group=pipeline.group)
+        elif self.groups.is_last_stage:
+            if self._far_embedding is None:
+                self._far_embedding = torch.empty_like(self.chunks[-1].output_layer.weight)
+            dist.recv(self._far_embedding, group_src=0, group=pipeline.group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,7 @@ from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.delta import DeltaPublisher
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.ipc import IPCPublisher
-from megatron_rl.weights.mapping import carried_tensors, weight_source, without_rule_text
+from megatron_rl.weights.mapping import carried_tensors, kinds_without_rule, weight_source, without_rule_text
 from megatron_rl.weights.publish import AdapterPublisher, DiskPublisher, GroupPublisher, WeightPublisher
 from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
@@ -49,6 +49,7 @@ class ModelEngine(TrainEngine):
         self.config, self.groups, self.trainable = config, groups, trainable
         self.arch = read_architecture(config.model.path).with_head(head)
         self.publisher: WeightPublisher | None = None
+        self._said_what_servers_keep = False
 
     def first_weights(self) -> WeightSource:
         """Return the source of the initial weights: the model's folder, or random numbers from the seed."""
@@ -105,23 +106,42 @@ class ModelEngine(TrainEngine):
         """
         if self.publisher is None:  # created lazily: the servers are unknown before the first call
             self.publisher = make_publisher(receiver, self.config, self.arch, backend=platform.backend())
+        if not self._said_what_servers_keep:
+            self._said_what_servers_keep = True
+            self._say_what_servers_keep()
         self.publisher.publish(specs, tensors, version)
+
+    def _say_what_servers_keep(self) -> None:
+        """Log, on the main rank, the tensors of the model's folder that no publication sends."""
+        assert self.groups is not None
+        model, how = self.config.model, self.config.publication
+        if not self.groups.is_main or model.init != "hf" or how in ("disk", "adapters"):
+            return
+        if names := kinds_without_rule(model.path):
+            logger.warning(
+                "rollout.publication = %s sends no tensors that the model is not made of: servers keep those that they "
+                "loaded at their start (%s). rollout.publication=disk writes them to each version's folder.",
+                *(how, names),
+            )
 
     def close_publisher(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
 
+    def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the HF tensors that a saved model has, apart from those of its folder that no parameter is made of."""
+        return iter(self.hf_tensors())
+
     def write_weights(self, path: str | Path) -> None:
-        """Write `hf_tensors` to a HF folder. Collective: every rank calls it.
+        """Write `saved_tensors` to a HF folder. Collective: every rank calls it.
 
         Raises CheckpointError on all ranks if writing fails.
         """
-        tensors = iter(self.hf_tensors())
+        tensors = iter(self.saved_tensors())
 
         def write() -> None:
             try:
-                model = self.config.model
-                carried = carried_tensors(model.path) if model.init == "hf" else ()
+                carried = carried_by_model(self.config)
                 write_hf_folder(path, tensors, dtype=self.dtype, carried=carried, **self.saved_model)
             finally:
                 deque(tensors, maxlen=0)  # drain the stream after a failed write: every tensor is a collective
@@ -205,6 +225,11 @@ def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
     return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
 
 
+def carried_by_model(config: EngineConfig) -> Iterable[tuple[str, Tensor]]:
+    """Yield the tensors of the model's folder that no parameter is made of, unchanged."""
+    return carried_tensors(config.model.path) if config.model.init == "hf" else ()
+
+
 def make_publisher(
     receiver: WeightReceiver | None, config: EngineConfig, arch: Architecture, *, backend: str
 ) -> WeightPublisher:
@@ -214,7 +239,7 @@ def make_publisher(
     """
     folder: dict[str, Any] = {"folder": Path(config.publication_folder), "model_folder": config.model.path}
     if config.publication == "disk":
-        return DiskPublisher(receiver, **folder)
+        return DiskPublisher(receiver, carried=lambda: carried_by_model(config), **folder)
     if config.publication == "adapters":
         return AdapterPublisher(receiver, arch=arch, lora=config.lora, **folder)
     if config.publication == "ipc":

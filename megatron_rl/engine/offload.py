@@ -24,6 +24,8 @@ class _MovableEngine(Protocol):
 
     optimizer: Any
     wrapped: list[Any]
+    draft: Any
+    """The draft head or None."""
 
     def parameters(self) -> Iterator[Tensor]: ...
 
@@ -97,12 +99,16 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return an engine's weights, its optimizer's main parameters and states, and its gradient buffers.
 
-    Without main parameters of its own, an optimizer has the weights instead, which only the first list contains.
+    A draft head's tensors are among the first two. Without main parameters of its own, an optimizer has the weights
+    instead, which only the first list contains.
     """
     weights = [parameter.data for parameter in engine.parameters()]
     if engine.optimizer is None:
         return weights, [], []
     states: list[Tensor] = []
+    if engine.draft is not None:
+        of_draft, states = engine.draft.movable()
+        weights = weights + of_draft
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         if part.optimizer is not None:  # this rank has no parameters of this kind
             states += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]

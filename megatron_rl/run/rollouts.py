@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl import parallel
 from megatron_rl.algo.reward_shaping import take_out_greedy
 from megatron_rl.api import NoServerLeft
-from megatron_rl.config import GenerationConfig, RolloutConfig, TrainConfig
+from megatron_rl.config import DraftConfig, GenerationConfig, RolloutConfig, TrainConfig
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.launch.cores import free_cores
@@ -174,7 +174,8 @@ class RolloutProcesses:
             devices=devices_by_server(options),
             on_death=self._on_death,
             routes=self.routes,
-            draft=config.draft,
+            # No server of a run decodes with the model's own layer.
+            draft=config.draft if config.draft.kind == "eagle" else DraftConfig(),
         )
         self._say(f"starting rollout servers: {options.server_count} {self.supervisor.backend}")
         return self.supervisor.start()

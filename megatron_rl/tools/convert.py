@@ -36,8 +36,10 @@ from megatron_rl.engine.checkpoint import (
     CheckpointWriter,
     carried_by,
     draft_of,
+    has_mtp_layer,
     is_checkpoint,
     model_state,
+    mtp_layer_of,
     open_checkpoint,
 )
 from megatron_rl.engine.model import build_chunks, transformer_config
@@ -48,6 +50,7 @@ from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.draft_files import write_draft
 from megatron_rl.weights.hf_files import SHARD_BYTES, HFFolder, write_hf_folder
 from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule, without_rule_text
+from megatron_rl.weights.mtp_layers import copies_in, with_layer
 from megatron_rl.weights.reshard import HFExport, rules_of
 
 logger = logging.getLogger(__name__)
@@ -123,6 +126,8 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
         part.data.data = scratch.empty(part.data.shape, saved[part.key].dtype)
     dist_checkpointing.load(scratch.state_of(chunks, groups), str(source))  # into the scratch file
     tensors, draft = HFExport(chunks, arch, groups).stream(), draft_of(source, groups)
+    if has_mtp_layer(source):
+        tensors = with_layer(tensors, mtp_layer_of(source, arch, groups), copies_in(source / CARRIED, arch))
     write_hf_folder(
         target,
         tensors,

@@ -121,6 +121,8 @@ class Architecture:
     """True if a norm precedes each attention and each feed-forward."""
     has_norms_behind: bool = False
     """True if a norm follows each attention and each feed-forward."""
+    behind: int | None = None
+    """Number of layers of the model that this multi-token-prediction layer belongs to. None: this is a whole model."""
     head: str = "policy"
     """The layer after the last norm: `policy` (logits over the vocabulary) or `value` (one number per token)."""
 
@@ -136,6 +138,12 @@ class Architecture:
             )
         # A value head has one row, so it cannot be tied to the embedding.
         return replace(self, head=head, tied=self.tied and head == "policy")
+
+    def mtp_layer(self) -> Architecture:
+        """Return the architecture of this model's multi-token-prediction layer: one layer with attention."""
+        mixture = None if self.mixture is None else replace(self.mixture, layers=(True,))
+        own: dict[str, Any] = dict(layers=1, windows=(None,), mixture=mixture, delta_net=None)
+        return replace(self, **own, behind=self.layers)
 
     @property
     def beyond_transformer_engine(self) -> str | None:

@@ -50,8 +50,8 @@ def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {f"{LAYER}{name}": shape for name, shape in shapes.items()}
 
 
-def check_draft(arch: Architecture, *, pipeline: int) -> None:
-    """Raise ValueError if a model cannot have a draft head. pipeline: number of its pipeline stages."""
+def check_draft(arch: Architecture) -> None:
+    """Raise ValueError if a model cannot have a draft head."""
     if arch.head != "policy":
         raise ValueError(
             "draft.kind = 'eagle': a reward model generates no tokens, so none can be guessed; set draft.kind=none."
@@ -60,11 +60,6 @@ def check_draft(arch: Architecture, *, pipeline: int) -> None:
         raise ValueError(
             f"draft.kind = 'eagle': embedded servers are the only ones that take a draft head, and they run "
             f"{', '.join(SERVED)}, not {arch.family}; set draft.kind=none."
-        )
-    if pipeline > 1 and not arch.tied:
-        raise ValueError(
-            f"draft.kind = 'eagle': the head reads the embedding, which parallel.pipeline = {pipeline} keeps on the "
-            f"first stage only, unless config.json has tie_word_embeddings = true; set parallel.pipeline=1."
         )
 
 

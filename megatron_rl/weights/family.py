@@ -16,6 +16,55 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPNames:
+    """Names that a family's HF files have for the tensors of its multi-token-prediction layer.
+
+    `{}` stands for the number of the model's own layers.
+    """
+
+    layer: str
+    """Prefix of the tensors of the transformer layer, whose names are those of the model's layers."""
+    token_norm: str
+    """Norm of the next token's embedding."""
+    hidden_norm: str
+    """Norm of the model's last hidden state."""
+    input_proj: str
+    """Matrix that reads [normed embedding; normed state] and returns the layer's input."""
+    final_norm: str
+    """Norm of the layer's output, from which the output layer predicts."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Names of copies of the model's embedding and output layer -> names of the originals. Folders may have none."""
+
+    def of(self, layers: int) -> MTPNames:
+        """Return the names in the files of a model with `layers` layers."""
+        own = {name: getattr(self, name).format(layers) for name in vars(self) if name != "copies"}
+        return MTPNames(**own, copies={name.format(layers): original for name, original in self.copies.items()})
+
+
+_LAYER_BEHIND = "model.layers.{}."
+MTP_LAYER_BEHIND = MTPNames(
+    layer=_LAYER_BEHIND,
+    token_norm=f"{_LAYER_BEHIND}enorm.weight",
+    hidden_norm=f"{_LAYER_BEHIND}hnorm.weight",
+    input_proj=f"{_LAYER_BEHIND}eh_proj.weight",
+    final_norm=f"{_LAYER_BEHIND}shared_head.norm.weight",
+    copies={
+        f"{_LAYER_BEHIND}embed_tokens.weight": "model.embed_tokens.weight",
+        f"{_LAYER_BEHIND}shared_head.head.weight": "lm_head.weight",
+    },
+)
+"""DeepSeek-V3's names: the layer follows the model's last one."""
+MTP_LAYER_APART = MTPNames(
+    layer="mtp.layers.0.",
+    token_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    input_proj="mtp.fc.weight",
+    final_norm="mtp.norm.weight",
+)
+"""Qwen's names: the layer has a prefix of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family, described by its differences from other Llama-like decoders.
 
@@ -33,6 +82,9 @@ class Family:
     delta_net: tuple[Rule, ...] = ()
     """Rules for the norms and the delta net, in layers that have a gated delta net instead of attention."""
     mixture: tuple[Rule, ...] = ()
+    mtp: MTPNames | None = None
+    """Names of the multi-token-prediction layer that the family's folders may have. It has attention, never a delta
+    net, and a mixture if the model has any."""
     classifiers: tuple[str, ...] = ()
     """Classifier class names, one per entry of `classes`. If empty, they are the names in `classes` with
     ForSequenceClassification instead of ForCausalLM."""

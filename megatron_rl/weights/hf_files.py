@@ -30,7 +30,7 @@ WEIGHTS = (
 NOT_THE_MODELS = ("adapter_config.json", "checksums.json")
 """Files that belong to an adapter in the model's folder. They are not copied when the model is saved."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "use_mtp")
-"""Keys of config.json that count or enable multi-token-prediction layers. These layers are never trained."""
+"""Keys of config.json that count or enable multi-token-prediction layers."""
 SHARD_BYTES = 2 * 1024**3
 """Default maximum size of a safetensors file."""
 
@@ -111,9 +111,15 @@ class HFFolder:
         return math.prod(part.get_shape()) * int(bits[0] if bits else 8) // 8
 
     def whole(self, name: str) -> Tensor:
-        """Return a whole tensor unchanged, whatever its shape and dtype."""
-        self._slice(name)
-        return self._handle(name).get_tensor(name)
+        """Return a whole tensor unchanged, whatever its shape and dtype. ValueError for a dtype that torch lacks."""
+        dtype = self._slice(name).get_dtype()
+        try:
+            return self._handle(name).get_tensor(name)
+        except (SafetensorError, AttributeError, KeyError) as error:
+            raise ValueError(
+                f"{name} in {self.folder / self.file_of[name]} has dtype {dtype}, which torch {torch.__version__} does "
+                f"not have, so it cannot be written again; remove it from the folder, or convert it."
+            ) from error
 
     def _slice(self, name: str):
         try:
@@ -239,15 +245,15 @@ def write_hf_folder(
     model_folder: str | Path,
     dtype: torch.dtype | None,
     head: str = "policy",
-    carried: Iterable[tuple[str, Tensor]] | None = (),
+    carried: Iterable[tuple[str, Tensor]] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write streamed tensors as a HF folder, together with all other files of `model_folder`.
 
     dtype: dtype to write, also recorded in config.json. None keeps each tensor's dtype and config.json's.
     head: `value` turns config.json into that of a sequence classification model with one label.
-    carried: further tensors, written unchanged. If none of them belongs to a multi-token-prediction layer, the counts
-    of these layers in config.json are set to zero. With None, the counts stay unchanged.
+    carried: further tensors, written unchanged. Those that `tensors` already had are left out. If the folder then has
+    no tensor of a multi-token-prediction layer, the counts of these layers in config.json are set to zero.
     shard_bytes: maximum bytes of tensors held in memory, and per file, unless a single tensor is larger.
 
     The folder appears only when complete: it is written to a temporary sibling, fsynced and renamed. An earlier folder
@@ -259,15 +265,15 @@ def write_hf_folder(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        unchanged: set[str] = set()
-        write_tensors(aside, _with_dtype(tensors, carried or (), dtype, unchanged), shard_bytes)
+        written: set[str] = set()
+        write_tensors(aside, _with_dtype(tensors, carried, dtype, written), shard_bytes)
         copy_model_files(model_folder, aside, head=head)
         changes: dict[str, Any] = {}
         if dtype is not None:
             # transformers 5 reads `dtype`; earlier versions and other readers read `torch_dtype`.
             changes = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
         config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
-        if carried is not None and not any(is_of_mtp_layer(name, config) for name in unchanged):
+        if not any(is_of_mtp_layer(name, config) for name in written):
             changes |= {key: type(config[key])(0) for key in MTP_COUNTS if config.get(key)}
         if changes:
             (aside / "config.json").write_text(json.dumps(config | changes, indent=2), encoding="utf-8")
@@ -282,16 +288,18 @@ def _with_dtype(
     tensors: Iterable[tuple[str, Tensor]],
     carried: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None,
-    unchanged: set[str],
+    written: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors` in `dtype` (None: unchanged), then `carried` unchanged. Adds the carried names to `unchanged`."""
+    """Yield `tensors` in `dtype` (None: unchanged), then the rest of `carried` unchanged. Adds names to `written`."""
     for name, tensor in tensors:
+        written.add(name)
         # Routers rank experts by score plus this bias; rounding it to bfloat16 would create ties.
         kept = tensor.dtype if name.endswith("e_score_correction_bias") else dtype
         yield name, tensor.detach().to("cpu", kept).contiguous()
     for name, tensor in carried:
-        unchanged.add(name)
-        yield name, tensor
+        if name not in written:
+            written.add(name)
+            yield name, tensor
 
 
 def is_of_mtp_layer(name: str, config: dict[str, Any]) -> bool:

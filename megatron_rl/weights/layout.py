@@ -213,6 +213,13 @@ def _adapter_shares(rules: list[Rule], arch: Architecture, lora: LoraConfig, par
     return shares
 
 
+def parameters_of_mtp_layer(arch: Architecture, parallel: ParallelConfig) -> Shares:
+    """Return the number of parameters of a model's multi-token-prediction layer on each rank of the last stage."""
+    layer = arch.mtp_layer()
+    rules = [rule for rule in (*edges(layer), *layer_rules(layer, 0)) if rule.megatron != EXPERT_BIAS]
+    return _shares(rules, layer, parallel)
+
+
 def parameters(arch: Architecture) -> int:
     """Return the number of parameters of the whole model."""
     return parameters_of_stage(arch, ParallelConfig(), 0).total

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.families import FAMILIES
+from megatron_rl.weights.family import MTPNames
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, ValueHeadFromZero, packed_shapes
 from megatron_rl.weights.tensor_rules import Replicated, Rule, Shape, VocabRows, WeightSource
 
@@ -45,6 +46,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
         "query": arch.heads * arch.head_dim,
         "key": arch.kv_heads * arch.head_dim,
         "query_key_value": (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
+        "two_hidden": 2 * arch.hidden,
         "gate_up": 2 * arch.ffn,
     }
     if arch.gated_attention:
@@ -95,17 +97,41 @@ def hf_shapes(arch: Architecture) -> dict[str, Shape]:
             return shapes
         return {name.format(n): shape for n in range(arch.mixture.experts) for name, shape in shapes.items()}
 
-    embedding, final_norm, output = map(shapes_of, edges(arch))
-    shapes = embedding
+    first, *last = map(shapes_of, edges(arch))
+    shapes = first
     for number in range(arch.layers):
         for rule in layer_rules(arch, number):
-            shapes |= shapes_of(rule, f"model.layers.{number}.")
-    return shapes | final_norm | ({} if arch.tied else output)
+            shapes |= shapes_of(rule, layer_prefix(arch, number))
+    if arch.tied and arch.behind is None:
+        last.pop()  # the output layer is the embedding
+    for further in last:
+        shapes |= further
+    return shapes
 
 
 def edges(arch: Architecture) -> tuple[Rule, ...]:
-    """Return the rules for the embedding, the final norm and the head."""
+    """Return the rules for the embedding, the final norm and the head, or for what surrounds an MTP layer."""
+    if arch.behind is not None:
+        names = mtp_names(arch)
+        return (
+            Rule("input_proj.weight", {names.input_proj: "hidden two_hidden"}, Replicated()),
+            Rule("token_norm.weight", {names.token_norm: "hidden"}, Replicated()),
+            Rule("hidden_norm.weight", {names.hidden_norm: "hidden"}, Replicated()),
+            Rule("decoder.final_layernorm.weight", {names.final_norm: "hidden"}, Replicated()),
+        )
     return VALUE_EDGES if arch.head == "value" else EDGES
+
+
+def mtp_names(arch: Architecture) -> MTPNames:
+    """Return the names of the tensors of the multi-token-prediction layer `arch`."""
+    names = FAMILIES[arch.family].mtp
+    assert names is not None and arch.behind is not None
+    return names.of(arch.behind)
+
+
+def layer_prefix(arch: Architecture, layer_number: int) -> str:
+    """Return the prefix of a layer's HF tensors (global number, from 0)."""
+    return f"model.layers.{layer_number}." if arch.behind is None else mtp_names(arch).layer
 
 
 def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
@@ -178,15 +204,20 @@ def whole_tensors(folder: str | Path, names: Iterable[str] | None = None) -> Ite
 
 def without_rule_text(folder: str | Path) -> str:
     """Return a log line that lists the folder's tensors without a rule, or an empty string if there are none."""
-    names = tensors_without_rule(folder) if any(Path(folder).glob("*.safetensors")) else []
-    if not names:
+    if not (kinds := kinds_without_rule(folder)):
         return ""
+    return (
+        f"{folder}: {len(tensors_without_rule(folder))} tensors are not trained, as no parameter is made of them: "
+        f"{kinds}. They go along unchanged in what is saved."
+    )
+
+
+def kinds_without_rule(folder: str | Path) -> str:
+    """Return the names of the folder's tensors without a rule, with * for numbers, as a list of limited length."""
+    names = tensors_without_rule(folder) if any(Path(folder).glob("*.safetensors")) else []
     kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
     more = f" and {len(kinds) - NAMED_KINDS} more kinds" if len(kinds) > NAMED_KINDS else ""
-    return (
-        f"{folder}: {len(names)} tensors are not trained, as no parameter is made of them: "
-        f"{', '.join(kinds[:NAMED_KINDS])}{more}. They go along unchanged in what is saved."
-    )
+    return ", ".join(kinds[:NAMED_KINDS]) + more
 
 
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
@@ -204,7 +235,7 @@ def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
     for rule in edges(arch) if layer_number is None else layer_rules(arch, layer_number):
         if rule.megatron == general:
             if layer_number is not None:
-                hf = {f"model.layers.{layer_number}.{hf}": dims for hf, dims in rule.hf.items()}
+                hf = {layer_prefix(arch, layer_number) + hf: dims for hf, dims in rule.hf.items()}
                 return replace(rule, hf=hf, expert=int(expert[0]) if expert else None)
             if name == "output_layer.weight" and arch.tied:  # the last pipeline stage has its own copy
                 return replace(rule, hf=EDGES[0].hf)

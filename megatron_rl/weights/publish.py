@@ -590,13 +590,20 @@ class DiskPublisher(WeightPublisher):
     """Writes a HF folder and has the servers load it. Servers are paused only while they load.
 
     folder: where to write. Servers must be able to read it. It keeps the last version.
+    carried: function that yields further tensors, which each version's folder has unchanged.
     """
 
     def __init__(
-        self, receiver: WeightReceiver | None, *, folder: Path, model_folder: str, timeout_s: float = 600.0
+        self,
+        receiver: WeightReceiver | None,
+        *,
+        folder: Path,
+        model_folder: str,
+        carried: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        timeout_s: float = 600.0,
     ) -> None:
         super().__init__(receiver, timeout_s=timeout_s)
-        self.folder, self.model_folder = folder.absolute(), model_folder
+        self.folder, self.model_folder, self.carried = folder.absolute(), model_folder, carried
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         target = self._written(tensors, specs[0].dtype, version)  # while the servers still generate
@@ -619,7 +626,7 @@ class DiskPublisher(WeightPublisher):
 
     def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
         target = self.folder / f"version-{version}"
-        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype, carried=None)
+        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype, carried=self.carried())
         return target
 
 

@@ -105,6 +105,8 @@ class HFExport:
         export = HFExport(model_chunks, arch, groups)
         publisher.publish(export.specs, export.stream(), version=7)
 
+    chunks: [] on ranks whose pipeline stage has nothing to export. device: device of tensors that arrive from other
+    stages; by default that of the chunks' parameters.
     lora: if given, the adapters are exported instead of the model. shard_of: maps a parameter to the tensor that is
     sent, for example the parameter with its adapter merged. whole: function that yields further tensors, which every
     rank has whole. They follow those of the first stage.
@@ -119,10 +121,11 @@ class HFExport:
         *,
         shard_of: Callable[[Tensor], Tensor] = Tensor.detach,
         whole: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        device: torch.device | None = None,
     ) -> None:
         self.arch, self.groups, self.shard_of, self.whole = arch, groups, shard_of, whole
         self.shapes = hf_shapes(arch) if lora is None else adapter_shapes(arch, replace(lora, targets=[]))
-        self.device = next(chunks[0].parameters()).device
+        self.device = device or next(chunks[0].parameters()).device
         # A tied output layer is the same tensor as the first stage's embedding, so only the embedding is sent. Tensors
         # of another dtype (a router's bias) come last, so that the stream changes dtype rarely. Large tensors come
         # first, so that the publisher's buckets hold tensors of similar size.
@@ -131,7 +134,7 @@ class HFExport:
             for parameter, rule in _all_rules(chunks, arch, lora)
             if not (arch.tied and rule.megatron == "output_layer.weight")
         ]
-        dtype = plan[0][0].dtype
+        dtype = plan[0][0].dtype if plan else None
 
         def order(entry: Entry) -> tuple[bool, int, str]:
             parameter, rule = entry
@@ -273,7 +276,8 @@ def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
             yield batch
             batch = []
         batch.append((parameter, rule))
-    yield batch
+    if batch:
+        yield batch
 
 
 def _stack(experts: Iterator[Tensor | None]) -> Iterator[Tensor | None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import MTP, SFT, head_of, train
 from gathered import as_hf_tensors, record_gradients
 from megatron.core.tensor_parallel import layers
 from test_gradients import user_loss, user_weight
@@ -127,6 +128,21 @@ def resumed(
         engine.train_batch(make_batch(1, SHORT), user_loss, user_weight)
     steps = [group.get("step") for part in second.optimizer.chained_optimizers for group in part.param_groups]
     return *({name: tensor.clone() for name, tensor in engine.hf_tensors()} for engine in engines), steps
+
+
+def drafted(folder: Path, layout: str, impl: str, checkpoint: Path) -> dict[str, Any]:
+    """Train a multi-token-prediction layer; a checkpoint that local layers have written, or write it."""
+    take(impl)
+    found = train(folder, layout, MTP, lambda: make_batch(0, SHORT), updates=1)
+    engine = make_engine(folder, LAYOUTS[layout][1], draft=MTP)
+    if impl == "local":
+        engine.train().train_batch(share_of(make_batch(0, SHORT), engine), SFT)
+        engine.save(checkpoint, with_optimizer=True)
+    else:
+        engine.load(checkpoint, with_optimizer=True)
+    engine.train().train_batch(share_of(make_batch(1, SHORT), engine), SFT)
+    fused = sum(isinstance(module, Linear | GroupedLinear) for module in engine.draft.layer.modules())
+    return found | {"continued": head_of(engine), "fused": fused}
 
 
 def run_all(size: int, cases: dict[Any, tuple], output: Path) -> None:

@@ -7,16 +7,18 @@ import torch
 
 from megatron_rl.algo.loss import supervised
 from megatron_rl.api import LogprobLoss
-from megatron_rl.config import EngineConfig, ModelConfig, OptimizerConfig
+from megatron_rl.config import DraftConfig, EngineConfig, ModelConfig, OptimizerConfig
 from megatron_rl.engine.delta_rule import Chunks
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.offload import tensors_of
 from megatron_rl.tools.plan.activations import Activations
+from megatron_rl.tools.plan.draft_costs import draft_parameters, draft_state_bytes
 from megatron_rl.tools.plan.memory import Model, head_bytes, states_of_stage
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.layout import parameters_of_stage
 from tests.kit.examples import IS_THOROUGH
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model, share_of, start
+from tests.kit.mtp import add_mtp_layer
 from tests.kit.ranks import run_each
 
 
@@ -289,3 +291,42 @@ def test_planned_bytes_inside_a_delta_net_are_what_autograd_would_keep(dtype, tm
     ((config, peak),) = run_each(1, inside_delta_net, {dtype: (tmp_path, dtype, 256)})[dtype]
     planned = 256 * Activations(read_architecture(tmp_path), config).inside_delta_net()
     assert planned == pytest.approx(peak, rel=0.01)
+
+
+def draft_of_rank(folder, layout, kind, dtype):
+    """This rank's stage, the parameters of its draft head, and the bytes of its weights and optimizer."""
+    engine = make_engine(folder, LAYOUTS[layout][1], draft=DraftConfig(kind=kind), dtype=dtype)
+    engine.train().train_batch(share_of(make_batch(), engine), LogprobLoss(supervised))
+    weights, states = engine.draft.movable()
+    own = list(engine.draft.weights.values())
+    held = {id(tensor): tensor for tensor in (*weights, *states)}.values()
+    nbytes = storage_bytes([tensor for tensor in held if tensor.ndim])  # without step counts
+    if engine._far_embedding is not None:
+        nbytes += storage_bytes([engine._far_embedding])
+    gradients = 4 * sum(weight.numel() for weight in own)
+    return engine.groups.pipeline.rank, sum(weight.numel() for weight in own), nbytes + gradients
+
+
+DRAFTS = [
+    ("qwen3", "pp2", "eagle", "bfloat16"),
+    ("glm4_moe", "tp2_ep2", "mtp", "bfloat16"),
+    ("qwen3_5", "pp2", "mtp", "float32"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DRAFTS, ids=lambda case: "-".join(case))
+def test_planned_parameters_and_states_of_a_draft_head_are_an_engines(case, tmp_path):
+    family, layout, kind, dtype = case
+    make_model(family, tmp_path, layers=2)
+    if kind == "mtp":
+        add_mtp_layer(tmp_path)
+    arch = read_architecture(tmp_path)
+    config = EngineConfig(
+        model=ModelConfig(path=str(tmp_path), dtype=dtype), parallel=LAYOUTS[layout][1], draft=DraftConfig(kind=kind)
+    )
+    for stage, count, nbytes in run_each(2, draft_of_rank, {0: (tmp_path, layout, kind, dtype)})[0]:
+        assert draft_parameters(arch, config, stage).total == count
+        planned = draft_state_bytes(arch, config, stage, 2 if dtype == "bfloat16" else 4)
+        assert planned == pytest.approx(nbytes, rel=0.01)  # storages are padded
+        assert states_of_stage(Model("policy", arch, config), stage, 2).get("draft head", 0.0) == planned

@@ -19,6 +19,7 @@ from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.families import FAMILIES
 from tests.kit.forks import check_end
 from tests.kit.models import LAYOUTS, MIXTURES, make_model
+from tests.kit.mtp import add_mtp_layer
 from tests.kit.ranks import fork
 
 pytestmark = pytest.mark.slow
@@ -49,6 +50,8 @@ ATTENDED = {
     ("deepseek_v3", "cp2_ep2"): {(-1, 0)},
 }
 ATTENDED_MORE = {("qwen3", "1"): {(-1, 0)}, ("deepseek_v3", "1"): {(-1, 0)}}
+DRAFTED, DRAFTED_MORE = [("glm4_moe", "1")], [("deepseek_v3", "tp2_ep2")]
+"""Families whose multi-token-prediction layer is trained."""
 KERNELS = ("TE", "torch")
 
 
@@ -64,7 +67,7 @@ def folders(tmp_path_factory):
     return folders
 
 
-def cases_of(folders, updated, attended, resumed, make):
+def cases_of(folders, updated, attended, resumed, drafted, make):
     """By name, the number of ranks and what `te_cases.run` is given there; `make`: makes a folder."""
     found = {}
     for family, layout in updated:
@@ -76,6 +79,12 @@ def cases_of(folders, updated, attended, resumed, make):
             found[family, layout, kernel] = LAYOUTS[layout][0], ("attended", folder, layout, kernel)
     for family, how in resumed.items():
         found[family, "resumed"] = 1, ("resumed", folders[family], make("checkpoint") / "1", *how)
+    for family, layout in drafted:
+        make_model(family, folder := make(family), layers=2)
+        add_mtp_layer(folder)
+        checkpoint = make("checkpoint") / "1"
+        for impl in ("local", "transformer_engine"):  # in this order, as the second reads the first's checkpoint
+            found[family, layout, "drafted", impl] = LAYOUTS[layout][0], ("drafted", folder, layout, impl, checkpoint)
     return found
 
 
@@ -86,12 +95,12 @@ def seen(folders, tmp_path_factory):
     Cases of `make test` run together if they have as many ranks, so that nobody waits for all; so do the others.
     """
     make = tmp_path_factory.mktemp
-    quick = cases_of(folders, QUICK, ATTENDED, RESUMED, make)
+    quick = cases_of(folders, QUICK, ATTENDED, RESUMED, DRAFTED, make)
     quick["accumulated",] = 1, ("updated", folders["qwen3_moe"], "1", "transformer_engine", True)
 
     @functools.cache
     def more():
-        return cases_of(folders, THOROUGH, ATTENDED_MORE, RESUMED_MORE, make)
+        return cases_of(folders, THOROUGH, ATTENDED_MORE, RESUMED_MORE, DRAFTED_MORE, make)
 
     @functools.cache
     def run(is_quick, size):
@@ -212,6 +221,19 @@ def test_a_run_continues_under_the_other_kind_of_layers(family, seen):
     for name, tensor in uninterrupted.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=ROUNDED, msg=name)
     assert set(steps) == {2}, "as many updates as both runs together"
+
+
+@pytest.mark.parametrize("family,layout", with_more(DRAFTED, DRAFTED_MORE))
+def test_a_multi_token_prediction_layer_learns_the_same_and_continues_under_the_other_kind_of_layers(
+    family, layout, seen
+):
+    local, found = (seen(family, layout, "drafted", impl) for impl in ("local", "transformer_engine"))
+    assert found["fused"] > 0 == local["fused"]
+    for step, other in zip(found["metrics"], local["metrics"], strict=True):
+        assert step == pytest.approx(other, rel=1e-4)
+    for kind in ("draft", "continued"):
+        for name, tensor in local[kind].items():
+            torch.testing.assert_close(found[kind][name], tensor, rtol=0, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("family,layout", MIXED)

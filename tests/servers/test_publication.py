@@ -6,6 +6,7 @@ import traceback
 from contextlib import suppress
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_rl.api import NoServerLeft
@@ -16,6 +17,7 @@ from megatron_rl.weights import publish
 from megatron_rl.weights.publish import DiskPublisher, GroupPublisher
 from tests.kit.client_calls import PROMPT, greedy, pid_of
 from tests.kit.in_process import specs_of, tensors_of
+from tests.kit.mtp import assert_same_bytes, mtp_tensors
 from tests.kit.reference import BUCKET_BYTES, reference_greedy
 from tests.kit.run_tokens import TOKEN_FILE
 from tests.kit.servers import NEVER_LATE
@@ -128,9 +130,13 @@ def test_a_folder_reaches_the_servers_with_the_same_checks(
     embedded_servers, connect, weights, tiny_model, other_tiny_model, tmp_path
 ):
     engine = connect(embedded_servers)
-    publisher = DiskPublisher(engine, folder=tmp_path / "published", model_folder=str(tiny_model))
+    further = {"mtp.fc.weight": torch.randn(3, 5).to(torch.float8_e4m3fn)}  # no server's model is made of it
+    publisher = DiskPublisher(
+        engine, folder=tmp_path / "published", model_folder=str(tiny_model), carried=further.items
+    )
     for version in (5, 6):
         publisher.publish(specs_of(weights), weights.items(), version)
+        assert_same_bytes(mtp_tensors(publisher.folder / f"version-{version}", further), further)
         assert [path.name for path in publisher.folder.iterdir()] == [f"version-{version}"]
         assert publisher.last.verified == 2 * len(weights) and publisher.last.paused_s < publisher.last.seconds
     reply = greedy(engine)

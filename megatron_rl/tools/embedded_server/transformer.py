@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_rl import routes
 from megatron_rl.ops import fixed_order
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, Experts, inverse_frequencies
+from megatron_rl.weights.hf_files import is_of_mtp_layer
 from megatron_rl.weights.update_group import checksum
 
 
@@ -273,7 +274,10 @@ class Decoder:
         self._checksums.pop(name, None)
 
     def load(self, folder: Path) -> None:
-        """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ."""
+        """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ.
+
+        A multi-token-prediction layer is left out, as transformers does.
+        """
         owner = {}
         for own, prefix in self._folders(folder):
             for path in sorted(own.glob("*.safetensors")):
@@ -281,7 +285,9 @@ class Decoder:
                     handle = safe_open(path, framework="pt")
                 except SafetensorError as error:
                     raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
+                layers = {"num_hidden_layers": self.config.num_layers}
                 names = (name for name in handle.keys() if not name.endswith("rotary_emb.inv_freq"))
+                names = (name for name in names if not is_of_mtp_layer(name, layers))
                 owner |= {prefix + name: (handle, name) for name in names}
         if not owner:
             raise ValueError(f"model {folder}: no *.safetensors there")

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_rl.config import EngineConfig, GenerationConfig, ParallelConfig, TrainConfig
 from megatron_rl.tools.plan.activations import Activations
 from megatron_rl.tools.plan.devices import FRAGMENTATION, RESERVED_BYTES, SERVER_MEMORY_SHARE, Device
+from megatron_rl.tools.plan.draft_costs import draft_pass_bytes, draft_state_bytes
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
@@ -155,7 +156,10 @@ def states_of_stage(model: Model, stage: int, world_size: int) -> dict[str, floa
         weights["weights"] += shares.total * model.itemsize
     optimizer = (1 - model.share_on_cpu) * _optimizer_bytes(model, shares, world_size)
     gradient = 4.0 if model.engine.optimizer.megatron.get("grad_reduce_in_fp32", True) else float(model.itemsize)
-    return weights | {"gradients": gradient * shares.total, "optimizer": optimizer}
+    states = weights | {"gradients": gradient * shares.total, "optimizer": optimizer}
+    if draft := draft_state_bytes(model.arch, model.engine, stage, model.itemsize):
+        states["draft head"] = draft
+    return states
 
 
 def _optimizer_bytes(model: Model, shares: Shares, world_size: int) -> float:
@@ -292,6 +296,11 @@ def memory_of_stage(
         update["head and loss"] = sum(head_bytes(model, rows))
         if model.arch.head == "policy" and places_of_support(config.generation):
             update["supports"] = support_bytes(config.generation, whole, rows)
+        if model.engine.draft.kind != "none":
+            tokens_in_all = whole * keys_per_row(config, tokens)
+            chunk = rows_of_chunk(-(-model.arch.vocab // parallel.tensor))
+            given = model.arch, model.engine, model.megatron, tokens_in_all, chunk, model.itemsize
+            update["draft head's pass"] = draft_pass_bytes(*given)
     moments = {"backward pass": again + between + activations.working(stage, rows)}
     shares = model.trained_of_stage(stage)
     updated = (1 - model.share_on_cpu) * _of_optimizer(shares, model.engine, world_size)

@@ -19,6 +19,7 @@ from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens, ReplyToke
 from megatron_rl.tools.plan.throughput import (
     Decoder,
     causal_keys,
+    draft_seconds,
     forward_flops,
     forward_seconds,
     passes,
@@ -183,6 +184,15 @@ class Plan:
         imbalance = 1.0 if self.is_balanced else devices.ROUTING_IMBALANCE
         return forward_seconds(model, rows, labels, keys, self.cluster.device, imbalance)
 
+    def _draft_s(self, model: Model) -> float:
+        """Return the seconds in which a draft head learns from one microbatch."""
+        if model.engine.draft.kind == "none":
+            return 0.0
+        count = self.batch.updates * self.batch.replicas * self.microbatches
+        reply = self.replies.mean
+        rows, labels = (self.batch.trajectories * length / count for length in (self.tokens.mean + reply, reply))
+        return draft_seconds(model, rows, labels, causal_keys(self.config, self.tokens), self.cluster.device)
+
     @cached_property
     def microbatches(self) -> float:
         """Expected microbatches of a replica in an update."""
@@ -199,13 +209,14 @@ class Plan:
 
     def _updates(self, model: Model, passes: float) -> Work:
         sent = self._sent_s(part for part in self.traffic[model.name] if part.axis not in GRADIENT_AXES)
-        work = Work(passes * self.microbatches * self._microbatch_s(model), sent)
+        work = Work(self.microbatches * (passes * self._microbatch_s(model) + self._draft_s(model)), sent)
         return work * (self.batch.updates * with_bubble(model, self.microbatches))
 
     def _optimizer(self, model: Model) -> Work:
         """Return the time to read and write all states once, and to reduce gradients and gather weights."""
         states = self.trainer.by_model[model.name].states
-        moved = 2 * sum(states[name] for name in ("gradients", "optimizer")) / self.cluster.device.bandwidth
+        names = ("gradients", "optimizer", "draft head")
+        moved = 2 * sum(states.get(name, 0.0) for name in names) / self.cluster.device.bandwidth
         sent = self._sent_s(part for part in self.traffic[model.name] if part.axis in GRADIENT_AXES)
         return Work(moved, sent) * self.batch.updates
 

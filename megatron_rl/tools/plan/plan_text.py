@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Collection
 from typing import Any
 
+from megatron_rl.config import ParallelConfig
 from megatron_rl.tools.plan.devices import GIB, assumptions
+from megatron_rl.tools.plan.draft_costs import draft_parameters
 from megatron_rl.tools.plan.fit import counted, other_layouts
 from megatron_rl.tools.plan.plan import Plan
 from megatron_rl.weights.architecture import quantization_fault
@@ -22,7 +24,11 @@ def as_dict(plan: Plan, given: Collection[str] = ()) -> dict[str, Any]:
     """Return the plan's counts, bytes and seconds under their names in the code. given: as in other_layouts."""
     split, server = plan.split, plan.server
     return {
-        "model": {"path": plan.config.model.path, "parameters": plan.models[0].parameters},
+        "model": {
+            "path": plan.config.model.path,
+            "parameters": plan.models[0].parameters,
+            "draft_parameters": _draft_parameters(plan),
+        },
         "cluster": dataclasses.asdict(plan.cluster),
         "prompts": {name: getattr(plan.tokens, name) for name in ("shortest", "longest", "mean", "count")},
         "replies": {"longest": plan.replies.lengths[-1], "mean": plan.replies.mean},
@@ -114,8 +120,10 @@ def _run(plan: Plan) -> dict[str, str]:
     where = "on the trainers' GPUs, by turns" if plan.shares_gpus else f"on {counted(plan.server.gpus, 'GPU')}"
     if config.rollout.servers:
         where = "running already (rollout.servers)"
+    draft = _draft_parameters(plan)
     rows = {
         "model": model,
+        **({"draft head": f"{config.draft.kind}, {_count(draft)} parameters"} if draft else {}),
         "GPUs": f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.device.name}",
         "trainer": f"{counted(plan.trainer_gpus, 'GPU')}: {trainer}",
         "servers": f"{plan.servers}, each {where}",
@@ -125,6 +133,11 @@ def _run(plan: Plan) -> dict[str, str]:
     if not config.rollout.servers and config.rollout.server_count != plan.servers:
         rows["servers"] += f" (rollout.server_count={plan.servers}; the config has {config.rollout.server_count})"
     return rows
+
+
+def _draft_parameters(plan: Plan) -> int:
+    policy = plan.models[0]
+    return draft_parameters(policy.arch, policy.engine, 0, ParallelConfig()).total
 
 
 def _step(plan: Plan) -> dict[str, str]:

@@ -8,6 +8,7 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.config.teacher_section import POLICY
 from megatron_rl.tools.plan import devices
 from megatron_rl.tools.plan.devices import Device
+from megatron_rl.tools.plan.draft_costs import PASSES, draft_flops_of_row
 from megatron_rl.tools.plan.memory import Model
 from megatron_rl.tools.plan.step_sizes import BatchPlan, PromptTokens, replies_of
 from megatron_rl.weights.layout import layers_of_stages
@@ -140,6 +141,26 @@ def forward_seconds(model: Model, rows: float, labels: float, keys: float, devic
     # All stages wait for the one with the most layers.
     fullest = max(sum(map(len, chunks)) for chunks in layers_of_stages(arch, parallel, model.megatron))
     return seconds * fullest / arch.layers
+
+
+def draft_seconds(model: Model, rows: float, labels: float, keys: float, device: Device) -> float:
+    """Return the seconds in which a draft head learns from one microbatch, on a rank of the last stage.
+
+    rows: of the replica's microbatch, with a shared prompt once for each of its replies. labels, keys: as
+    `forward_seconds` has them.
+    """
+    arch, engine = model.arch, model.engine
+    if engine.draft.kind == "none":
+        return 0.0
+    is_recomputed = engine.draft.kind == "mtp" and model.megatron.get("recompute_granularity") == "full"
+    flops = (PASSES + is_recomputed) * rows * draft_flops_of_row(arch, engine, keys) + PASSES * labels * head_flops(
+        model
+    )
+    parallel = engine.parallel
+    width = arch.hidden / (1 if engine.draft.kind == "eagle" else parallel.tensor)
+    efficiency = product_efficiency(rows / parallel.context, width)
+    seconds = flops / (efficiency * parallel.tensor * parallel.context * device.flops(engine.model.dtype))
+    return seconds + PASSES * (devices.LAYER_S + devices.MIXTURE_S * (arch.mixture is not None))
 
 
 def with_bubble(model: Model, microbatches: float) -> float:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.decoder import Latent
-from megatron_rl.weights.family import SIGMOID_DEMANDS, Config, Family, check_groups, sigmoid_mixture
+from megatron_rl.weights.family import (
+    MTP_LAYER_BEHIND,
+    SIGMOID_DEMANDS,
+    Config,
+    Family,
+    check_groups,
+    sigmoid_mixture,
+)
 from megatron_rl.weights.tensor_rules import (
     DENSE,
     EXPERTS,
@@ -53,6 +60,7 @@ FAMILY = Family(
     attention=(*NORMS, *LATENT_ATTENTION),
     dense=DENSE,
     mixture=(*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS),
+    mtp=MTP_LAYER_BEHIND,
     read=read,
     demands=SIGMOID_DEMANDS | {"rope_interleave": True},
     check=check_groups,

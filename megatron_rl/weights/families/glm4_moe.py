@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.weights.family import SIGMOID_DEMANDS, Config, Family, check_groups, rotary_share, sigmoid_mixture
+from megatron_rl.weights.family import (
+    MTP_LAYER_BEHIND,
+    SIGMOID_DEMANDS,
+    Config,
+    Family,
+    check_groups,
+    rotary_share,
+    sigmoid_mixture,
+)
 from megatron_rl.weights.tensor_rules import (
     ATTENTION,
     DENSE,
@@ -32,6 +40,7 @@ FAMILY = Family(
     attention=(*NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM),
     dense=DENSE,
     mixture=(*EXPERTS, *SHARED_EXPERTS, *ROUTER_BIAS),
+    mtp=MTP_LAYER_BEHIND,
     read=read,
     demands=SIGMOID_DEMANDS | {"rope_interleave": False},
     may_say=frozenset({"attention_bias"}),

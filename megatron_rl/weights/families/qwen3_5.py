@@ -15,7 +15,7 @@ from megatron_rl.weights.families.qwen3_next import (
     read_layers,
     read_mixture,
 )
-from megatron_rl.weights.family import Config, Family
+from megatron_rl.weights.family import MTP_LAYER_APART, Config, Family
 from megatron_rl.weights.tensor_rules import DENSE, EXPERTS, NORMS, HeadGroups, Part, Rule
 
 
@@ -56,6 +56,7 @@ FAMILY = Family(
     delta_net=(*NORMS, PROJECTIONS, *DELTA_NET),
     dense=DENSE,
     mixture=(*EXPERTS, *SHARED_EXPERT),
+    mtp=MTP_LAYER_APART,
     read=read,
     demands={"attn_output_gate": True},
     check=check,

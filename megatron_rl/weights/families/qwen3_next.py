@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.decoder import Architecture, DeltaNet, Mixture
-from megatron_rl.weights.family import Config, Family, rotary_share
+from megatron_rl.weights.family import MTP_LAYER_APART, Config, Family, rotary_share
 from megatron_rl.weights.tensor_rules import (
     ATTENTION,
     DENSE,
@@ -150,6 +150,7 @@ FAMILY = Family(
     delta_net=(*NORMS, PROJECTIONS, *DELTA_NET),
     dense=DENSE,
     mixture=(*EXPERTS, *SHARED_EXPERT),
+    mtp=MTP_LAYER_APART,
     read=read,
     check=check,
 )

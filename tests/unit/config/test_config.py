@@ -556,7 +556,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("warm_start.stop_at_reward=0", r"warm_start.stop_at_reward = 0.0: must be in \(0, 1\]"),
         ("warm_start.check_every_updates=0", "warm_start.check_every_updates = 0: must be at least 1"),
         ("run.steps=0", "run.steps = 0: must be at least 1"),
-        ("draft.kind=mtp", "draft.kind = 'mtp': must be none or eagle"),
+        ("draft.kind=medusa", "draft.kind = 'medusa': must be none, eagle or mtp"),
         ("draft.tokens=0", "draft.tokens = 0: must be at least 1"),
         ("draft.tokens_per_pass=0", "draft.tokens_per_pass = 0: must be at least 1"),
         ("draft.lr=0", "draft.lr = 0.0: must be above 0"),
@@ -821,6 +821,14 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
 def test_options_that_contradict_each_other_are_refused(load, overrides, message):
     with pytest.raises(ValueError, match=message):
         load(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["rollout.backend=sglang"], ["rollout.publication=adapters", "rollout.interruption=abort", "lora.rank=4"]],
+)
+def test_a_layer_that_no_server_decodes_with_learns_with_any_server_and_publication(load, overrides):
+    assert load("draft.kind=mtp", *overrides).actor.draft.kind == "mtp"
 
 
 def test_cispo_can_have_no_lower_bound_and_any_upper_one_as_in_its_paper(load):

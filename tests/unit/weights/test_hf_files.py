@@ -150,6 +150,19 @@ def test_a_load_lists_the_tensors_that_it_ignores(tmp_path):
     assert without_rule_text(tmp_path / "plain") == ""
 
 
+def test_a_carried_tensor_of_a_dtype_that_torch_lacks_is_refused_by_name(tmp_path):
+    tiny_llama(tmp_path / "model", {"mtp.fc.weight": torch.zeros(24)})
+    path = tmp_path / "model" / "model.safetensors"
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header["mtp.fc.weight"] |= {"dtype": "F6_E2M3", "shape": [128]}  # six bits instead of 32
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[begin:])
+    with pytest.raises(OSError, match=r"mtp.fc.weight in .*model.safetensors has dtype F6_E2M3, which torch"):
+        list(carried_tensors(tmp_path / "model"))
+
+
 def test_weights_of_another_format_in_the_folder_are_not_carried(tmp_path):
     """As Mistral's folders have them: transformers reads model.safetensors alone."""
     tensors = tiny_llama(tmp_path / "model")

@@ -1,0 +1,75 @@
+"""A model's multi-token-prediction (MTP) layer in its HF folder, if it is trained as a draft head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.families import FAMILIES
+from megatron_rl.weights.hf_files import HFFolder, RandomWeights, is_of_mtp_layer
+from megatron_rl.weights.mapping import hf_shapes, mtp_names, tensors_without_rule
+from megatron_rl.weights.tensor_rules import WeightSource
+
+
+def check_mtp(arch: Architecture) -> None:
+    """Raise ValueError if models of this kind have no MTP layer."""
+    if arch.head != "policy":
+        raise ValueError(
+            "draft.kind = 'mtp': a reward model generates no tokens, so none can be guessed; set draft.kind=none."
+        )
+    if FAMILIES[arch.family].mtp is None:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.mtp is not None)
+        raise ValueError(
+            f"draft.kind = 'mtp': {arch.family} has no multi-token-prediction layer, and {known} have; set "
+            f"draft.kind=none."
+        )
+
+
+def mtp_source(folder: str | Path, arch: Architecture, *, random_seed: int | None = None) -> WeightSource:
+    """Open the MTP layer in the folder of a model of `arch`, or return random weights if a seed is given.
+
+    Raises ValueError if the folder has none, has more than one, or has it in a dtype that cannot be trained.
+    """
+    layer = arch.mtp_layer()
+    shapes = hf_shapes(layer)
+    if random_seed is not None:
+        return RandomWeights(shapes, random_seed, norm=1.0 - arch.norm_offset)
+    names = mtp_names(layer)
+    found = [name for name in tensors_without_rule(folder) if is_of_mtp_layer(name, {"num_hidden_layers": arch.layers})]
+    if names.input_proj not in found:
+        raise ValueError(
+            f"draft.kind = 'mtp': {str(folder)!r} has no multi-token-prediction layer ({names.input_proj} is missing); "
+            f"give a folder with it, or set draft.kind=none."
+        )
+    if further := [name for name in found if name not in shapes and name not in names.copies]:
+        raise ValueError(
+            f"draft.kind = 'mtp': {further[0]} in {str(folder)!r} is no tensor of the one multi-token-prediction layer "
+            f"that is trained; give a folder with one unquantized layer, or set draft.kind=none."
+        )
+    return HFFolder(folder, shapes)
+
+
+def copies_in(folder: str | Path, arch: Architecture) -> dict[str, str]:
+    """Return the copies of embedding and output layer in a folder's MTP layer: their names -> the originals' names.
+
+    arch: the model's. The folder may lack the model's own tensors, or have no tensors at all.
+    """
+    found = HFFolder(folder, {}).file_of if Path(folder).is_dir() else {}
+    return {name: original for name, original in mtp_names(arch.mtp_layer()).copies.items() if name in found}
+
+
+def with_layer(
+    model: Iterable[tuple[str, Tensor]], layer: Iterable[tuple[str, Tensor]], copies: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors, the copies of some of them, and the tensors of its MTP layer."""
+    copies_of: dict[str, list[str]] = {}
+    for name, original in copies.items():
+        copies_of.setdefault(original, []).append(name)
+    for name, tensor in model:
+        yield name, tensor
+        for copy in copies_of.get(name, []):
+            yield copy, tensor.clone()  # files have no tensors that share memory
+    yield from layer
