@@ -113,6 +113,8 @@ class DraftHead:
         hidden, embedded: `[R, H]`, the policy's states and the embeddings of the tokens that follow. positions: `[R]`
         int64. lengths: number of consecutive rows of each sequence; a row attends to its sequence up to itself.
         """
+        # As SGLang has it: its model of the head knows no embedding at position 0.
+        embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         arch = self.arch
         own = {name.removeprefix(LAYER): weight.to(self.dtype) for name, weight in self.weights.items()}
 

@@ -43,6 +43,7 @@ from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.adapter_rules import last_parts
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.draft_files import write_draft_config
 from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
 from megatron_rl.weights.route_form import route_form
 
@@ -160,6 +161,7 @@ class RolloutProcesses:
         config, arch, lora = self.config, read_architecture(self.config.model.path), None
         if options.publication == "adapters":
             lora = replace(config.lora, targets=last_parts(arch, config.lora))
+        has_draft = config.draft.kind != "none"
         self.supervisor = Supervisor(
             options,
             config.model.path,
@@ -174,6 +176,7 @@ class RolloutProcesses:
             on_death=self._on_death,
             routes=self.routes,
             draft=config.draft,
+            draft_folder=write_draft_config(folder, arch, config.model.dtype) if has_draft else None,
         )
         self._say(f"starting rollout servers: {options.server_count} {self.supervisor.backend}")
         return self.supervisor.start()

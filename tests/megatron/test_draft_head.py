@@ -106,7 +106,8 @@ def by_transformers(folder, batch):
             hidden = policy.model(ids[None].long()).last_hidden_state[0]
             taught = policy.lm_head(hidden).softmax(-1)
             embedded = policy.model.embed_tokens(ids.long())
-        inputs = fc(torch.cat([norms["hidden"](hidden[:-1]), norms["token"](embedded[1:])], -1))
+        following = embedded[1:].index_fill(0, torch.tensor([0]), 0.0)  # none at position 0, as in SGLang's model
+        inputs = fc(torch.cat([norms["hidden"](hidden[:-1]), norms["token"](following)], -1))
         states = layer(inputs_embeds=inputs[None]).last_hidden_state[0]
         log_q = torch.nn.functional.linear(states, policy.lm_head.weight.detach()).log_softmax(-1)
         for row in range(len(ids) - 2):
