@@ -195,8 +195,14 @@ class NoServerLeft(RuntimeError):
 
 SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
 SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
+SGLANG_FOLDER_LOADER = "megatron_rl.weights.sglang_loaders.load_folder"
 """Functions passed to SGLang's --custom-weight-loader. SGLANG_DELTA_LOADER loads weight changes; SGLANG_ROUND_LOADER
-loads buckets of several senders concurrently."""
+loads buckets of several senders concurrently; SGLANG_FOLDER_LOADER loads a draft head's folder."""
+DRAFT_FOLDER = "draft"
+"""Subfolder of a model's folder with its draft head."""
+DRAFT_PREFIX = "draft."
+"""Prefix of a draft head's tensors in a publication, which has the policy's tensors too. SGLang has the same prefix in
+the names of its checksums."""
 
 
 @dataclass(frozen=True)

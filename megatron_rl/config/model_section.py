@@ -129,14 +129,14 @@ class DraftConfig(Section, name="draft"):
     it, in fewer passes of the policy. The head is trained in each update, and the policy is trained as without it."""
 
     kind: str = one_of("none", "eagle", "mtp", default="none")
-    """none: no draft head. eagle: one transformer layer as in EAGLE (arXiv 2401.15077). It needs embedded servers, and
-    a model that they run. mtp: the multi-token-prediction layer in the model's folder. It is trained and saved with the
-    model, and no server of the run decodes with it."""
+    """none: no draft head. eagle: one transformer layer as in EAGLE (arXiv 2401.15077). It needs embedded servers or
+    SGLang on GPUs, and a model of a family that the embedded server runs. mtp: the multi-token-prediction layer in the
+    model's folder. It is trained and saved with the model, and no server of the run decodes with it."""
     tokens: int = at_least(1, default=3)
     """Number of tokens that a server guesses before each pass of the policy."""
     tokens_per_pass: int = at_least(1, default=8, hint="the number that a pass reads in about the time of one")
-    """Maximum number of tokens that a pass of the policy reads, guesses included. The more requests a server runs at
-    once, the fewer tokens it guesses for each."""
+    """Maximum number of tokens that a pass of the policy reads in an embedded server, guesses included. The more
+    requests a server runs at once, the fewer tokens it guesses for each. SGLang always guesses `tokens`."""
     lr: float = above(0, default=1e-3)
     """Constant learning rate of the head's own AdamW."""
 

@@ -232,10 +232,10 @@ class TrainConfig:
         key = f"draft.kind = {self.draft.kind!r}"
         if self.draft.kind != "eagle" or self.learns_from_data:  # mtp: no server decodes with it
             return
-        if self.rollout.backend == "sglang":
+        if self.rollout.backend == "sglang" and self.generation.counts_tokens:
             raise ValueError(
-                f"{key}: a run publishes its draft head to embedded servers only, and rollout.backend = sglang; leave "
-                f"it out, or set rollout.backend=embedded."
+                f"{key}: SGLang counts tokens for penalties late if it guesses some; set generation's penalties to "
+                f"their defaults, or leave it out, or set rollout.backend=embedded."
             )
         if self.rollout.publication == "adapters":
             raise ValueError(

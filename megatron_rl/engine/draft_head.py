@@ -120,7 +120,9 @@ class DraftHead:
         int64, on the host. lengths: number of consecutive rows of each sequence; a row attends to its sequence up to
         itself.
         """
+        # As SGLang has it: its model of the head knows no embedding at position 0.
         arch, positions = self.arch, one_copy(positions, self.device)
+        embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         own = {name.removeprefix(LAYER): weight.to(self.dtype) for name, weight in self.weights.items()}
 
         def linear(x: Tensor, name: str) -> Tensor:

@@ -44,6 +44,7 @@ from megatron_rl.telemetry.rollout_metrics import Counts
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.weights.adapter_rules import last_parts
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.draft_files import write_draft_config
 from megatron_rl.weights.ipc import IPCPublisher, NodesOfServers
 from megatron_rl.weights.route_form import route_form
 
@@ -161,6 +162,7 @@ class RolloutProcesses:
         config, arch, lora = self.config, read_architecture(self.config.model.path), None
         if options.publication == "adapters":
             lora = replace(config.lora, targets=last_parts(arch, config.lora))
+        has_draft = config.draft.kind == "eagle"
         self.supervisor = Supervisor(
             options,
             config.model.path,
@@ -175,7 +177,8 @@ class RolloutProcesses:
             on_death=self._on_death,
             routes=self.routes,
             # No server of a run decodes with the model's own layer.
-            draft=config.draft if config.draft.kind == "eagle" else DraftConfig(),
+            draft=config.draft if has_draft else DraftConfig(),
+            draft_folder=write_draft_config(folder, arch, config.model.dtype) if has_draft else None,
         )
         self._say(f"starting rollout servers: {options.server_count} {self.supervisor.backend}")
         return self.supervisor.start()

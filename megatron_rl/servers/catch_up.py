@@ -20,6 +20,7 @@ from megatron_rl.api import ChecksumForm
 from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import ServerClient
 from megatron_rl.servers.server_http import CommandRefused, ServerError
+from megatron_rl.servers.sglang_draft import load_folder_into
 
 UNCONFIRMED = "unconfirmed"
 """Name of a server's weights until they are verified. It is not a valid policy version."""
@@ -61,8 +62,7 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
     # Cancellation is possible between two steps, and within a step only if the server itself then aborts it.
     await _to_the_end(_clear(server, timeout_s))
     if isinstance(source, str):  # SGLang continues loading even if nobody waits
-        body = {"model_path": source, "weight_version": UNCONFIRMED, "flush_cache": False}
-        await _to_the_end(server.command("/update_weights_from_disk", body, timeout_s=load_timeout_s))
+        await _to_the_end(load_folder_into(server, source, UNCONFIRMED, timeout_s=load_timeout_s))
     else:  # an embedded server stops loading if the caller disconnects
         body = {"peer_url": source.url, "peer_version": current.version, "weight_version": UNCONFIRMED}
         await server.command("/update_weights_from_peer", body, timeout_s=load_timeout_s)

@@ -19,6 +19,8 @@ SESSIONS_SINCE = (0, 5, 21)
 CHECKSUMS_SINCE = (0, 5, 17)
 GPU_CHECKSUMS_UNTIL = (0, 5, 23)
 """Newest SGLang version whose hash kernel was verified to match the trainer's checksums."""
+WITH_HEAD = ("EAGLE", "NEXTN")
+"""SGLang's algorithms of speculative decoding that use a head of the form that the trainer trains."""
 QUANTIZING = ("quantization", "modelopt_quant", "torchao_config")
 """SGLang options in /server_info that make the server quantize its weights."""
 
@@ -56,6 +58,8 @@ class ServerInfo:
     """True if each event of a stream repeats the whole reply so far."""
     counts_late: bool
     """True if penalties do not count exactly the tokens that a reply already has, or if the server may do so."""
+    has_draft: bool
+    """True for an SGLang server that guesses tokens with a draft head of its own."""
     weight_loaders: tuple[str, ...]
     """Functions with which the server may load weights, according to its start options."""
 
@@ -69,6 +73,12 @@ class ServerInfo:
             return (
                 f"quantization = {self.quantization!r}: what is published would be copied into quantized weights under "
                 f"the scales of others; start it without quantization, on the model in the trainer's dtype."
+            )
+        if self.has_draft and not self.has_sessions:
+            return (
+                f"SGLang {'.'.join(map(str, self.version))} decodes with a draft head, and takes weights for the head "
+                f"alone only from {'.'.join(map(str, SESSIONS_SINCE))} on; update it, or start it without "
+                f"--speculative-algorithm."
             )
         return shape_refusal(publication, replicas=self.replicas, stages=self.stages, nodes=self.nodes)
 
@@ -115,6 +125,7 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
         streams_whole=not (server.get("incremental_streaming_output") or server.get("stream_output")),
         counts_late=not server.get("embedded")
         and (not server.get("disable_overlap_schedule") or server.get("speculative_algorithm") is not None),
+        has_draft=not server.get("embedded") and server.get("speculative_algorithm") in WITH_HEAD,
         weight_loaders=tuple(map(str, server.get("custom_weight_loader") or ())),
     )
 

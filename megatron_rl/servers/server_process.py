@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl import life
-from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER
+from megatron_rl.api import SGLANG_DELTA_LOADER, SGLANG_FOLDER_LOADER, SGLANG_ROUND_LOADER
 from megatron_rl.config import DraftConfig, LoraConfig, RolloutConfig
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.start_up import python_path
@@ -108,14 +108,17 @@ class ServerLauncher:
     """Form in which the servers report the experts of tokens."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     """The draft head that the trainer publishes, if any."""
+    draft_folder: Path | None = None
+    """Folder with the head's config.json, which SGLang reads at its start."""
 
     def __post_init__(self) -> None:
         backend = self.config.backend
         self.backend = backend if backend != "auto" else "sglang" if has_cuda() else "embedded"
-        if self.draft.kind != "none" and self.backend == "sglang":
+        if self.draft.kind != "none" and self.backend == "sglang" and not has_cuda():
             raise ValueError(
-                "draft.kind = 'eagle': a run publishes its draft head to embedded servers only, and rollout.backend = "
-                "auto starts SGLang where CUDA is; leave it out, or set rollout.backend=embedded."
+                f"draft.kind = {self.draft.kind!r}: SGLang decodes with a draft head on a GPU. On a CPU it has no "
+                f"kernels for it without AMX, and takes the likeliest token whatever the temperature is; leave it "
+                f"out, or set rollout.backend=embedded."
             )
 
     @property
@@ -175,7 +178,9 @@ class ServerLauncher:
         command = [sys.executable, "-m", "megatron_rl.servers.sglang_launch", "--token-file", str(self.token_file)]
         command += ["--model-path", str(self.model_path), "--host", self.host, "--port", str(port)]
         command += self._shared_arguments()
-        command += ["--custom-weight-loader", SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER]
+        command += ["--custom-weight-loader", SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER, SGLANG_FOLDER_LOADER]
+        if self.draft.kind != "none":
+            command += self._sglang_draft_arguments()
         if self.lora is not None:
             command += ["--enable-lora", "--max-lora-rank", str(self.lora.rank), "--max-loras-per-batch", "2"]
             command += ["--lora-target-modules", *self.lora.targets]
@@ -185,6 +190,15 @@ class ServerLauncher:
         elif self.config.colocated:
             command.append("--enable-memory-saver")
         return command
+
+    def _sglang_draft_arguments(self) -> list[str]:
+        """Return SGLang's arguments for decoding with a head, as a chain of guesses. rollout.server_args come later."""
+        assert self.draft_folder is not None, "SGLang reads the head's config.json"
+        steps, width = str(self.draft.tokens), str(self.draft.tokens + 1)
+        arguments = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(self.draft_folder)]
+        arguments += ["--speculative-num-steps", steps, "--speculative-eagle-topk", "1"]
+        arguments += ["--speculative-num-draft-tokens", width]
+        return arguments + (["--speculative-draft-load-format", "dummy"] if self.dummy_weights else [])
 
     def _shared_arguments(self) -> list[str]:
         arguments = ["--dtype", self.dtype, "--weight-version", NO_WEIGHTS if self.dummy_weights or self.lora else "0"]

@@ -20,6 +20,7 @@ from megatron_rl.servers.client import ADAPTERS, ServerClient
 from megatron_rl.servers.event_loop import in_own_thread
 from megatron_rl.servers.pool import Fleet
 from megatron_rl.servers.server_http import CommandRefused
+from megatron_rl.servers.sglang_draft import for_models_of, is_of_draft, load_folder_into
 
 SIGN_OF_LIFE_S = 5.0
 
@@ -130,14 +131,19 @@ class ServerWeights(abc.ABC):
             for bucket in buckets
         ]
 
+        has_head = any(is_of_draft(part["names"]) for part in parts)
+
         async def load(server: ServerClient) -> None:
             timeout_s, info = self.config.start_timeout_s, server.info
-            if len(parts) > 1 and info is not None and SGLANG_ROUND_LOADER in info.weight_loaders:
+            # SGLang calls the loader for each model that it holds, and a round is received only once.
+            if len(parts) > 1 and not has_head and info is not None and SGLANG_ROUND_LOADER in info.weight_loaders:
                 body = {"load_format": SGLANG_ROUND_LOADER, "serialized_named_tensors": [pickled] * info.ranks}
+                body |= {"selector": "target"} if info.has_draft else {}
                 await server.command("/update_weights_from_tensor", body | update, timeout_s=timeout_s)
                 return
             takes_several = len(parts) > 1 and info is not None and info.is_embedded
             for body in [{"parts": parts}] if takes_several else parts:
+                body = for_models_of(server, body)
                 await server.command("/update_weights_from_distributed", body | update, timeout_s=timeout_s)
 
         return self._ask(load)
@@ -159,7 +165,8 @@ class ServerWeights(abc.ABC):
         async def load(server: ServerClient) -> None:
             told = buckets[server.url]
             if isinstance(told, list):  # SGLang: a pickle for each of its ranks, including names and shapes
-                body = update | {"serialized_named_tensors": told}
+                body = for_models_of(server, update | {"serialized_named_tensors": told, "names": names})
+                del body["names"]
             else:
                 body = update | {"shared_memory": told, "names": names, "dtypes": dtypes, "shapes": shapes}
             await server.command("/update_weights_from_tensor", body, timeout_s=self.config.start_timeout_s)
@@ -251,8 +258,10 @@ class ServerWeights(abc.ABC):
         return command
 
     def _folder_command(self, path: str | Path, version: int) -> Callable[[ServerClient], Awaitable[None]]:
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": False}
-        return self._command("/update_weights_from_disk", body, timeout_s=self.config.start_timeout_s)
+        async def load(server: ServerClient) -> None:
+            await load_folder_into(server, path, str(version), timeout_s=self.config.start_timeout_s)
+
+        return load
 
     async def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
         await self._fleet.on_all(self._command(endpoint, body, sessions_only=sessions_only))

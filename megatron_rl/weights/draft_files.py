@@ -14,15 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.api import DRAFT_FOLDER, DRAFT_PREFIX
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.hf_files import HFFolder, write_tensors
 
-FOLDER = "draft"
-PREFIX = "draft."
-"""Prefix of the tensors' names in a publication, which has the policy's tensors too."""
+FOLDER, PREFIX = DRAFT_FOLDER, DRAFT_PREFIX
 LAYER = "model.mtp_layers.0."
+SGLANG_CLASS = "MiMoMTP"
+"""SGLang's class of the head."""
+SGLANG_OWN = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+"""Modules of the head that are not its transformer layer's. SGLang keeps them outside that layer."""
 SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families of models that the embedded server runs. Others have no server that takes a draft head."""
+"""Families of models with which servers are known to take a draft head."""
 
 
 def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -58,8 +61,8 @@ def check_draft(arch: Architecture) -> None:
         )
     if arch.family not in SERVED:
         raise ValueError(
-            f"draft.kind = 'eagle': embedded servers are the only ones that take a draft head, and they run "
-            f"{', '.join(SERVED)}, not {arch.family}; set draft.kind=none."
+            f"draft.kind = 'eagle': servers take a draft head next to models of {', '.join(SERVED)}, not "
+            f"{arch.family}; set draft.kind=none."
         )
 
 
@@ -77,17 +80,37 @@ def read_draft(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
 
 def write_draft(folder: str | Path, tensors: Mapping[str, Tensor], arch: Architecture) -> None:
     """Write a head next to the model in `folder`. Raises OSError if a file cannot be written."""
+    write_draft_tensors(folder, tensors)
+    write_draft_config(folder, arch, str(next(iter(tensors.values())).dtype).removeprefix("torch."))
+
+
+def write_draft_tensors(folder: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write only the tensors of a head, for servers that have its config.json already."""
     target = Path(folder) / FOLDER
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target, ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()))
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+
+def write_draft_config(folder: str | Path, arch: Architecture, dtype: str) -> Path:
+    """Write only a head's config.json, for servers that get its tensors from the trainer. Return the head's folder."""
+    target = Path(folder) / FOLDER
+    target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(draft_config(arch, dtype), indent=2) + "\n", encoding="utf-8")
+    return target
+
+
+def name_in_sglang(name: str) -> str:
+    """Return SGLang's own name of a head's tensor, with or without PREFIX, in which q, k and v are not fused yet."""
+    before, found, rest = name.partition(LAYER)
+    if not found or before not in ("", PREFIX):
+        return name
+    return f"{before}model.{'' if rest.split('.')[0] in SGLANG_OWN else 'mtp_block.'}{rest}"
 
 
 def draft_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """Return the config.json with which SGLang reads the head's folder."""
     return {
-        "architectures": ["MiMoMTP"],
+        "architectures": [SGLANG_CLASS],
         "model_type": "qwen2",
         "num_hidden_layers": 1,
         "hidden_size": arch.hidden,

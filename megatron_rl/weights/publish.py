@@ -44,6 +44,7 @@ from megatron_rl.config import LoraConfig
 from megatron_rl.weights.adapter_rules import write_peft_folder
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.draft_files import PREFIX, write_draft_tensors
 from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.peft_config import PEFT_PREFIX
 from megatron_rl.weights.senders import ANSWERED, Sender, StageHeads
@@ -520,12 +521,19 @@ class GroupPublisher(WeightPublisher):
 
 
 def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Divide the stream into buckets of one dtype and at most `bucket_bytes`. A larger tensor gets its own bucket."""
+    """Divide the stream into buckets of one dtype and at most `bucket_bytes`. A larger tensor gets its own bucket.
+
+    A draft head's tensors are in other buckets than the policy's, because SGLang loads each bucket into one model.
+    """
     buckets: list[list[TensorSpec]] = []
     size = 0
+
     # One dtype per bucket, so that every tensor of a flat bucket begins at a multiple of its item size.
+    def kind(spec: TensorSpec) -> tuple[torch.dtype, bool]:
+        return spec.dtype, spec.name.startswith(PREFIX)
+
     for spec in specs:
-        if not buckets or size + spec.nbytes > bucket_bytes or spec.dtype != buckets[-1][0].dtype:
+        if not buckets or size + spec.nbytes > bucket_bytes or kind(spec) != kind(buckets[-1][0]):
             buckets.append([])
             size = 0
         buckets[-1].append(spec)
@@ -589,7 +597,8 @@ def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
 class DiskPublisher(WeightPublisher):
     """Writes a HF folder and has the servers load it. Servers are paused only while they load.
 
-    folder: where to write. Servers must be able to read it. It keeps the last version.
+    folder: where to write. Servers must be able to read it. It keeps the last version. A draft head is in the model's
+    subfolder, as in a saved model.
     carried: function that yields further tensors, which each version's folder has unchanged.
     """
 
@@ -625,8 +634,18 @@ class DiskPublisher(WeightPublisher):
         return self.receiver.load_folder(target, version)
 
     def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
-        target = self.folder / f"version-{version}"
-        write_hf_folder(target, tensors, model_folder=self.model_folder, dtype=dtype, carried=self.carried())
+        target, draft = self.folder / f"version-{version}", {}
+
+        def of_policy() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                if name.startswith(PREFIX):
+                    draft[name.removeprefix(PREFIX)] = tensor.to("cpu", dtype, copy=True)
+                else:
+                    yield name, tensor
+
+        write_hf_folder(target, of_policy(), model_folder=self.model_folder, dtype=dtype, carried=self.carried())
+        if draft:
+            write_draft_tensors(target, draft)
         return target
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_rl.api import ChecksumForm
 from megatron_rl.ops import HASH_TILE_BYTES, tile_hashes
+from megatron_rl.weights.draft_files import name_in_sglang
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's fused name -> its HF parts, in order."""
@@ -66,7 +67,8 @@ class SGLangChecksums:
         """Hash all tensors and slices that are now complete. Does not synchronise with a GPU; `of` does."""
         kept: list[tuple[str, list[Tensor]]] = []
         slices: list[tuple[int, int]] = []
-        for name, tensor in tensors:
+        for hf_name, tensor in tensors:
+            name = name_in_sglang(hf_name)
             if expert := EXPERT.fullmatch(name):
                 for piece in self._pieces_on_ranks(expert, tensor):
                     size = piece.part.nbytes

@@ -8,6 +8,9 @@ the model's own `load_weights` decides where numbers go. That method gets tensor
 copy into a weight is intercepted: differences are added, and new values are written only where a number changed.
 
 `load_round` receives buckets from several senders at the same time; SGLang's own loader takes one after the other.
+
+`load_folder` loads the tensors of a folder into a draft head alone. SGLang's own loader reads a folder into the policy
+and into the head.
 """
 
 from __future__ import annotations
@@ -16,15 +19,19 @@ import base64
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.weights.delta_code import INTEGERS, Run, decode, unpack
+from megatron_rl.weights.draft_files import PREFIX, SGLANG_CLASS
 from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 UNCHANGED = -1
@@ -60,6 +67,9 @@ def load_changes(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, part)
     runs, _ = unpack(torch.cat(parts).cpu().numpy().tobytes())
+    # SGLang calls this function for the policy and then for the draft head, if it has one.
+    is_draft = type(model).__name__ == SGLANG_CLASS
+    runs = [replace(run, name=run.name.removeprefix(PREFIX)) for run in runs if run.name.startswith(PREFIX) == is_draft]
     for is_added in (False, True):
         with _Merging(is_added):
             model.load_weights(_tensors_of_changes(runs, is_added, part.device))
@@ -102,6 +112,19 @@ def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     finally:
         for *_, broadcasts in arriving:
             broadcasts.clear()  # a traceback would keep them beyond their group, where gloo aborts or hangs
+
+
+def load_folder(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Load all tensors of a folder. named_tensors: the folder's path, and nothing.
+
+    SGLang calls it on every rank. Raises FileNotFoundError if the folder has no tensors.
+    """
+    ((folder, _),) = named_tensors
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: has no *.safetensors")
+    for file in files:
+        model.load_weights(iter(load_file(file).items()))
 
 
 class _Merging(TorchFunctionMode):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from megatron_rl.api import DRAFT_PREFIX
 from megatron_rl.weights.update_group import TensorSpec
 
 SHARED_FILES = Path("/dev/shm")
@@ -74,11 +75,16 @@ class SharedBucket:
         return {"gpu": str(torch.cuda.get_device_properties(device).uuid), "parts": coded}
 
     def pickled(self, specs: Sequence[TensorSpec]) -> str:
-        """Return an entry of `serialized_named_tensors` for one SGLang rank. Each entry serves one reader."""
+        """Return an entry of `serialized_named_tensors` for one SGLang rank. Each entry serves one reader.
+
+        A draft head's tensors have the names that SGLang's model of the head expects.
+        """
         metadata, start = [], 0
         for spec in specs:
             place = {"start_idx": start, "end_idx": start + spec.nbytes, "numel": spec.nbytes}
-            metadata.append(SimpleNamespace(name=spec.name, shape=spec.shape, dtype=spec.dtype, **place))
+            metadata.append(
+                SimpleNamespace(name=spec.name.removeprefix(DRAFT_PREFIX), shape=spec.shape, dtype=spec.dtype, **place)
+            )
             start += spec.nbytes
         written = io.BytesIO()
         _SharingPickler(written).dump({"flattened_tensor": self.flat[:start], "metadata": metadata})

@@ -74,7 +74,8 @@ def by_transformers(folder, batch):
     layer.embed_tokens.requires_grad_(False)
 
     def states_of(hidden, embedded):
-        inputs = fc(torch.cat([norms["hidden"](hidden), norms["token"](embedded)], -1))
+        following = embedded.index_fill(0, torch.tensor([0]), 0.0)  # none at position 0, as in SGLang's model
+        inputs = fc(torch.cat([norms["hidden"](hidden), norms["token"](following)], -1))
         return layer(inputs_embeds=inputs[None]).last_hidden_state[0]
 
     return by_autograd(policy, states_of, (layer, fc, norms), batch)

@@ -95,9 +95,8 @@ class DraftingDecoder(Decoder):
         self._draft(following, cache.states[rows, positions], positions, attend)
 
     def _draft(self, following: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = torch.cat(
-            [self._norm(states, self.hidden_norm), self._norm(self.embedding[following], self.token_norm)], -1
-        )
+        embedded = self.embedding[following].masked_fill((positions == 0)[:, None], 0.0)  # as in engine/draft_head.py
+        x = torch.cat([self._norm(states, self.hidden_norm), self._norm(embedded, self.token_norm)], -1)
         rotation = self.cos[positions], self.sin[positions]
         x, _ = self._layer(len(self.layers), self.draft_layer, linear(x, self.input_proj), rotation, attend)
         return self._norm(x, self.final_norm)

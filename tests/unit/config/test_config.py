@@ -592,8 +592,16 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
             "rollout.interruption = 'retract': must be abort with rollout.publication = adapters",
         ),
         (
-            ["draft.kind=eagle", "rollout.backend=sglang"],
-            "draft.kind = 'eagle': .* embedded servers only, .*leave it out, or set rollout.backend=embedded",
+            [
+                *(
+                    "draft.kind=eagle",
+                    "rollout.backend=sglang",
+                    "generation.frequency_penalty=0.5",
+                    "generation.top_k=64",
+                ),
+                *("rollout.server_args=[--disable-overlap-schedule]", "rollout.interruption=abort"),
+            ],
+            "draft.kind = 'eagle': SGLang counts tokens for penalties late .*or set rollout.backend=embedded",
         ),
         (
             ["draft.kind=eagle", "rollout.publication=adapters", "rollout.interruption=abort", "lora.rank=4"],
