@@ -47,8 +47,8 @@ from megatron_rl.rollout.groups import (
     sampled_reward,
     without_cut_off,
 )
-from megatron_rl.rollout.journal import NO_RECORDS, Records
-from megatron_rl.rollout.kept_replies import EpisodeRecord, check_sampling, continuing, request_name
+from megatron_rl.rollout.journal import NO_RECORDS, JournaledEpisode, Records
+from megatron_rl.rollout.kept_replies import check_sampling, continuing, request_name
 from megatron_rl.rollout.staleness import AdmissionGate
 from megatron_rl.rollout.workflow_form import begun, check_workflow, name_of
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, is_counted
@@ -528,7 +528,7 @@ class EpisodeEngine(Sampler):
     replies of its previous try.
     """
 
-    def __init__(self, executor: RolloutExecutor, episode: Episode, record: EpisodeRecord | None) -> None:
+    def __init__(self, executor: RolloutExecutor, episode: Episode, record: JournaledEpisode | None) -> None:
         """record: the episode's part of the journal; None without a journal."""
         self._executor, self._episode, self._record, self.steps = executor, episode, record, record
         self._attempt = Attempt()

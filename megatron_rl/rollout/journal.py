@@ -456,7 +456,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class JournaledEpisode:
-    """One episode's access to the journals of earlier processes and of this process; an EpisodeRecord.
+    """One episode's access to the journals of earlier processes and of this process.
 
     A reply is identified by its request: prompt tokens, options, sample, and a running count of identical requests. So
     each turn gets its own reply, in whatever order replies are completed. A turn whose prompt differs this time, for
@@ -468,6 +468,7 @@ class JournaledEpisode:
     journal: RolloutJournal
 
     def take_reply(self, name: str, version: int) -> LLMResponse | None:
+        """Return the reply journaled under `name`, once, if a trainer at `version` may still train on it."""
         return None if self.restored is None else self.restored.take_reply(self.data["sample_key"], name, version)
 
     def keep_reply(self, name: str, reply: LLMResponse) -> None:

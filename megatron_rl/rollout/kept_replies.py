@@ -6,9 +6,8 @@ import copy
 import hashlib
 import json
 from array import array
-from typing import Protocol
 
-from megatron_rl.api import KeptSteps, RequestRefused
+from megatron_rl.api import RequestRefused
 from megatron_rl.config import MOST_REPORTED, UNADJUSTED, GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse
 
@@ -50,18 +49,6 @@ class KeptReplies:
 
     def clear(self) -> None:
         self._replies.clear()
-
-
-class EpisodeRecord(KeptSteps, Protocol):
-    """One episode's part of the journal. It has entries of earlier processes, and this process adds more."""
-
-    def take_reply(self, name: str, version: int) -> LLMResponse | None:
-        """Return the reply journaled under `name`, if a trainer at `version` may still train on it.
-
-        Each reply is returned once only.
-        """
-
-    def keep_reply(self, name: str, reply: LLMResponse) -> None: ...
 
 
 def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) -> None:
