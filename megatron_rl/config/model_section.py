@@ -137,6 +137,9 @@ class DraftConfig(Section, name="draft"):
     tokens_per_pass: int = at_least(1, default=8, hint="the number that a pass reads in about the time of one")
     """Maximum number of tokens that a pass of the policy reads in an embedded server, guesses included. The more
     requests a server runs at once, the fewer tokens it guesses for each. SGLang always guesses `tokens`."""
+    depths: int = at_least(1, default=1, hint="1 trains the first guess alone")
+    """Number of consecutive guesses that the head learns. From the second on, it reads its own states instead of the
+    policy's, as when servers guess several tokens. Training costs a pass of the head for each."""
     lr: float = above(0, default=1e-3)
     """Constant learning rate of the head's own AdamW."""
 

@@ -25,7 +25,7 @@ _BY_SECTION: dict[str, dict[str, str]] = {
     "parallel": _PARALLEL,
     "optimizer": _OPTIMIZER,
     "lora": {START: "path", FIXED: "rank alpha targets"},
-    "draft": {TAKEN: "kind tokens tokens_per_pass lr"},
+    "draft": {TAKEN: "kind tokens tokens_per_pass depths lr"},
     "batch": {
         TAKEN: "prompts_per_step tokens_per_microbatch allow_longer_sequences share_prompts",
         SCHEDULED: "updates_per_step",

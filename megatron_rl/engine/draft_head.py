@@ -11,6 +11,7 @@ all ranks take the same step. So no layout splits the head, and it does not matt
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -43,7 +44,8 @@ CLIP_GRAD = 1.0
 class DraftRows(NamedTuple):
     """The rows from which a draft head learns in one microbatch, as int64 indices into the microbatch's rows.
 
-    The head's row r reads the state after token r and the token that follows it.
+    The head's row r reads the state after token r and the token that follows it. At depth d it reads its own state of
+    depth d - 1 and token r + d, and predicts token r + d + 1.
     """
 
     reads: Tensor
@@ -52,10 +54,12 @@ class DraftRows(NamedTuple):
     """Rows of each sequence."""
     learned: Tensor
     """`[n]`: indices in `reads` of the rows whose prediction counts."""
+    before: Tensor
+    """`[R]`: indices of these rows in the rows of the depth before; at depth 1 in the microbatch's rows."""
 
 
-def draft_rows(microbatch: MicroBatch, context: Axis) -> DraftRows:
-    """Choose the rows from which this context rank learns: those of every `context.size`-th sequence.
+def draft_rows(microbatch: MicroBatch, context: Axis, depths: int = 1) -> list[DraftRows]:
+    """Choose, for each depth, the rows from which this context rank learns: those of each `context.size`-th sequence.
 
     A row counts if the policy is trained on the token that it predicts. A sequence is read up to its last such row.
     """
@@ -69,7 +73,14 @@ def draft_rows(microbatch: MicroBatch, context: Axis) -> DraftRows:
             reads.append(torch.arange(begin, int(taught[-1])))
             lengths.append(len(reads[-1]))
     read = torch.cat(reads)
-    return DraftRows(read, lengths, trained[read + 1].nonzero()[:, 0])
+    found = [DraftRows(read, lengths, trained[read + 1].nonzero()[:, 0], read)]
+    for depth in range(2, depths + 1):  # the last row of each sequence has no further token to predict
+        before, starts = found[-1], [0, *itertools.accumulate(found[-1].lengths)]
+        parts = [torch.arange(start, stop - 1) for start, stop in itertools.pairwise(starts)]
+        kept = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+        read, lengths = before.reads[kept], [length - 1 for length in before.lengths if length > 1]
+        found.append(DraftRows(read, lengths, trained[read + depth].nonzero()[:, 0], kept))
+    return found
 
 
 class DraftHead:
@@ -108,9 +119,9 @@ class DraftHead:
             self.rope = Rope.of(arch)
         group = {"params": list(self.weights.values())}  # a rank may have none of them
         self.optimizer = torch.optim.AdamW([group], lr=config.lr, betas=BETAS, weight_decay=0.0)
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
-        """Loss, overlap with the policy's distribution, and number of predictions since the last step."""
-        self._seen = [0.0, 0.0, 0.0, 0.0]
+        self._sums = torch.zeros(config.depths, 3, dtype=torch.float64, device=device)
+        """By depth: loss, overlap with the policy's distribution, and number of predictions since the last step."""
+        self._seen, self._largest_norm = torch.zeros(config.depths, 3, dtype=torch.float64), 0.0
         """The same since the last call of `metrics`, and the largest gradient norm."""
 
     def states(self, hidden: Tensor, embedded: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
@@ -150,20 +161,25 @@ class DraftHead:
         hidden: the policy's states, as its head gets them. embedding: this tensor rank's part of the embedding, whose
         rows are those of `head.shard`.
         """
-        rows = draft_rows(microbatch, self.groups.context)
+        depths = draft_rows(microbatch, self.groups.context, self.config.depths)
         everything = torch.arange(microbatch.tokens)
-        reads, learned, tokens, everything = one_copy(
-            (rows.reads, rows.learned, microbatch.rows["input_ids"], everything), hidden.device
-        )
+        tokens, everything, there = one_copy((microbatch.rows["input_ids"], everything, depths), hidden.device)
         known = head.states(hidden.detach(), packed, everything).to(self.dtype)  # [T, H], on every context rank
-        if not (len(rows.learned) or self.splits_rows):
-            return
-        embedded = _embedded(tokens[reads + 1], embedding.detach(), head.shard).to(self.dtype)
-        with torch.enable_grad():
-            states = self.states(known[reads], embedded, microbatch.positions[rows.reads], rows.lengths)[learned]
-        sums, gradient = soft_cross_entropy(states.detach(), known[reads[learned] + 1], head.weight(), head.shard)
-        states.backward(gradient)
-        self._sums += sums
+        states, predicted, gradients = known, [], []
+        for depth, (rows, on_device) in enumerate(zip(depths, there, strict=True), 1):
+            if not (len(rows.reads) or self.splits_rows):
+                break
+            embedded = _embedded(tokens[on_device.reads + depth], embedding.detach(), head.shard).to(self.dtype)
+            positions = microbatch.positions[rows.reads] + depth - 1
+            with torch.enable_grad():
+                states = self.states(states[on_device.before], embedded, positions, rows.lengths)
+                predicted.append(states[on_device.learned])
+            taught = known[on_device.reads[on_device.learned] + depth]
+            sums, gradient = soft_cross_entropy(predicted[-1].detach(), taught, head.weight(), head.shard)
+            gradients.append(gradient)
+            self._sums[depth - 1] += sums
+        if predicted:
+            torch.autograd.backward(predicted, gradients)
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -174,7 +190,8 @@ class DraftHead:
         gradients, squares = self._summed_gradients()
         if self.groups.world_size > 1:
             dist.all_reduce(self._sums)
-        loss, overlap, count = (self._sums / self.groups.tensor.size).tolist()  # tensor ranks have the same rows
+        sums = (self._sums / self.groups.tensor.size).cpu()  # tensor ranks have the same rows
+        count = float(sums[:, 2].sum())
         norm = math.sqrt(squares) / max(count, 1.0)
         self._sums.zero_()
         is_applied = bool(count) and math.isfinite(norm)
@@ -183,8 +200,8 @@ class DraftHead:
             for weight, gradient in zip(self.weights.values(), gradients, strict=True):
                 weight.grad = gradient.mul_(scale)
             self.optimizer.step()
-            before = self._seen
-            self._seen = [before[0] + loss, before[1] + overlap, before[2] + count, max(before[3], norm)]
+            self._seen += sums
+            self._largest_norm = max(self._largest_norm, norm)
         self.optimizer.zero_grad()
         return is_applied
 
@@ -207,11 +224,18 @@ class DraftHead:
         """Return the head's metrics since the last call; {} if it has not learned. They are equal on all ranks.
 
         `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1.
+        That of the guess at depth d, if all before it are right, is `draft/acceptance_d`.
         """
-        (loss, overlap, count, norm), self._seen = self._seen, [0.0, 0.0, 0.0, 0.0]
-        if not count:
-            return {}
-        return {"draft/loss": loss / count, "draft/acceptance": overlap / count, "draft/grad_norm": norm}
+        found: dict[str, float] = {}
+        for depth, (loss, overlap, count) in enumerate(self._seen.tolist(), 1):
+            if count:
+                behind = "" if depth == 1 else f"_{depth}"
+                found |= {f"draft/loss{behind}": loss / count, f"draft/acceptance{behind}": overlap / count}
+        if found:
+            found["draft/grad_norm"] = self._largest_norm
+        self._seen.zero_()
+        self._largest_norm = 0.0
+        return found
 
     def tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield the head's tensors in the policy's dtype, on every rank."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
@@ -139,6 +139,8 @@ class MTPHead(DraftHead):
         hidden, embedded = (F.pad(rows, (0, 0, 0, total - count)) for rows in (hidden, embedded))
         if split == 1:
             return self.layer(hidden, embedded, packed)[:count]
+        # Each tensor rank has the gradient of the rows that it reads, and another rank may have computed these.
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor.group)
         own = slice(tensor.rank * total // split, (tensor.rank + 1) * total // split)
         states = self.layer(hidden[own], embedded[own], packed)
         # Every tensor rank computes the same loss of all rows.

@@ -1,5 +1,7 @@
 """Engines that train a draft head of either kind, and the head's loss by plain autograd."""
 
+from dataclasses import replace
+
 import torch
 from gathered import relative_error
 
@@ -12,6 +14,9 @@ from tests.kit.models import LAYOUTS, make_batch, make_engine, share_of
 SFT = LogprobLoss(supervised)
 UPDATES = 3
 EAGLE, MTP = (DraftConfig(kind=kind, lr=3e-3) for kind in ("eagle", "mtp"))
+
+
+DEEP_EAGLE, DEEP_MTP = (replace(draft, depths=3) for draft in (EAGLE, MTP))
 
 
 def copied(stream):
@@ -56,30 +61,36 @@ def assert_same_policy(found, expected):
         assert torch.equal(found["policy"][name], tensor), name
 
 
-def by_autograd(policy, states_of, modules, batch):
-    """Metrics of a head's first update: its loss, acceptance and gradient norm.
+def by_autograd(policy, states_of, modules, batch, depths=1):
+    """Metrics of a head's first update: its losses, acceptances and gradient norm.
 
     policy: transformers' model. states_of: from states and embeddings `[R, H]` to the head's states. modules: those
     with the head's weights.
     """
-    loss, overlap, count = 0.0, 0.0, 0
+    losses, overlaps, counts = [0.0] * depths, [0.0] * depths, [0] * depths
     for ids, mask in zip(
         *(batch[name].split(batch.lengths.tolist()) for name in ("input_ids", "loss_mask")), strict=True
     ):
-        if len(ids) < 3:
-            continue
         with torch.no_grad():
-            hidden = policy.model(ids[None].long()).last_hidden_state[0]
-            taught = policy.lm_head(hidden).softmax(-1)
+            states = policy.model(ids[None].long()).last_hidden_state[0]
+            taught = policy.lm_head(states).softmax(-1)
             embedded = policy.model.embed_tokens(ids.long())
-        states = states_of(hidden[:-1], embedded[1:])
-        log_q = torch.nn.functional.linear(states, policy.lm_head.weight.detach()).log_softmax(-1)
-        for row in range(len(ids) - 2):
-            if mask[row + 2]:
-                loss = loss - (taught[row + 1] * log_q[row]).sum()
-                overlap += torch.minimum(taught[row + 1], log_q[row].exp()).sum().item()
-                count += 1
-    (loss / count).backward()
+        for depth in range(depths):
+            if len(ids) < depth + 3:
+                break
+            # Row r has read tokens up to r + depth, and now reads the next one.
+            states = states_of(states[: len(ids) - 1 - depth], embedded[1 + depth :])
+            log_q = torch.nn.functional.linear(states, policy.lm_head.weight.detach()).log_softmax(-1)
+            for row in range(len(ids) - 2 - depth):
+                if mask[row + 2 + depth]:
+                    p = taught[row + 1 + depth]
+                    losses[depth] = losses[depth] - (p * log_q[row]).sum()
+                    overlaps[depth] += torch.minimum(p, log_q[row].exp()).sum().item()
+                    counts[depth] += 1
+    (sum(losses) / sum(counts)).backward()
     parts = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
-    norm = torch.cat([part.flatten() for part in parts]).norm()
-    return {"draft/loss": loss.item() / count, "draft/acceptance": overlap / count, "draft/grad_norm": norm.item()}
+    found = {"draft/grad_norm": torch.cat([part.flatten() for part in parts]).norm().item()}
+    for depth, (loss, overlap, count) in enumerate(zip(losses, overlaps, counts, strict=True), 1):
+        behind = "" if depth == 1 else f"_{depth}"
+        found |= {f"draft/loss{behind}": loss.item() / count, f"draft/acceptance{behind}": overlap / count}
+    return found

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drafted import EAGLE, SFT, assert_alike, assert_same_policy, by_autograd, copied, train
+from drafted import DEEP_EAGLE, EAGLE, SFT, assert_alike, assert_same_policy, by_autograd, copied, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Model
 
@@ -58,7 +58,7 @@ def test_the_policy_is_the_same_to_the_bit_with_and_without_a_head(alone, family
     assert any(not torch.equal(found["first"][name], tensor) for name, tensor in found["draft"].items())
 
 
-def by_transformers(folder, batch):
+def by_transformers(folder, batch, depths=1):
     """Loss, acceptance and gradient norm of a head, by float64 autograd over transformers' models."""
     policy = AutoModelForCausalLM.from_pretrained(folder).double()
     layer = Qwen2Model(Qwen2Config.from_pretrained(folder / "draft")).double()
@@ -78,7 +78,7 @@ def by_transformers(folder, batch):
         inputs = fc(torch.cat([norms["hidden"](hidden), norms["token"](following)], -1))
         return layer(inputs_embeds=inputs[None]).last_hidden_state[0]
 
-    return by_autograd(policy, states_of, (layer, fc, norms), batch)
+    return by_autograd(policy, states_of, (layer, fc, norms), batch, depths)
 
 
 @pytest.mark.parametrize("make", [make_batch, make_groups], ids=["sequences", "trees"])
@@ -87,6 +87,26 @@ def test_loss_and_gradient_are_those_of_transformers_layer(models, alone, family
     first, *_, last = alone[family, "eagle", make]["metrics"]
     assert first == pytest.approx(by_transformers(models / family, make()), rel=1e-4)
     assert last["draft/loss"] < first["draft/loss"]
+
+
+@pytest.fixture(scope="module")
+def deep(models):
+    """What one process makes of a head that learns three consecutive guesses."""
+    return run_ranks(1, train, models / TIED, "1", DEEP_EAGLE, make_groups)[0]
+
+
+def test_consecutive_guesses_are_learned_from_the_heads_own_states(models, alone, deep):
+    assert_same_policy(deep, alone[TIED, "none", make_groups])
+    first, *_, last = deep["metrics"]
+    assert first == pytest.approx(by_transformers(models / TIED, make_groups(), depths=3), rel=1e-4)
+    assert first["draft/loss"] == alone[TIED, "eagle", make_groups]["metrics"][0]["draft/loss"]
+    assert all(last[f"draft/loss{behind}"] < first[f"draft/loss{behind}"] for behind in ("", "_2", "_3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["cp2", *(pytest.param(it, marks=pytest.mark.thorough) for it in ("tp2_sp", "pp2"))])
+def test_consecutive_guesses_of_every_layout_are_those_of_one_process(models, deep, layout):
+    assert_alike(run_ranks(2, train, models / TIED, layout, DEEP_EAGLE, make_groups)[0], deep)
 
 
 # The smallest layout that can break each axis; a head of one process in the others.
@@ -147,11 +167,15 @@ def test_rows_are_those_whose_prediction_the_policy_is_trained_on():
     tokens = {"input_ids": torch.arange(10), "loss_mask": mask, "versions": mask.long() - 1, "logprobs": -1.0 * mask}
     batch = TrajectoryBatch(tokens, {"rewards": torch.zeros(3)}, torch.tensor([0, 6, 7, 10]))
     microbatch = to_microbatch(batch, [0, 1, 2], final_rows=False)
-    rows = draft_rows(microbatch, Axis(None, 1, 0))
+    rows, second, third = draft_rows(microbatch, Axis(None, 1, 0), depths=3)
     # The head predicts C after (a, b), D after (b, C), not e, F after (D, e), and J after (h, I).
     assert rows.reads.tolist() == [0, 1, 2, 3, 7] and rows.lengths == [4, 1]
     assert rows.learned.tolist() == [0, 1, 3, 4]
-    halves = [draft_rows(microbatch, Axis(None, 2, rank)) for rank in (0, 1)]
+    # The second guess is D after (a, b, C), not e, F after (C, D, e), and nothing in the short sequence.
+    assert second.reads.tolist() == second.before.tolist() == [0, 1, 2] and second.lengths == [3]
+    assert second.learned.tolist() == [0, 2]
+    assert third.reads.tolist() == [0, 1] and third.learned.tolist() == [1], "F after (b, C, D, e)"
+    halves = [draft_rows(microbatch, Axis(None, 2, rank))[0] for rank in (0, 1)]
     assert [half.reads.tolist() for half in halves] == [[0, 1, 2, 3, 7], []], "the first and third, and the second"
     assert halves[1].lengths == [] and not len(halves[1].learned)
 

@@ -5,7 +5,7 @@ import logging.handlers
 
 import pytest
 import torch
-from drafted import EAGLE, MTP, SFT, UPDATES, assert_alike, assert_same_policy, by_autograd, head_of, train
+from drafted import DEEP_MTP, EAGLE, MTP, SFT, UPDATES, assert_alike, assert_same_policy, by_autograd, head_of, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -117,7 +117,7 @@ def test_the_policy_is_the_same_to_the_bit_with_and_without_the_layer(alone, fam
     assert set(changed) == found["draft"].keys() - fixed
 
 
-def by_transformers(folder, batch):
+def by_transformers(folder, batch, depths=1):
     """Metrics of the first update, by float64 autograd over transformers' layer of the same kind."""
     policy = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").double()
     arch, config = read_architecture(folder), json.loads((folder / "config.json").read_text())
@@ -145,7 +145,7 @@ def by_transformers(folder, batch):
         both = torch.cat([norm(embedded, "token_norm"), norm(hidden, "hidden_norm")], -1)
         return layer(inputs_embeds=(both @ parts["input_proj"].T)[None]).last_hidden_state[0]
 
-    return by_autograd(policy, states_of, (layer, parts), batch)
+    return by_autograd(policy, states_of, (layer, parts), batch, depths)
 
 
 @pytest.mark.parametrize("make", [make_batch, make_groups], ids=["sequences", "trees"])
@@ -183,6 +183,35 @@ def test_the_layer_of_every_layout_is_that_of_one_process(models, alone, layout)
         for other in last:
             if one["place"] == other["place"]:
                 assert all(torch.equal(other["own"][name], tensor) for name, tensor in one["own"].items())
+
+
+@pytest.fixture(scope="module")
+def deep(models):
+    """What one process makes of a layer that learns three consecutive guesses."""
+    return run_ranks(1, train, models / "glm4_moe", "1", DEEP_MTP, make_groups)[0]
+
+
+def test_consecutive_guesses_are_learned_from_the_layers_own_states(models, alone, deep):
+    assert_same_policy(deep, alone("glm4_moe", DraftConfig(), make_groups))
+    first, *_, last = deep["metrics"]
+    assert first == pytest.approx(by_transformers(models / "glm4_moe", make_groups(), depths=3), rel=1e-4)
+    assert all(last[f"draft/loss{behind}"] < first[f"draft/loss{behind}"] for behind in ("", "_2", "_3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", ["tp2_sp", *(pytest.param(it, marks=pytest.mark.thorough) for it in ("cp2_ep2", "pp2", "tp2_ep2"))]
+)
+def test_consecutive_guesses_of_every_layout_are_those_of_one_process(models, deep, layout):
+    assert_alike(run_ranks(2, train, models / "glm4_moe", layout, DEEP_MTP, make_groups)[0], deep)
+
+
+@pytest.mark.thorough
+def test_consecutive_guesses_do_not_need_sequence_parallelism(models):
+    alone, found = (
+        run_ranks(LAYOUTS[layout][0], train, models / "qwen3_5", layout, DEEP_MTP)[0] for layout in ("1", "tp2")
+    )
+    assert_alike(found, alone)
 
 
 def train_bfloat16(folder):

@@ -64,8 +64,8 @@ def draft_pass_bytes(
     cast = itemsize * draft_parameters(arch, engine, parallel.pipeline - 1).total  # weights, or their gradients
     layer, config = _layer(arch, engine)
     kept, _ = Activations(layer, config, megatron, uses_kernel=itemsize == 2).of_stage(0, round(own), 1)
-    # The states of all rows, twice; of its own rows the states, embeddings, layer's input and gradients.
-    return 2 * rows * width + 6 * own * width + kept + logits + cast
+    # The states of all rows, twice; at each depth, of its own rows the states, embeddings, layer's input and gradients.
+    return 2 * rows * width + engine.draft.depths * (6 * own * width + kept) + logits + cast
 
 
 def draft_flops_of_row(arch: Architecture, engine: EngineConfig, keys: float) -> float:

@@ -153,14 +153,14 @@ def draft_seconds(model: Model, rows: float, labels: float, keys: float, device:
     if engine.draft.kind == "none":
         return 0.0
     is_recomputed = engine.draft.kind == "mtp" and model.megatron.get("recompute_granularity") == "full"
-    flops = (PASSES + is_recomputed) * rows * draft_flops_of_row(arch, engine, keys) + PASSES * labels * head_flops(
-        model
-    )
+    layer = (PASSES + is_recomputed) * rows * draft_flops_of_row(arch, engine, keys)
+    flops = engine.draft.depths * (layer + PASSES * labels * head_flops(model))
     parallel = engine.parallel
     width = arch.hidden / (1 if engine.draft.kind == "eagle" else parallel.tensor)
     efficiency = product_efficiency(rows / parallel.context, width)
     seconds = flops / (efficiency * parallel.tensor * parallel.context * device.flops(engine.model.dtype))
-    return seconds + PASSES * (devices.LAYER_S + devices.MIXTURE_S * (arch.mixture is not None))
+    fixed = devices.LAYER_S + devices.MIXTURE_S * (arch.mixture is not None)
+    return seconds + engine.draft.depths * PASSES * fixed
 
 
 def with_bubble(model: Model, microbatches: float) -> float:

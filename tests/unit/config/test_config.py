@@ -41,7 +41,7 @@ OUR_KEYS = {
         "megatron",
     ],
     "lora": ["rank", "alpha", "targets", "path"],
-    "draft": ["kind", "tokens", "tokens_per_pass", "lr"],
+    "draft": ["kind", "tokens", "tokens_per_pass", "depths", "lr"],
     "batch": [
         "prompts_per_step",
         "updates_per_step",
@@ -559,6 +559,7 @@ def test_reward_model_has_a_folder_and_a_layout_of_its_own(load):
         ("draft.kind=medusa", "draft.kind = 'medusa': must be none, eagle or mtp"),
         ("draft.tokens=0", "draft.tokens = 0: must be at least 1"),
         ("draft.tokens_per_pass=0", "draft.tokens_per_pass = 0: must be at least 1"),
+        ("draft.depths=0", "draft.depths = 0: must be at least 1; 1 trains the first guess alone"),
         ("draft.lr=0", "draft.lr = 0.0: must be above 0"),
         ("run.evaluate_every_steps=-1", "run.evaluate_every_steps = -1: must be at least 0"),
         ("run.save_every_steps=-1", "run.save_every_steps = -1: must be at least 0"),

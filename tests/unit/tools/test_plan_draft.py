@@ -96,6 +96,12 @@ def test_a_plan_has_the_heads_parameters_memory_and_time(kind, model):
     assert after.update["draft head's pass"] > 0 and after.peak > before.peak
     assert drafting.work["updates"].seconds > plain.work["updates"].seconds
     assert drafting.work["optimizer"].seconds > plain.work["optimizer"].seconds
+    draft = DraftConfig(kind=kind, depths=3)
+    deep = plans_of(replace(config, draft=draft), tokens, cluster)[0]
+    more, once = (plan.work["updates"].seconds - plain.work["updates"].seconds for plan in (deep, drafting))
+    assert more == pytest.approx(3 * once)
+    assert deep.trainer.by_model["policy"].states == after.states
+    assert deep.trainer.by_model["policy"].update["draft head's pass"] > after.update["draft head's pass"]
     assert drafting.work["passes before"].seconds == plain.work["passes before"].seconds
     count = draft_parameters(arch, own, 0, ParallelConfig()).total
     assert as_dict(drafting)["model"]["draft_parameters"] == count and as_dict(plain)["model"]["draft_parameters"] == 0
