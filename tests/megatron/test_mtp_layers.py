@@ -374,6 +374,29 @@ def test_a_checkpoint_of_the_layer_resumes_in_any_layout(models, tmp_path):
             torch.testing.assert_close(continued[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def save_adapters(folder, target):
+    def engine_with_adapters():
+        return make_engine(folder, LAYOUTS["1"][1], draft=MTP, lora=LoraConfig(rank=2))
+
+    engine = engine_with_adapters()
+    engine.train().train_batch(make_batch(), SFT)
+    engine.save(target / "checkpoint", with_optimizer=True)
+    engine.save(target / "exported")
+    other = engine_with_adapters()
+    other.load(target / "checkpoint", with_optimizer=True)
+    return head_of(engine), head_of(other)
+
+
+@pytest.mark.thorough
+def test_the_layer_goes_along_with_adapters(models, tmp_path):
+    saved, resumed = run_ranks(1, save_adapters, models / "glm4_moe", tmp_path)[0]
+    assert_equal(resumed, saved)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert_equal({name: exported[name] for name in saved}, saved)
+    assert exported.keys() == load_file(models / "glm4_moe" / "model.safetensors").keys()
+    assert (tmp_path / "exported" / "adapter" / "adapter_config.json").is_file()
+
+
 class OneDisk:
     """What a publication to a disk asks of servers, of which there are none: it notes the folder."""
 
