@@ -1,15 +1,20 @@
-"""A whole run trains and publishes a draft head: the same replies and rewards as without it, in fewer passes."""
+"""A whole run trains and publishes a draft head: the same replies and rewards as without it, in fewer passes. Another
+trains a model's own multi-token-prediction layer."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.draft_files import shapes_for
-from tests.kit.runs import COUNT, COUNT_MODEL, UNTAUGHT, steps_of, train_forked
+from tests.kit.models import make_model
+from tests.kit.mtp import add_mtp_layer
+from tests.kit.runs import COUNT, COUNT_MODEL, ROOT, UNTAUGHT, steps_of, train_forked
 
 pytestmark = pytest.mark.slow
 
@@ -78,3 +83,29 @@ def test_a_head_is_published_by_every_transport_and_from_every_layout(tied, tmp_
     assert [step["publish/verified_tensors"] for step in steps] == [own + HEAD] * 3
     assert steps[-1]["draft/loss"] < steps[0]["draft/loss"]
     assert all(step["mismatch/mean"] < 1e-4 for step in steps)
+
+
+@pytest.fixture(scope="module")
+def with_layer(tmp_path_factory):
+    """A model of random weights with a multi-token-prediction layer, which reads the tokens of the count task."""
+    folder = tmp_path_factory.mktemp("mtp")
+    make_model("glm4_moe", folder, layers=2, vocab_size=48)
+    layer = add_mtp_layer(folder)
+    for path in Path(COUNT_MODEL).glob("*token*"):
+        shutil.copy(path, folder)
+    return folder, layer
+
+
+def test_a_models_own_layer_learns_on_data_and_is_saved_with_it(with_layer, tmp_path):
+    folder, layer = with_layer
+    # The policy hardly moves, so the layer can catch up.
+    options = ("optimizer.lr=1e-5", "run.steps=8", "run.evaluate_every_steps=0", "draft.kind=mtp", "draft.lr=4e-3")
+    model = (f"model.path={folder}", "model.init=hf", f"run.folder={tmp_path}/run")
+    train_forked(str(ROOT / "configs/count_sft.yaml"), *model, *options)
+    steps = steps_of(tmp_path / "run")
+    assert steps[-1]["draft/acceptance"] > steps[0]["draft/acceptance"]
+    found = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert layer.keys() <= found.keys()
+    changed = [name for name, tensor in layer.items() if not torch.equal(found[name], tensor)]
+    assert set(changed) >= {name for name in layer if name.endswith(("eh_proj.weight", "o_proj.weight"))}
+    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["num_nextn_predict_layers"] == 1
