@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
-from megatron_rl.servers.generate import adjusting_of
+from megatron_rl.servers.request_rules import adjusting_of
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.support import ADJUSTMENT, COLUMN, NO_TOKEN, check_complete
 from megatron_rl.types import LLMRequest, Trajectory, TrajectoryBatch
