@@ -21,6 +21,7 @@ INSTALL_REQUIRES = [
     "aiohttp>=3.10",
     "cloudpickle>=3",
     "einops>=0.8",
+    "httptools>=0.6.1",
     "numpy",
     "omegaconf>=2.3",
     "orjson>=3.10",

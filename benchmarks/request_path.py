@@ -103,26 +103,27 @@ class Origins:
 
 def run_rollout() -> None:
     """Be the rollout process, and write its part at the first request for a reply."""
-    import aiohttp
     import uvloop
 
+    from megatron_rl.servers.http_connections import Connections
+
     origins, out = Origins(), Path(os.environ[OUT])
-    make_loop, request = uvloop.new_event_loop, aiohttp.ClientSession.request
+    make_loop, send = uvloop.new_event_loop, Connections.send
 
     def new_event_loop() -> asyncio.AbstractEventLoop:
         loop = make_loop()
         origins.watch(loop)
         return loop
 
-    def noted(session: aiohttp.ClientSession, method: str, url: Any, **options: Any) -> Any:
-        if str(url).endswith("/generate") and not out.exists():
+    def noted(connections: Any, exchange: Any, origin: Any, method: str, path: str, *rest: Any) -> None:
+        if path.endswith("/generate") and not out.exists():
             steps = origins.here()
             if any(name.endswith("prepare_batch") for _, name in steps):  # and not an evaluation's
                 out.write_text(json.dumps(steps))
-        return request(session, method, url, **options)
+        send(connections, exchange, origin, method, path, *rest)
 
     uvloop.new_event_loop = new_event_loop
-    aiohttp.ClientSession.request = noted
+    Connections.send = noted  # type: ignore[method-assign]
     runpy.run_module("megatron_rl.rollout", run_name="__main__")
 
 

@@ -71,6 +71,7 @@ ONLY_IN: dict[str, set[str]] = {
     "megatron": {"engine", "parallel", "platform", "tools"},
     "transformer_engine": {"engine", "parallel", "platform", "tools"},
     "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "training_server", "workflows"},
+    "httptools": {"servers"},
     "requests": set(),
     "sglang": {"servers"},
 }

@@ -38,7 +38,7 @@ def expected(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-@pytest.mark.parametrize("package", ["torch", "aiohttp", "orjson", "uvloop"])
+@pytest.mark.parametrize("package", ["torch", "aiohttp", "httptools", "orjson", "uvloop"])
 def test_a_package_that_reads_what_the_network_sends_has_one_version(package, python):
     assert re.fullmatch(r"[0-9.]+", pinned(python)[package])
 

@@ -7,17 +7,18 @@ Another worker takes its place (worker_pool.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import orjson
 
 from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.import_path import refuse_while_importing
+from megatron_rl.rewards.call_queue import CallQueue
 from megatron_rl.rewards.faults import as_score
-from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
+from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
 from megatron_rl.telemetry import stats_tracker
 
 SYNCHRONOUS_S = 60.0
@@ -102,6 +103,7 @@ class RewardService:
             memory_bytes=WORKER_MEMORY_BYTES,
             stacks=stacks,
         )
+        self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, CallQueue] = WeakKeyDictionary()
         self.show_stacks, self.close = self.pool.show_stacks, self.pool.close
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> list[Score]:
@@ -109,13 +111,18 @@ class RewardService:
 
         RewardTimeout after `timeout_s`, RewardLost if the worker died, RewardFailed if a reward raised.
         """
-        frame = self.pool.frame(arguments)
-        with self._deaths():
-            worker = await self.pool.acquire()
-        with self._given_back(worker, timeout_s):
-            async with asyncio.timeout(timeout_s):
-                content = await worker.ask(frame)
-        return self._scores(content)
+        frame, loop = self.pool.frame(arguments), asyncio.get_running_loop()
+        if (queue := self._queues.get(loop)) is None:
+            queue = self._queues[loop] = CallQueue(self.pool)
+        try:
+            content = await queue.ask(frame, timeout_s)
+        except WorkerDied as error:
+            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
+        except TimeoutError as error:
+            raise self._late(timeout_s) from error
+        scores = self._scores(content)
+        queue.note(sum(score.seconds for score in scores))
+        return scores
 
     def call_now(self, arguments: dict[str, Any], timeout_s: float = SYNCHRONOUS_S) -> list[Score]:
         """Compute like `call`, but blocking. This works with or without a running event loop.
@@ -123,36 +130,28 @@ class RewardService:
         It does not wait for a free worker: if all are busy, it starts one above the limit.
         """
         frame = self.pool.frame(arguments)
-        with self._deaths():
-            worker = self.pool.acquire_now()
-        with self._given_back(worker, timeout_s):
-            content = worker.ask_now(frame, timeout_s)
-        return self._scores(content)
-
-    @contextmanager
-    def _deaths(self) -> Iterator[None]:
-        try:
-            yield
-        except WorkerDied as error:
-            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
-
-    @contextmanager
-    def _given_back(self, worker: Worker, timeout_s: float) -> Iterator[None]:
-        """Release the worker if it answered; discard it otherwise."""
         is_whole = False
         try:
-            yield
-            is_whole = True
+            worker = self.pool.acquire_now()
+        except WorkerDied as error:
+            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
+        try:
+            content = worker.ask_now(frame, timeout_s)
+            is_whole = worker.is_silent
         except TimeoutError as error:
-            raise RewardTimeout(
-                f"reward {', '.join(self.names)}: no reward within {timeout_s:g} s, and its worker was killed. Make it "
-                f"faster, or raise the workflow's reward_timeout_s."
-            ) from error
+            raise self._late(timeout_s) from error
         except WorkerDied as error:
             raise RewardLost(f"reward {', '.join(self.names)}: {self.pool.died()}") from error
         finally:
-            # Also after a cancellation: its late answer would be taken for the next caller's.
+            # Also after an interrupt: its late answer would be taken for the next caller's.
             self.pool.release(worker) if is_whole else self.pool.discard(worker)
+        return self._scores(content)
+
+    def _late(self, timeout_s: float) -> RewardTimeout:
+        return RewardTimeout(
+            f"reward {', '.join(self.names)}: no reward within {timeout_s:g} s, and its worker was killed. Make it "
+            f"faster, or raise the workflow's reward_timeout_s."
+        )
 
     def _scores(self, content: bytes) -> list[Score]:
         """Parse and validate a worker's answer, whose form is not trusted."""

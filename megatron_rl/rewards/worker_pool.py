@@ -20,9 +20,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_rl.launch.start_up import python_path
 from megatron_rl.rewards.worker import LENGTH, Setup
@@ -35,6 +34,8 @@ STOP_S = 5.0
 MOST_QUICK_DEATHS, QUICK_S = 3, 60.0
 """A forking process that dies within QUICK_S is replaced at most MOST_QUICK_DEATHS times in a row."""
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 256 << 20, 1 << 20
+RECEIVED_BYTES = 1 << 16
+"""Maximum bytes of one read, enough for many small answers."""
 
 
 class WorkerDied(RuntimeError):
@@ -75,7 +76,7 @@ class WorkerPool:
             folder=tempfile.mkdtemp(prefix=f"{kind}-"),
             memory_bytes=memory_bytes,
         )
-        self._workers, self._stacks = workers, stacks
+        self.most, self._stacks = workers, stacks
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
         self._waiting: deque[tuple[int, asyncio.Future[Worker | None]]] = deque()
@@ -159,17 +160,31 @@ class WorkerPool:
 
         log: file to which a newly started worker's output is appended, up to worker.MOST_PRINTED_BYTES.
         """
+        return await self.started(self.reserve(), log)
+
+    def reserve(self) -> Place:
+        """Take an idle worker, room for one, or a place in the line for either. `started` or `give_up` follows."""
         self._revive()
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            waiter: asyncio.Future[Worker | None] | None = None
-            if self._count < self._workers:
+            if self._count < self.most:
                 self._count += 1
-            else:
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiting.append((threading.get_ident(), waiter))
-        worker = await self._wait(waiter) if waiter is not None else None
+                return None
+            waiter: asyncio.Future[Worker | None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((threading.get_ident(), waiter))
+            return waiter
+
+    def give_up(self, place: Place) -> None:
+        """Leave what `reserve` has taken to others."""
+        if not isinstance(place, asyncio.Future):
+            self.release(place)
+        elif not place.cancel() and not place.cancelled():
+            self.release(place.result())
+
+    async def started(self, place: Place, log: str = "") -> Worker:
+        """Return the worker at a place that was reserved, starting it if needed. As `acquire`."""
+        worker = await self._wait(place) if isinstance(place, asyncio.Future) else place
         if worker is not None:
             return worker
         worker = self._new_worker(log)
@@ -186,6 +201,11 @@ class WorkerPool:
             raise
         worker.is_ready = True
         return worker
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if a call waits for a worker."""
+        return bool(self._waiting)
 
     def acquire_now(self) -> Worker:
         """Return an idle worker without waiting. If all are busy, start one above the limit."""
@@ -233,7 +253,7 @@ class WorkerPool:
             if worker is not None and worker.control is not self._control:  # died with the process that forked it
                 worker.socket.close()
                 worker = None
-            if self._count > self._workers and worker is None:  # the slot of one above the limit
+            if self._count > self.most and worker is None:  # the slot of one above the limit
                 self._count -= 1
                 return
             while self._waiting:
@@ -245,7 +265,7 @@ class WorkerPool:
                     if not waiter.done():
                         waiter.set_result(worker)
                         return
-            if worker is not None and self._count <= self._workers:
+            if worker is not None and self._count <= self.most:
                 self._idle.append(worker)
                 return
             self._count -= worker is None
@@ -291,21 +311,50 @@ class Worker:
         """control: socket of the process that forks and kills the worker."""
         self.number, self.socket, self.control, self.is_ready = number, end, control, False
         end.setblocking(False)
+        self._received = bytearray()
+        """Bytes of answers that nobody has taken yet."""
 
     async def ask(self, frame: bytes) -> bytes:
         """Send a frame and return the content of the answer."""
+        await self.send(frame)
+        return await self.hear()
+
+    async def send(self, frames: bytes) -> None:
+        """Send one frame or several, which together fit into the socket's buffer if they are several."""
         try:
-            await asyncio.get_running_loop().sock_sendall(self.socket, frame)
+            await asyncio.get_running_loop().sock_sendall(self.socket, frames)
         except OSError as error:
             raise WorkerDied from error
-        return await self.hear()
 
     async def hear(self) -> bytes:
         """Return the content of the next frame."""
-        loop, frame = asyncio.get_running_loop(), bytearray()
-        while (missing := missing_bytes(frame)) > 0:
-            frame += await received(loop.sock_recv(self.socket, missing))
-        return bytes(frame[LENGTH.size :])
+        while (content := self.heard()) is None:
+            await self.receive()
+        return content
+
+    def heard(self) -> bytes | None:
+        """Return the content of the next frame that was received as a whole, or None."""
+        if missing_bytes(self._received) > 0:
+            return None
+        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        content = bytes(self._received[LENGTH.size : end])
+        del self._received[:end]
+        return content
+
+    async def receive(self) -> None:
+        """Wait for the next bytes of an answer."""
+        try:
+            part = await asyncio.get_running_loop().sock_recv(self.socket, RECEIVED_BYTES)
+        except OSError as error:
+            raise WorkerDied from error
+        if not part:
+            raise WorkerDied
+        self._received += part
+
+    @property
+    def is_silent(self) -> bool:
+        """False if the worker has sent more than it was asked for. It can then no longer be trusted."""
+        return not self._received
 
     def ask_now(self, frame: bytes, timeout_s: float) -> bytes:
         """Ask like `ask`, but blocking. If the worker is new, first wait until it reports that it is ready."""
@@ -325,37 +374,28 @@ class Worker:
             self.socket.setblocking(False)
 
     def _hear_now(self, deadline: float) -> bytes:
-        frame = bytearray()
-        while (missing := missing_bytes(frame)) > 0:
+        while (content := self.heard()) is None:
             # 0 would mean non-blocking, which raises another error than a timeout.
             self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = self.socket.recv(missing)
+            part = self.socket.recv(RECEIVED_BYTES)
             if not part:
                 raise WorkerDied
-            frame += part
-        return bytes(frame[LENGTH.size :])
+            self._received += part
+        return content
 
 
-async def received(receiving: Awaitable[bytes]) -> bytes:
-    try:
-        part = await receiving
-    except OSError as error:
-        raise WorkerDied from error
-    if not part:
-        raise WorkerDied
-    return part
+def missing_bytes(received: bytearray) -> int:
+    """Return how many bytes a frame lacks at least; 0 or less if it is complete.
 
-
-def missing_bytes(frame: bytearray) -> int:
-    """Return how many bytes to ask for next; 0 if the frame is complete.
-
-    Asking for too many bytes is safe: a worker sends one frame per request, so no bytes of a next frame can arrive.
     WorkerDied if an answer exceeds MOST_ANSWER_BYTES, because the worker can no longer be trusted.
     """
-    if len(frame) < LENGTH.size:
-        # A small answer arrives together with its length: one system call instead of two.
-        return 1 << 16
-    (length,) = LENGTH.unpack_from(frame)
+    if len(received) < LENGTH.size:
+        return 1
+    (length,) = LENGTH.unpack_from(received)
     if length > MOST_ANSWER_BYTES:
         raise WorkerDied(f"it announced an answer of {length} bytes")
-    return max(0, LENGTH.size + length - len(frame))
+    return int(LENGTH.size + length - len(received))
+
+
+Place: TypeAlias = Worker | asyncio.Future[Worker | None] | None
+"""An idle worker, a place in the line for one, or room for a new one (None)."""

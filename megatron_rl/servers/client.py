@@ -10,11 +10,10 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-import aiohttp
-
 from megatron_rl.api import ChecksumForm, HeldWeights, RequestRefused
+from megatron_rl.servers.http_connections import Connections, Exchange
 from megatron_rl.servers.reply_check import SPANS_SINCE, Asked, ReplyPart, as_object, member
-from megatron_rl.servers.server_http import Busy, CommandRefused, NotFound, ServerError, ServerHttp
+from megatron_rl.servers.server_http import Busy, CommandRefused, Dropped, NotFound, ServerError, ServerHttp
 from megatron_rl.servers.server_info import ServerInfo, server_info, start_of
 from megatron_rl.telemetry.spans import Spans
 
@@ -60,7 +59,7 @@ class ServerClient(ServerHttp):
 
     For example:
 
-        server = ServerClient(url, session, freezes_steps=False, vocab_size=None, spans=Spans())
+        server = ServerClient(url, connections, freezes_steps=False, vocab_size=None, spans=Spans())
         print((await server.probe(timeout_s=30.0)).version)
         await server.command("/continue_generation", {}, timeout_s=30.0)
     """
@@ -68,7 +67,7 @@ class ServerClient(ServerHttp):
     def __init__(
         self,
         url: str,
-        session: aiohttp.ClientSession,
+        connections: Connections,
         *,
         freezes_steps: bool,
         uses_adapters: bool = False,
@@ -82,9 +81,9 @@ class ServerClient(ServerHttp):
         vocab_size: the model's vocabulary size, if this client knows it. If the server reports a smaller one, the
         smaller one counts.
         """
-        super().__init__(url, session, spans)
+        super().__init__(url, connections, spans)
         self.freezes_steps, self.vocab_size, self.uses_adapters = freezes_steps, vocab_size, uses_adapters
-        self.calls: set[asyncio.Task[ReplyPart]] = set()
+        self.calls: set[Exchange] = set()
         """This client's generation requests in flight."""
         self.info: ServerInfo | None = None
         self.cache = CacheAge()
@@ -128,15 +127,15 @@ class ServerClient(ServerHttp):
             **further,
         )
 
-    def open_call(self, call: asyncio.Task[ReplyPart]) -> None:
+    def open_call(self, call: Exchange) -> None:
         if not self.calls:
             self.busy_since = time.monotonic()
         self.calls.add(call)
 
     def abandon_calls(self) -> None:
-        """Cancel the generation requests in flight. Their callers retry on another server."""
+        """End the generation requests in flight. Their callers retry on another server."""
         for call in self.calls:
-            call.cancel()
+            call.fail(Dropped(f"{self.url}/generate: the server was dropped meanwhile."))
 
     # -- signs of life
 

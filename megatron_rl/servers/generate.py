@@ -3,8 +3,7 @@
 Replies are complete in spite of failures: a failed call is retried, on another server if there is one. An interrupted
 reply continues from its partial output, and keeps the log-probability and policy version of every token.
 
-    agenerate -> one reply: sends parts until one finishes by itself
-    _part     -> one part: tries until a server returns a valid answer
+    agenerate -> one reply: asks for parts until one finishes by itself, and for each part until a server gives it
     _try      -> one HTTP call; its answer is checked token by token (reply_check.py), because a 200 proves nothing
 """
 
@@ -15,37 +14,35 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import re
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import orjson
 import torch
 
 from megatron_rl import support
-from megatron_rl.api import ContextOutgrown, RequestRefused, Sampler
-from megatron_rl.config import UNADJUSTED, GenerationConfig, RolloutConfig
-from megatron_rl.config.rollout_section import COUNTS_LATE, FORGETS_COUNTS, NO_ORDER
+from megatron_rl.api import RequestRefused, Sampler
+from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import ADAPTERS, ServerClient
+from megatron_rl.servers.event_stream import MOST_EVENTS, EventStream
+from megatron_rl.servers.http_connections import Exchange
 from megatron_rl.servers.pool import ALONE, ClientOptions, Fleet
 from megatron_rl.servers.reply_check import Asked, NoLogprob, ReplyPart, read_reply
+from megatron_rl.servers.request_rules import adjusting_of, check_counting, check_request, sampling_params
 from megatron_rl.servers.server_http import (
-    BUSY,
     MAX_ANSWER_BYTES,
     BadReply,
     Busy,
+    Dropped,
     OutOfFiles,
     ServerError,
     UnknownLogprob,
     backoff,
-    message_of,
 )
-from megatron_rl.support import NOT_ADJUSTED, Adjusting
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.telemetry.spans import Span, Spans
 from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
@@ -66,11 +63,29 @@ READ_HERE_BYTES = 32 * 1024
 """Replies of at least this size are parsed in another thread. For smaller ones the handover costs more than parsing."""
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses with which a server rejects the request itself. Others point to a problem of the server or its proxy."""
-MOST_EVENTS = 512
-"""Maximum SSE events per reply. Each repeats all tokens so far, so the total grows quadratically."""
-SUPPORTS_SINCE = (0, 5, 19)
-"""First SGLang version that is known to return each token's sampling mask."""
-OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compile(rb'"finish_reason":\s*null')
+
+
+@dataclass(kw_only=True)
+class Asking:
+    """The next part of a reply, and how the tries to get it went."""
+
+    req: LLMRequest
+    tokens: list[int]
+    """The prompt and the reply so far."""
+    params: dict[str, Any]
+    """SGLang's sampling parameters."""
+    room: int
+    """Maximum new tokens of this part and all that may follow."""
+    routed: int
+    """Number of leading rows whose routes are known."""
+    tell: Callable[[list[int]], None] | None
+    """Called with all new tokens so far as they arrive."""
+    failed: ServerClient | None = None
+    """The server of the last failed try."""
+    refused: dict[ServerClient, RequestRefused] = field(default_factory=dict)
+    attempt: int = 1
+    busy: int = 0
+    """How often a server was busy."""
 
 
 class SamplingClient(Sampler):
@@ -161,7 +176,13 @@ class SamplingClient(Sampler):
                         # Penalties would not count the tokens of earlier parts.
                         is_whole = req.grammar is not None or req.gconfig.stop or req.gconfig.counts_tokens
                         most = left if is_whole else min(left, self.config.part_tokens or left)
-                        part = await self._part(req, reply, most, deadline)
+                        asking, part = self._asking(req, reply, most), None
+                        await self._take_slot(deadline)  # first, as a chosen server could be gone once a slot is free
+                        try:
+                            while part is None:
+                                part = await self._try(asking, deadline)
+                        finally:
+                            self.fleet.slots.release()
                         add_part(reply, part)
                         self.metrics.add(guessed_passes=part.guessed_passes, right_guesses=part.right_guesses)
                         if part.stop_reason == "length" and len(part.sampled) == most < left:
@@ -204,64 +225,6 @@ class SamplingClient(Sampler):
             span.args |= {"interruptions": reply.interruptions}
         return reply
 
-    async def _part(self, req: LLMRequest, reply: LLMResponse, most: int, deadline: asyncio.Timeout) -> ReplyPart:
-        """Send prompt + generated tokens until a server returns a valid answer, at most REQUEST_ATTEMPTS times.
-
-        most: new tokens to request.
-        """
-        generated, routed = reply.sampled.ids, 0 if reply.routes is None else len(reply.routes)
-        params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
-        params |= req.grammar or {}
-        room = params["max_new_tokens"]
-        params |= {"max_new_tokens": most, "min_new_tokens": min(params["min_new_tokens"], most)}
-        tokens = [*req.input_ids, *generated.tolist()]
-        tell = req.on_tokens and partial(told, req.on_tokens, tokens[len(req.input_ids) :])
-        failed: ServerClient | None = None
-        refused: dict[ServerClient, RequestRefused] = {}
-        attempt, busy = 1, 0
-        await self._take_slot(deadline)  # before choosing, as a chosen server could be gone when a slot is free
-        try:
-            while True:
-                server = await self._choose_server(req.rid, avoid=failed, deadline=deadline)
-                check_request(server, tokens, room, req.gconfig.support_size)
-                if req.gconfig.support_size or req.changed_size:
-                    check_counting(server, req.gconfig, self.config.interruption)
-                # SGLang refuses a rid that is in use by any client, and one episode may have many requests in flight.
-                rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
-                try:
-                    rest = routed, req.gconfig.support_size, adjusting_of(req.gconfig), req.changed_size
-                    part = await self._try(server, rid, tokens, params, deadline, begun_by(req), *rest, tell)
-                except OutOfFiles as error:
-                    with not_counted(deadline):
-                        await asyncio.sleep(error.wait_s)
-                except Busy as error:
-                    failed = server
-                    logger.info("%s", error)
-                    with not_counted(deadline):
-                        await asyncio.sleep(max(error.wait_s, backoff(busy)))
-                    busy += 1
-                except RequestRefused as refusal:
-                    # A faulty server that refuses everything would soon be the least busy one and end every episode.
-                    if refused or not self.fleet.has_another(server):
-                        raise
-                    refused[server] = refusal
-                    failed = server
-                except ServerError as error:
-                    if attempt == REQUEST_ATTEMPTS:
-                        raise
-                    failed = server
-                    self.metrics.add(request_retries=1)
-                    logger.info("%s; attempt %d of %d", error, attempt, REQUEST_ATTEMPTS)
-                    await asyncio.sleep(FIRST_RETRY_S * 2 ** (attempt - 1))
-                    attempt += 1
-                else:  # another server could: blame those that refused, not the request
-                    for one, said in refused.items():
-                        self.fleet.record_failure(one, BadReply(f"{said} (which another server did not)"))
-                    self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(refused))
-                    return part
-        finally:
-            self.fleet.slots.release()
-
     def _deadline_s(self, req: LLMRequest) -> float:
         """Return rollout.request_timeout_s, scaled up for replies that may exceed TOKENS_IN_TIME tokens."""
         return self.config.request_timeout_s * max(1.0, req.gconfig.max_new_tokens / TOKENS_IN_TIME)
@@ -271,67 +234,144 @@ class SamplingClient(Sampler):
         with not_counted(deadline) if self.fleet.slots.locked() else contextlib.nullcontext():
             await self.fleet.slots.acquire()
 
-    async def _try(
-        self,
-        server: ServerClient,
-        rid: str,
-        tokens: list[int],
-        params: dict[str, Any],
-        deadline: asyncio.Timeout,
-        begun: LLMResponse | None,
-        routed: int,
-        support: int,
-        adjusting: Adjusting,
-        changed: int,
-        on_tokens: Callable[[list[int]], None] | None,
-    ) -> ReplyPart:
-        """Generate on one server. Raises ServerError if the server fails or is dropped meanwhile.
+    def _asking(self, req: LLMRequest, reply: LLMResponse, most: int) -> Asking:
+        """Return what to ask servers for next. most: new tokens to request."""
+        generated = reply.sampled.ids.tolist()
+        params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
+        params |= req.grammar or {}
+        room = params["max_new_tokens"]
+        params["max_new_tokens"], params["min_new_tokens"] = most, min(params["min_new_tokens"], most)
+        return Asking(
+            req=req,
+            tokens=[*req.input_ids, *generated],
+            params=params,
+            room=room,
+            routed=0 if reply.routes is None else len(reply.routes),
+            tell=req.on_tokens and partial(told, req.on_tokens, generated),
+        )
 
-        The failed server is then taken out of service, unless its reply merely lacks a log-probability. begun: the
-        partial reply, to which the tokens generated so far are added if the caller is cancelled. routed: number of
-        leading rows whose routes are known. support, adjusting, changed: as in `Fleet.asked`.
+    async def _try(self, asking: Asking, deadline: asyncio.Timeout) -> ReplyPart | None:
+        """Ask one server. Return None, after a wait, if the part is to be asked for again.
+
+        Raises ServerError after REQUEST_ATTEMPTS failures, RequestRefused if all servers would refuse. A server that
+        fails is taken out of service, unless its reply merely lacks a log-probability. If the caller is cancelled, the
+        tokens generated so far are added to the request's partial reply.
         """
-        fleet, since = self.fleet, time.monotonic()
+        req, fleet, size = asking.req, self.fleet, asking.req.gconfig.support_size
+        server = await self._choose_server(req.rid, avoid=asking.failed, deadline=deadline)
+        check_request(server, asking.tokens, asking.room, size)
+        if size or req.changed_size:
+            check_counting(server, req.gconfig, self.config.interruption)
+        # SGLang refuses a rid that is in use by any client, and one episode may have many requests in flight.
+        rid = f"{req.rid}-{self._id}-{next(self._rid_numbers)}"
         # before sending: a publication may end meanwhile
-        asked = fleet.asked(server, rid, tokens, params, routed, support, adjusting, changed)
-        # In a separate task: dropping a server cancels its calls, but not the episodes that await them.
-        call = asyncio.create_task(generate(server, asked, tokens, params, fleet.reply_readers, on_tokens))
+        asked = fleet.asked(
+            server, rid, asking.tokens, asking.params, asking.routed, size, adjusting_of(req.gconfig), req.changed_size
+        )  # fmt: skip
+        streams = asking.tell is not None and (server.info is None or server.info.streams_whole)
+        events = EventStream(asking.tell) if asking.tell is not None and streams else None
+        body = body_of(server, asked, asking, is_streamed=events is not None)
+        failure, since, at_most = None, time.monotonic(), min(asked.bytes_at_most, MAX_ANSWER_BYTES)
+        call = server.begin("POST", "/generate", body, at_most=at_most, stream=events)
         server.open_call(call)
         try:
             with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
-                part = await asyncio.shield(call)
+                part = await self._read(server, call, asked, events)
                 span.args |= {"tokens": len(part.sampled), "cached_tokens": part.cached_tokens, "timing": part.timing}
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
             await fleet.accept(server, part, asked)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
             if deadline.expired():  # the timeout cancels this task, as the episode's end does
                 fleet.note_overdue(server, since)
-            if task is None or task.cancelling():  # this episode is cancelled, not the call
-                if begun is not None and not self._has_failed():
-                    await self._end_early(server, call, asked, begun)
-                raise
-            raise ServerError(f"{server.url}/generate: the server was dropped meanwhile.") from None
-        except ServerError as error:
-            fleet.record_failure(server, error)
-            if not isinstance(error, Busy):
-                is_unknown = isinstance(error, UnknownLogprob)
-                self.metrics.add(server_failures=not is_unknown, bad_replies=isinstance(error, BadReply))
-                self.metrics.add(unknown_logprobs=is_unknown)
+            if (begun := begun_by(req)) is not None and not self._has_failed():
+                await self._end_early(server, call, asked, events, begun)
             raise
+        except (ServerError, RequestRefused) as error:
+            failure = error
         finally:
-            call.cancel()  # closes the connection, so that the server stops generating
+            call.close()  # otherwise the server would go on generating
             server.calls.discard(call)
+        if failure is not None:
+            await self._wait_after(failure, server, asking, deadline)
+            return None
+        for one, said in asking.refused.items():  # this server could: blame those that refused, not the request
+            fleet.record_failure(one, BadReply(f"{said} (which another server did not)"))
+        self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(asking.refused))
+        return part
+
+    async def _wait_after(
+        self, error: ServerError | RequestRefused, server: ServerClient, asking: Asking, deadline: asyncio.Timeout
+    ) -> None:
+        """Count a failed try, and wait before the next one. Raises the error if there is none."""
+        if isinstance(error, RequestRefused):
+            # A faulty server that refuses everything would soon be the least busy one and end every episode.
+            if asking.refused or not self.fleet.has_another(server):
+                raise error
+            asking.refused[server], asking.failed = error, server
+            return
+        if not isinstance(error, Dropped):
+            self.fleet.record_failure(server, error)
+        if isinstance(error, OutOfFiles):
+            with not_counted(deadline):
+                await asyncio.sleep(error.wait_s)
+            return
+        asking.failed = server
+        if isinstance(error, Busy):
+            logger.info("%s", error)
+            with not_counted(deadline):
+                await asyncio.sleep(max(error.wait_s, backoff(asking.busy)))
+            asking.busy += 1
+            return
+        if not isinstance(error, Dropped):
+            is_unknown = isinstance(error, UnknownLogprob)
+            self.metrics.add(server_failures=not is_unknown, bad_replies=isinstance(error, BadReply))
+            self.metrics.add(unknown_logprobs=is_unknown)
+        if asking.attempt == REQUEST_ATTEMPTS:
+            raise error
+        self.metrics.add(request_retries=1)
+        logger.info("%s; attempt %d of %d", error, asking.attempt, REQUEST_ATTEMPTS)
+        await asyncio.sleep(FIRST_RETRY_S * 2 ** (asking.attempt - 1))
+        asking.attempt += 1
+
+    async def _read(self, server: ServerClient, call: Exchange, asked: Asked, events: EventStream | None) -> ReplyPart:
+        """Wait for an answer and check it. Raises BadReply for an invalid one.
+
+        events: parser of a streamed reply. If the server dies, its tokens are returned as an aborted reply.
+        """
+        try:
+            pieces = await server.answer(call, "/generate")
+        except RequestRefused as refusal:
+            if refusal.status in OF_THE_REQUEST:
+                raise
+            raise ServerError(str(refusal)) from refusal  # credentials or proxy: another server may accept the prompt
+        except ServerError as error:
+            if events is None or not events.is_begun or isinstance(error, Dropped):
+                raise
+            logger.info("%s; the reply goes on from the %d tokens that had come", error, events.count)
+        if events is not None:
+            pieces = [events.reply(f"{server.url}/generate")]
+        try:
+            if sum(map(len, pieces)) < READ_HERE_BYTES:
+                part = read_reply(pieces, asked)
+            else:  # an abort returns all replies at once, which would block the event loop
+                loop = asyncio.get_running_loop()
+                part = await loop.run_in_executor(self.fleet.reply_readers, read_reply, pieces, asked)
+                if isinstance(call.error, Dropped):
+                    raise call.error
+        except ValueError as error:
+            kind = UnknownLogprob if isinstance(error, NoLogprob) else BadReply
+            raise kind(f"{server.url}/generate: the reply cannot be used: {error}") from error
+        server.last_reply_s = time.monotonic()  # only for good replies: bad ones do not show that it works
         return part
 
     async def _end_early(
-        self, server: ServerClient, call: asyncio.Task[ReplyPart], asked: Asked, begun: LLMResponse
+        self, server: ServerClient, call: Exchange, asked: Asked, events: EventStream | None, begun: LLMResponse
     ) -> None:
         """Abort a request on the server, and keep the tokens that it returns within EARLY_END_S."""
         try:
             async with asyncio.timeout(EARLY_END_S):
                 await server.call("POST", "/abort_request", {"rid": asked.rid}, timeout_s=EARLY_END_S)
-                part = await call
+                part = await self._read(server, call, asked, events)
                 await self.fleet.accept(server, part, asked)
         except (ServerError, RequestRefused, TimeoutError) as error:
             logger.info("%s: request %s is ended without its tokens: %s", server.url, asked.rid, error)
@@ -376,134 +416,21 @@ class SamplingClient(Sampler):
         return int.from_bytes(hashlib.sha256(f"{root} {generated}".encode()).digest()[:8]) >> 1
 
 
-async def generate(
-    server: ServerClient,
-    asked: Asked,
-    input_ids: list[int],
-    params: dict[str, Any],
-    readers: Executor,
-    on_tokens: Callable[[list[int]], None] | None = None,
-) -> ReplyPart:
-    """Generate once, without a timeout: the caller enforces the deadline. Raises BadReply for an invalid answer.
-
-    params: SGLang's sampling parameters. readers: threads that parse long replies. on_tokens: called with all token ids
-    so far as they arrive. If the server dies, those tokens are returned as an aborted reply.
-    """
-    body = {"rid": asked.rid, "input_ids": input_ids, "sampling_params": params, "return_logprob": True}
+def body_of(server: ServerClient, asked: Asked, asking: Asking, *, is_streamed: bool) -> dict[str, Any]:
+    """Return the body of a /generate request."""
+    params = asking.params
+    body: dict[str, Any] = {"rid": asked.rid, "input_ids": asking.tokens}
+    body |= {"sampling_params": params, "return_logprob": True}
     if server.uses_adapters:
         body["lora_path"] = ADAPTERS
     if asked.routes is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": asked.routes_from}
     if asked.support:
         body["return_sampling_mask"] = True
-    at_most = min(asked.bytes_at_most, MAX_ANSWER_BYTES)
-    events = EventStream(on_tokens) if on_tokens and (server.info is None or server.info.streams_whole) else None
-    if events is not None:
+    if is_streamed:
         every = -(-asked.max_new_tokens // MOST_EVENTS)
-        body |= {
-            "stream": True,
-            "sampling_params": params | ({"stream_interval": every} if every > 1 else {}),
-        }
-    try:
-        pieces = await server.call_once("POST", "/generate", body, at_most=at_most, stream=events)
-    except RequestRefused as refusal:
-        if refusal.status in OF_THE_REQUEST:
-            raise
-        raise ServerError(str(refusal)) from refusal  # credentials or proxy: another server may accept the prompt
-    except ServerError as error:
-        if events is None or not events.is_begun:
-            raise
-        logger.info("%s; the reply goes on from the %d tokens that had come", error, events.count)
-    if events is not None:
-        pieces = [events.reply(f"{server.url}/generate")]
-    try:
-        if sum(map(len, pieces)) < READ_HERE_BYTES:
-            part = read_reply(pieces, asked)
-        else:  # an abort returns all replies at once, which would block the event loop
-            part = await asyncio.get_running_loop().run_in_executor(readers, read_reply, pieces, asked)
-    except ValueError as error:
-        kind = UnknownLogprob if isinstance(error, NoLogprob) else BadReply
-        raise kind(f"{server.url}/generate: the reply cannot be used: {error}") from error
-    server.last_reply_s = time.monotonic()  # only for good replies: bad ones do not show that it works
-    return part
-
-
-class EventStream:
-    """Parser for a streamed reply. Each event repeats the whole reply so far, so the last event is the reply."""
-
-    def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
-        self._on_tokens = on_tokens
-        self.rest, self._last = bytearray(), b""
-        self.count = 0
-        """Tokens received so far."""
-
-    @property
-    def is_begun(self) -> bool:
-        return self.count > 0
-
-    def take(self, piece: bytes) -> None:
-        """Parse the next piece of the body. Raises RequestRefused or ServerError for an error event."""
-        self.rest += piece
-        *events, rest = self.rest.split(b"\n\n")
-        self.rest = rest
-        for event in events:
-            content = bytes(event).removeprefix(b"data: ")
-            if content.startswith(b'{"error"'):
-                raise self._error(content)
-            if (found := OUTPUT_IDS.search(content)) is not None:
-                ids = orjson.loads(found[1])
-                self._last, self.count = content, len(ids)
-                self._on_tokens(ids)
-
-    def _error(self, content: bytes) -> Exception:
-        error = orjson.loads(content)["error"]
-        code, words = (error.get("code"), message_of(content)) if isinstance(error, dict) else (None, str(error))
-        if isinstance(code, int) and 400 <= code < 500 and code not in BUSY:
-            return RequestRefused(words, code)
-        return ServerError(f"the stream ended: {words}")
-
-    def reply(self, what: str) -> bytes:
-        """Return the body of the whole reply. A stream that was cut off becomes an aborted reply."""
-        if not self._last:
-            raise ServerError(f"{what}: the stream had no reply.")
-        return UNFINISHED.sub(b'"finish_reason":{"type":"abort","message":"the stream was cut off"}', self._last)
-
-
-def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
-    """Translate options into SGLang's fields, for a reply that already has `generated` tokens."""
-    params: dict[str, Any] = {
-        # Temperature 0 makes SGLang decode greedily; it then reports log-probabilities at temperature 1.
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
-        "top_k": 1 if gconfig.greedy else gconfig.top_k,
-        "max_new_tokens": gconfig.max_new_tokens - generated,
-        "min_new_tokens": max(0, gconfig.min_new_tokens - generated),
-        "ignore_eos": gconfig.ignore_eos,
-        "skip_special_tokens": False,
-    }
-    if gconfig.min_p and not gconfig.greedy:
-        params["min_p"] = gconfig.min_p
-    if gconfig.adjustment_size:
-        params |= {
-            name: getattr(gconfig, name) for name, nothing in UNADJUSTED.items() if getattr(gconfig, name) != nothing
-        }
-    if gconfig.logit_bias:  # JSON has only texts as keys
-        params["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
-    if gconfig.stop:
-        params["stop"] = list(gconfig.stop)
-    if gconfig.stop_token_ids:
-        params["stop_token_ids"] = list(gconfig.stop_token_ids)
-    if seed is not None and not gconfig.greedy:
-        params["sampling_seed"] = seed
-    return params
-
-
-def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
-    """Return the options that change logits, as they are sent to servers."""
-    if not gconfig.adjustment_size:
-        return NOT_ADJUSTED
-    penalties = {name: getattr(gconfig, name) for name in UNADJUSTED if name != "logit_bias"}
-    return Adjusting(**penalties, logit_bias=tuple(gconfig.logit_bias.items()))
+        body |= {"stream": True, "sampling_params": params | ({"stream_interval": every} if every > 1 else {})}
+    return body
 
 
 def least_busy(
@@ -554,56 +481,3 @@ def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
     finally:
         if left_s is not None:
             deadline.reschedule(clock() + left_s)
-
-
-def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, support: int = 0) -> None:
-    """Raise RequestRefused for a request that the server could not serve.
-
-    support: as in `Fleet.asked`.
-
-    A token id beyond the vocabulary would crash SGLang on a CPU.
-    """
-    if not tokens:
-        raise RequestRefused("input_ids = []: a prompt needs at least one token.")
-    info = server.info
-    if info is None:
-        return
-    if info.vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
-        wrong = max(tokens) if max(tokens) >= info.vocab_size else min(tokens)
-        raise RequestRefused(
-            f"input_ids hold {wrong}: {server.url} has a vocabulary of {info.vocab_size} ids from 0; "
-            "use the tokenizer of the served model."
-        )
-    if support and info.version < SUPPORTS_SINCE:
-        since, version = (".".join(map(str, number)) for number in (SUPPORTS_SINCE, info.version))
-        raise RequestRefused(
-            f"generation.top_k: {server.url} is SGLang {version}, which does not tell which tokens it sampled from; "
-            f"use SGLang {since} or later, or set generation.top_k=-1."
-        )
-    if info.context_length is not None and len(tokens) + max_new_tokens > info.context_length:
-        raise ContextOutgrown(
-            f"{len(tokens)} tokens of prompt + {max_new_tokens} of generation.max_new_tokens exceed the context of "
-            f"{info.context_length} of {server.url}. Lower max_new_tokens, drop long prompts, or start the server with "
-            "a larger --context-length."
-        )
-
-
-def check_counting(server: ServerClient, gconfig: GenerationConfig, interruption: str) -> None:
-    """Raise RequestRefused for penalties if the server does not apply them exactly to the tokens of a reply so far.
-
-    interruption: rollout.interruption.
-    """
-    info = server.info
-    if info is None or info.is_embedded or not gconfig.counts_tokens:
-        return
-    name = next(name for name, nothing in UNADJUSTED.items() if getattr(gconfig, name) != nothing)
-    key = f"generation.{name} = {getattr(gconfig, name)}: {server.url}"
-    if info.counts_late:
-        raise RequestRefused(
-            f"{key}: {COUNTS_LATE}; start it with --disable-overlap-schedule, in rollout.server_args if the run starts "
-            f"it, and without --speculative-algorithm."
-        )
-    if gconfig.mixes_penalties:
-        raise RequestRefused(f"{key}: {NO_ORDER}; set it to 1, or the others to 0.")
-    if interruption == "retract":
-        raise RequestRefused(f"{key}: {FORGETS_COUNTS}; set rollout.interruption=abort.")

@@ -17,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
 from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.launch.run_token import token_in
@@ -26,6 +24,7 @@ from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.routes import RouteForm
 from megatron_rl.servers.catch_up import Current, catch_up, source_for
 from megatron_rl.servers.client import ServerClient
+from megatron_rl.servers.http_connections import Connections
 from megatron_rl.servers.membership import Membership
 from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
 from megatron_rl.servers.router import Router
@@ -33,7 +32,6 @@ from megatron_rl.servers.server_http import (
     BadReply,
     Busy,
     CommandRefused,
-    NotingConnector,
     ServerError,
     UnknownLogprob,
 )
@@ -112,8 +110,8 @@ class Fleet:
     ) -> None:
         """version(): returns the current policy version. on_failure(message): called if a permanent task has ended."""
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
-        connector = NotingConnector(keepalive_timeout=KEEPALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        # No limit of connections here, because control calls would then wait behind replies.
+        self._connections = Connections(headers, keepalive_s=KEEPALIVE_S)
         self.slots = asyncio.Semaphore(most_requests())
         """Limits concurrent requests. Each has its own connection."""
         self.config, self.options, self._spans, self._version = config, options, spans, version
@@ -146,7 +144,7 @@ class Fleet:
     def _client(self, url: str) -> ServerClient:
         return ServerClient(
             url,
-            self._session,
+            self._connections,
             freezes_steps=self.config.interruption == "in_place",
             uses_adapters=self.config.publication == "adapters",
             vocab_size=self.options.vocab_size,
@@ -187,7 +185,7 @@ class Fleet:
         self.reply_readers.shutdown(wait=False)
         self._registry_reader.shutdown(wait=False)  # a network file system may block it for minutes
         self.members.close()
-        await self._session.close()
+        self._connections.close()
 
     # -- requests
 

@@ -14,15 +14,13 @@ import random
 import re
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.tracing import Trace
-from yarl import URL
 
 from megatron_rl.api import InfrastructureFailure, RequestRefused
+from megatron_rl.servers.http_connections import AnswerTooLong, Connections, Exchange, Stream
 from megatron_rl.servers.reply_check import shown
 from megatron_rl.telemetry.spans import Spans
 
@@ -37,7 +35,6 @@ BUSY = (408, 425, 429)
 """Statuses of a server or router that is temporarily overloaded."""
 FIRST_BUSY_S, LONGEST_BUSY_S = 0.1, 30.0
 """Bounds of the wait before a busy server is asked again; Retry-After is clamped to these."""
-NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 FILES_WAIT_S = 0.2
 FILES_WARNING_EVERY_S = 60.0
@@ -69,6 +66,10 @@ class OutOfFiles(Busy):
     """This process may open no more files. The request was not sent."""
 
 
+class Dropped(ServerError):
+    """The server was dropped while it worked on the request. Why is known to who dropped it."""
+
+
 class CommandRefused(ServerError):
     """The server is healthy and refused a control call."""
 
@@ -77,49 +78,19 @@ class NotFound(RequestRefused):
     """The server has no such endpoint."""
 
 
-class Stream(Protocol):
-    """Receives an answer piece by piece, as it arrives."""
-
-    rest: bytearray
-    """Bytes of an incomplete event."""
-
-    def take(self, piece: bytes) -> None: ...
-
-
-class NotingConnector(aiohttp.TCPConnector):
-    """Notes when it last connected to each server, in `connected_s`.
-
-    A TraceConfig could do that too, but its hooks would take a tenth of the CPU time of every request.
-    """
-
-    def __init__(self, *, keepalive_timeout: float) -> None:
-        # No limit here, because control calls would then wait behind replies. Fleet.slots limits the replies.
-        super().__init__(limit=0, keepalive_timeout=keepalive_timeout)
-        self.connected_s: dict[URL, float] = {}
-        """Origin -> monotonic time."""
-
-    async def _create_connection(
-        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
-    ) -> ResponseHandler:
-        protocol = await super()._create_connection(req, traces, timeout)
-        self.connected_s[req.url.origin()] = time.monotonic()
-        return protocol
-
-
 class ServerHttp:
-    """HTTP client for the server at `url`. All coroutines run on the loop that `session` belongs to."""
+    """HTTP client for the server at `url`. All coroutines run on the loop that `connections` belong to."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, spans: Spans) -> None:
-        """session: its connector is a NotingConnector."""
-        assert isinstance(session.connector, NotingConnector)
+    def __init__(self, url: str, connections: Connections, spans: Spans) -> None:
         self.url, self.spans = url.rstrip("/"), spans
-        self._session, self._connector = session, session.connector
+        self._connections, self._origin = connections, connections.origin(self.url)
+        self._path = urlsplit(self.url).path
         self._warned_of_files_s = -FILES_WARNING_EVERY_S
 
     @property
     def connected_s(self) -> float:
         """Monotonic time of the last new connection. The server may have been restarted before it."""
-        return self._connector.connected_s.get(URL(self.url).origin(), 0.0)
+        return self._origin.connected_s
 
     async def call(
         self,
@@ -146,52 +117,68 @@ class ServerHttp:
                 busy += 1
 
     async def call_once(
+        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, *, timeout_s: float | None
+    ) -> list[bytes]:
+        """Make one call, and return the answer's body in pieces. Raises like `call`, and Busy at once."""
+        while True:
+            exchange = self.begin(method, endpoint, body)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self.answer(exchange, endpoint)
+            except TimeoutError as error:
+                raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
+            except ServerError:
+                # The server may have closed a connection that was not in use. A GET changes nothing there.
+                if method != "GET" or not exchange.is_reused or not isinstance(exchange.error, ConnectionResetError):
+                    raise
+            finally:
+                exchange.close()
+
+    def begin(
         self,
         method: str,
         endpoint: str,
         body: dict[str, Any] | bytes | None,
         *,
-        timeout_s: float | None = None,
         at_most: int = MAX_ANSWER_BYTES,
         stream: Stream | None = None,
-    ) -> list[bytes]:
-        """Make one call, and return the answer's body in pieces, which together have at most `at_most` bytes.
+    ) -> Exchange:
+        """Send a request, whose answer `answer` returns. The caller closes the exchange.
 
-        With a stream, the pieces are passed to it as they arrive, and none are returned.
+        at_most: maximum bytes of the answer's body. stream: receives the pieces of the body as they arrive.
         """
-        timeout = NO_TIMEOUT if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-        data = orjson.dumps(body) if isinstance(body, dict) else body
-        headers = {"Content-Type": "application/json"} if isinstance(body, dict) else {}
-        request = self._session.request(
-            method,
-            self.url + endpoint,
-            data=data,
-            headers=headers,
-            timeout=timeout,
-            allow_redirects=False,  # a redirect turns a POST into a GET, and leads to an unknown server
-        )
+        exchange = Exchange(at_most, stream)
+        if isinstance(body, dict):
+            data, kind = orjson.dumps(body), "application/json"
+        else:
+            data, kind = body or b"", "application/octet-stream" if body else ""
+        self._connections.send(exchange, self._origin, method, self._path + endpoint, data, kind)
+        return exchange
+
+    async def answer(self, exchange: Exchange, endpoint: str) -> list[bytes]:
+        """Return the answer's body in pieces, none of those that a stream received. Raises like `call`."""
         try:
-            async with request as answer:
-                reading = self._read(answer, endpoint, at_most, stream if answer.status == 200 else None)
-                status, pieces = answer.status, await reading
-        except TimeoutError as error:
-            raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
-        except (aiohttp.ClientError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in NO_FILES:
+            await exchange.wait()
+        except AnswerTooLong as error:
+            raise BadReply(f"{self.url}{endpoint}: {error}") from error
+        except OSError as error:
+            if error.errno in NO_FILES:
                 self._warn_of_files(error)
                 raise OutOfFiles(str(error), FILES_WAIT_S) from error
             raise ServerError(f"{self.url}{endpoint}: {type(error).__name__}: {error}; is the server up?") from error
-        content = b"" if status < 300 else b"".join(pieces)
+        status = exchange.status
+        if status < 300:
+            return exchange.pieces
+        content = b"".join(exchange.pieces)
         if status in BUSY:  # before the other 4xx, as this is no refusal
-            wait_s = seconds_of(answer.headers.get("Retry-After", ""))
+            wait_s = seconds_of(exchange.headers.get(b"retry-after", b"").decode(errors="replace"))
             raise Busy(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}", wait_s)
-        if status >= 500 or 300 <= status < 400:  # a redirect is an error, too: nothing was done
+        if status >= 500 or status < 400:
+            # A redirect is an error, too: nothing was done, and following it would lead to an unknown server.
             raise ServerError(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}")
-        if status >= 400:
-            kind = NotFound if status == 404 else RequestRefused
-            hint = "; the server's token must be that in rollout.token_file" if status == 401 else ""
-            raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}{hint}", status)
-        return pieces
+        kind = NotFound if status == 404 else RequestRefused
+        hint = "; the server's token must be that in rollout.token_file" if status == 401 else ""
+        raise kind(f"{self.url}{endpoint}: HTTP {status}: {message_of(content)}{hint}", status)
 
     def _warn_of_files(self, error: OSError) -> None:
         if time.monotonic() - self._warned_of_files_s >= FILES_WARNING_EVERY_S:
@@ -201,26 +188,6 @@ class ServerHttp:
                 "rollout.max_concurrent_episodes.",
                 *(error, self.url),
             )
-
-    async def _read(
-        self, answer: aiohttp.ClientResponse, endpoint: str, at_most: int, stream: Stream | None
-    ) -> list[bytes]:
-        """Return the body's pieces.
-
-        Raises BadReply for a body that exceeds `at_most`, to protect this process's memory.
-        """
-        pieces, size = [], 0
-        while piece := await answer.content.readany():
-            if stream is not None:
-                stream.take(piece)
-                if len(stream.rest) > at_most:
-                    raise BadReply(f"{self.url}{endpoint}: an event of more than {at_most} bytes.")
-                continue
-            pieces.append(piece)
-            size += len(piece)
-            if size > at_most:
-                raise BadReply(f"{self.url}{endpoint}: answered more than {at_most:,} bytes.")
-        return pieces
 
     async def call_json(
         self, method: str, endpoint: str, body: dict[str, Any] | None = None, *, timeout_s: float | None

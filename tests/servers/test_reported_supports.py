@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.ops import Cut
-from megatron_rl.servers.generate import adjusting_of
+from megatron_rl.servers.request_rules import adjusting_of
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.support import ADJUSTMENT, COLUMN, NO_TOKEN, check_complete
 from megatron_rl.types import LLMRequest, Trajectory, TrajectoryBatch

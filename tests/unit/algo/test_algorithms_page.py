@@ -20,7 +20,7 @@ from megatron_rl.config import AlgorithmConfig, PreferenceConfig, RewardShapingC
 from megatron_rl.config.import_path import resolve
 from megatron_rl.config.loading import SECTIONS
 from megatron_rl.rollout.factory import configured_rewards
-from megatron_rl.servers.generate import sampling_params
+from megatron_rl.servers.request_rules import sampling_params
 from megatron_rl.tools.embedded_server.sampling import SamplingParams
 from megatron_rl.workflows.environments import SelfCorrection
 from megatron_rl.workflows.trail import Trail

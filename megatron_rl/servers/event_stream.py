@@ -1,0 +1,56 @@
+"""Streamed replies: server-sent events, each of which repeats the whole reply so far."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import orjson
+
+from megatron_rl.api import RequestRefused
+from megatron_rl.servers.server_http import BUSY, ServerError, message_of
+
+MOST_EVENTS = 512
+"""Maximum SSE events per reply. Each repeats all tokens so far, so the total grows quadratically."""
+OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compile(rb'"finish_reason":\s*null')
+
+
+class EventStream:
+    """Parser for a streamed reply. Each event repeats the whole reply so far, so the last event is the reply."""
+
+    def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
+        self._on_tokens = on_tokens
+        self.rest, self._last = bytearray(), b""
+        self.count = 0
+        """Tokens received so far."""
+
+    @property
+    def is_begun(self) -> bool:
+        return self.count > 0
+
+    def take(self, piece: bytes) -> None:
+        """Parse the next piece of the body. Raises RequestRefused or ServerError for an error event."""
+        self.rest += piece
+        *events, rest = self.rest.split(b"\n\n")
+        self.rest = rest
+        for event in events:
+            content = bytes(event).removeprefix(b"data: ")
+            if content.startswith(b'{"error"'):
+                raise self._error(content)
+            if (found := OUTPUT_IDS.search(content)) is not None:
+                ids = orjson.loads(found[1])
+                self._last, self.count = content, len(ids)
+                self._on_tokens(ids)
+
+    def _error(self, content: bytes) -> Exception:
+        error = orjson.loads(content)["error"]
+        code, words = (error.get("code"), message_of(content)) if isinstance(error, dict) else (None, str(error))
+        if isinstance(code, int) and 400 <= code < 500 and code not in BUSY:
+            return RequestRefused(words, code)
+        return ServerError(f"the stream ended: {words}")
+
+    def reply(self, what: str) -> bytes:
+        """Return the body of the whole reply. A stream that was cut off becomes an aborted reply."""
+        if not self._last:
+            raise ServerError(f"{what}: the stream had no reply.")
+        return UNFINISHED.sub(b'"finish_reason":{"type":"abort","message":"the stream was cut off"}', self._last)

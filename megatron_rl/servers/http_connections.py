@@ -1,0 +1,285 @@
+"""HTTP/1.1 connections to servers. A connection carries one request at a time and is kept for the next one.
+
+A run sends thousands of small requests a second, for which a general HTTP client takes half of the rollout process's
+CPU time. httptools parses the answers. Everything here belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from base64 import b64encode
+from typing import Protocol, cast
+from urllib.parse import unquote, urlsplit
+
+import httptools
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Maximum bytes of an answer without any of its body: status line, headers, trailers."""
+WITHOUT_BODY = (204, 304)
+"""Statuses of answers that never have a body."""
+SMALL_BYTES = 64 * 1024
+
+
+class AnswerTooLong(Exception):
+    """The body, or an event of a stream, exceeds its limit."""
+
+
+class Stream(Protocol):
+    """Receives an answer piece by piece, as it arrives."""
+
+    rest: bytearray
+    """Bytes of an incomplete event."""
+
+    def take(self, piece: bytes) -> None:
+        """Parse a piece. If it raises, the exchange ends, and `Exchange.wait` raises the same."""
+
+
+class Origin:
+    """Scheme, host and port of a URL, and what every request to it has in its head."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.is_secure = parts.scheme == "https"
+        self.host, self.port = parts.hostname or "", parts.port or (443 if self.is_secure else 80)
+        self.head = f"Host: {parts.netloc.rpartition('@')[2].encode('idna').decode()}\r\n"
+        if parts.username is not None:
+            words = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            self.head += f"Authorization: Basic {b64encode(words.encode()).decode()}\r\n"
+        self.open: set[Connection] = set()
+        self.idle: list[Connection] = []
+        """Open connections without a request, the most recently used last."""
+        self.connected_s = 0.0
+        """Monotonic time of the last new connection."""
+
+
+class Exchange:
+    """A request, and as much of its answer as has arrived."""
+
+    def __init__(self, at_most: int, stream: Stream | None = None) -> None:
+        """at_most: maximum bytes of the body, or of an event. stream: receives the body if the status is 200."""
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        """Names are in lower case."""
+        self.pieces: list[bytes] = []
+        """The body, unless a stream takes it."""
+        self.error: Exception | None = None
+        self.is_over = False
+        self.connection: Connection | None = None
+        """The connection while it carries this exchange. None before, while one is being made, and after."""
+        self.is_reused = False
+        """True if the connection has carried others before, so that the server may have been about to close it."""
+        self._at_most, self._stream, self._size = at_most, stream, 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Wait for the whole answer, or raise what went wrong. May be called again, also after a cancellation."""
+        if not self.is_over:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Close the connection unless the answer is complete, so that the server stops working on it."""
+        if not self.is_over:
+            self.fail(ConnectionAbortedError("the call was given up"))
+
+    def fail(self, error: Exception) -> None:
+        """Have `wait` raise an error from now on, and close the connection unless the answer is complete."""
+        self.error = self.error or error
+        if not self.is_over:
+            connection = self.connection
+            self.finish()
+            if connection is not None:
+                connection.transport.abort()
+
+    def finish(self) -> None:
+        """Wake whoever waits."""
+        self.is_over, self.connection = True, None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self, piece: bytes) -> None:
+        """Take a piece of the body. Whatever the stream raises ends the exchange."""
+        try:
+            if self._stream is not None and self.status == 200:
+                self._stream.take(piece)
+                if len(self._stream.rest) > self._at_most:
+                    raise AnswerTooLong(f"an event of more than {self._at_most} bytes.")
+                return
+            self.pieces.append(piece)
+            self._size += len(piece)
+            if self._size > self._at_most:
+                raise AnswerTooLong(f"answered more than {self._at_most:,} bytes.")
+        except Exception as error:
+            self.fail(error)
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a server. Its methods on_... are called by the parser."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self.idle_since = 0.0
+        """Monotonic time at which the last exchange ended; 0 before."""
+        self._exchange: Exchange | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._head_bytes = 0
+        """Bytes received since the last of a body."""
+        self._ends_with_connection = self._is_spoilt = False
+
+    def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
+        self._exchange, exchange.connection, exchange.is_reused = exchange, self, self.idle_since > 0
+        self._head_bytes = 0
+        # A large body is not copied, a small one is sent by the same system call as the head.
+        self.transport.write(head + body) if len(body) < SMALL_BYTES else self.transport.writelines((head, body))
+
+    # -- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._origin.open.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        is_asked, fault = self._exchange is not None, ""
+        self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            fault = f"no valid HTTP answer ({error})"
+        if self._head_bytes > MAX_HEAD_BYTES:
+            fault = f"headers of more than {MAX_HEAD_BYTES} bytes"
+        if fault or self._is_spoilt or not is_asked:
+            self.transport.abort()
+        if fault and self._exchange is not None:
+            self._exchange.fail(ConnectionError(fault))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._origin.open.discard(self)
+        if self in self._origin.idle:
+            self._origin.idle.remove(self)
+        if self._exchange is not None and not self._exchange.is_over:
+            if error is None and self._ends_with_connection:
+                self._exchange.finish()
+            else:
+                self._exchange.fail(error or ConnectionResetError("the server closed the connection"))
+
+    # -- called by the parser
+
+    def on_message_begin(self) -> None:
+        if self._exchange is None:  # a second answer, right after the first one
+            self._is_spoilt = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        if self._exchange is not None:
+            status, headers = self._parser.get_status_code(), self._exchange.headers
+            self._exchange.status = status
+            is_framed = b"content-length" in headers or b"transfer-encoding" in headers
+            self._ends_with_connection = not (is_framed or status < 200 or status in WITHOUT_BODY)
+
+    def on_body(self, piece: bytes) -> None:
+        self._head_bytes = 0
+        if self._exchange is not None and not self._exchange.is_over:
+            self._exchange.take(piece)
+
+    def on_message_complete(self) -> None:
+        exchange = self._exchange
+        if exchange is None or exchange.status < 200:  # 100 Continue: the answer follows
+            return
+        self._exchange = None
+        # Not kept if the server closes it, or has answered before it had the whole request.
+        if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
+            self.idle_since = time.monotonic()
+            self._origin.idle.append(self)
+        else:
+            self.transport.close()
+        exchange.finish()
+
+
+class Connections:
+    """All connections of one client.
+
+    For example:
+
+        connections = Connections({"Authorization": "Bearer ..."}, keepalive_s=2.0)
+        exchange = Exchange(at_most=1000)
+        connections.send(exchange, connections.origin("http://127.0.0.1:30000"), "GET", "/health", b"", "")
+        await exchange.wait()  # exchange.status, exchange.pieces
+        connections.close()
+    """
+
+    def __init__(self, headers: dict[str, str], *, keepalive_s: float) -> None:
+        """headers: sent with every request. keepalive_s: how long a connection without a request is kept."""
+        assert not any(mark in word for pair in headers.items() for word in pair for mark in "\r\n"), headers.keys()
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._keepalive_s = keepalive_s
+        self._origins: dict[str, Origin] = {}
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    def origin(self, url: str) -> Origin:
+        """Return the origin of a URL, one for each scheme, host and port."""
+        found = Origin(url)
+        return self._origins.setdefault(found.head + str(found.port) + str(found.is_secure), found)
+
+    def send(self, exchange: Exchange, origin: Origin, method: str, path: str, body: bytes, content_type: str) -> None:
+        """Send a request on a connection that is free, or on a new one. Errors are those of `exchange`."""
+        kind = f"Content-Type: {content_type}\r\n" if content_type else ""
+        size = f"Content-Length: {len(body)}\r\n" if body or method != "GET" else ""
+        head = f"{method} {path} HTTP/1.1\r\n{origin.head}{self._head}{kind}{size}\r\n".encode()
+        oldest = time.monotonic() - self._keepalive_s
+        while origin.idle:
+            connection = origin.idle.pop()
+            if connection.idle_since >= oldest and not connection.transport.is_closing():
+                connection.send(exchange, head, body)
+                return
+            connection.transport.close()
+        task = asyncio.get_running_loop().create_task(self._connect(exchange, origin, head, body))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, exchange: Exchange, origin: Origin, head: bytes, body: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            context = ssl.create_default_context() if origin.is_secure else None
+            _, connection = await loop.create_connection(
+                lambda: Connection(origin), origin.host, origin.port, ssl=context
+            )
+        except Exception as error:
+            exchange.fail(error)
+            return
+        origin.connected_s = time.monotonic()
+        if exchange.is_over:  # given up meanwhile
+            connection.transport.close()
+        else:
+            connection.send(exchange, head, body)
+        self._sweeping = self._sweeping or loop.call_later(self._keepalive_s, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close connections that have been idle for too long, now and again while there are connections."""
+        oldest = time.monotonic() - self._keepalive_s
+        for origin in self._origins.values():
+            for connection in origin.idle:
+                if connection.idle_since < oldest:
+                    connection.transport.close()
+        is_used = any(origin.open for origin in self._origins.values())
+        again = asyncio.get_running_loop().call_later
+        self._sweeping = again(self._keepalive_s, self._sweep) if is_used else None
+
+    def close(self) -> None:
+        """Close all connections. May be called twice."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for task in self._connecting:
+            task.cancel()
+        for origin in self._origins.values():
+            for connection in list(origin.open):
+                connection.transport.abort()
