@@ -1,4 +1,4 @@
-"""What an engine on Megatron-Core computes: it packs a batch into microbatches and runs them through the pipeline."""
+"""The passes of an engine on Megatron-Core: it packs a batch into microbatches and runs them through the pipeline."""
 
 from __future__ import annotations
 

@@ -151,9 +151,6 @@ class RolloutStub(abc.ABC):
     def finish_update(self, version: int) -> None:
         self._call(RolloutService.finish_update, version)
 
-    def update_from_disk(self, path: str | Path, version: int) -> None:
-        self._await(RolloutService.update_from_disk, path, version)
-
     # -- policy version, counts
 
     def set_version(self, version: int) -> None:
