@@ -1,6 +1,6 @@
 """Cost of rollout.exact: steps of the same run with and without it, on a CPU.
 
-    python benchmarks/bench_exact.py     # SmolLM2-135M's sizes
+    python benchmarks/bench_exact.py     # six layers of SmolLM2-135M's sizes
 
 Each row is the median over the steps of whole runs (megatron_rl.train with an embedded server), which take turns,
 without the first step of each. A step samples replies, trains on them and publishes. The weights are random, and the
@@ -57,13 +57,14 @@ def main(argv=None):
     parser = frame.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=2, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each reply")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each reply")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m")
-    args = frame.arguments(parser, argv, repeats=1, steps=2, tokens=4, shape="tiny")
+    args = frame.arguments(parser, argv, repeats=1, steps=2, tokens=4, shape="tiny", layers=2)
     machine, found = frame.Machine(), defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
-        write_model(SHAPES[args.shape], model)
+        write_model(SHAPES[args.shape] | {"num_hidden_layers": args.layers}, model)
         for number in range(args.repeats):
             for exact in (False, True):
                 steps = run(model, Path(name) / f"{number}-{exact}", exact=exact, steps=args.steps, tokens=args.tokens)
@@ -74,7 +75,7 @@ def main(argv=None):
 def print_table(args, found: dict[bool, list[dict]], machine: frame.Machine) -> None:
     """Print a row for the steps without rollout.exact, and one for those with it."""
     kind = torch.ops.megatron_rl.instruction_set()
-    print(f"{args.shape}, 64 replies of {args.tokens} tokens a step, {kind}, {machine}\n")
+    print(f"{args.layers} layers of {args.shape}, 64 replies of {args.tokens} tokens a step, {kind}, {machine}\n")
     print("| rollout.exact | step s | sampling s | update s | publication s | times a step without | equal bits |")
     print("|---|---|---|---|---|---|---|")
     medians = {
