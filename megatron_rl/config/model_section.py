@@ -133,9 +133,9 @@ class DraftConfig(Section, name="draft"):
     SGLang on GPUs, and a model of a family that the embedded server runs."""
     tokens: int = at_least(1, default=3)
     """Number of tokens that a server guesses before each pass of the policy."""
-    tokens_per_pass: int = at_least(1, default=8, hint="the number that a pass reads in about the time of one")
-    """Maximum number of tokens that a pass of the policy reads in an embedded server, guesses included. The more
-    requests a server runs at once, the fewer tokens it guesses for each. SGLang always guesses `tokens`."""
+    tokens_per_pass: int = at_least(1, default=64, hint="a CPU reads a few dozen in twice the time of one")
+    """Maximum number of tokens that a pass of the policy reads in an embedded server, guesses included. The server
+    guesses fewer if that is faster, going by how often guesses were right. SGLang always guesses `tokens`."""
     lr: float = above(0, default=1e-3)
     """Constant learning rate of the head's own AdamW."""
 
