@@ -134,9 +134,9 @@ class DraftConfig(Section, name="draft"):
     model's folder. It is trained and saved with the model, and no server of the run decodes with it."""
     tokens: int = at_least(1, default=3)
     """Number of tokens that a server guesses before each pass of the policy."""
-    tokens_per_pass: int = at_least(1, default=8, hint="the number that a pass reads in about the time of one")
-    """Maximum number of tokens that a pass of the policy reads in an embedded server, guesses included. The more
-    requests a server runs at once, the fewer tokens it guesses for each. SGLang always guesses `tokens`."""
+    tokens_per_pass: int = at_least(1, default=64, hint="a CPU reads a few dozen in twice the time of one")
+    """Maximum number of tokens that a pass of the policy reads in an embedded server, guesses included. The server
+    guesses fewer if that is faster, going by how often guesses were right. SGLang always guesses `tokens`."""
     depths: int = at_least(1, default=1, hint="1 trains the first guess alone")
     """Number of consecutive guesses that the head learns. From the second on, it reads its own states instead of the
     policy's, as when servers guess several tokens. Training costs a pass of the head for each."""

@@ -264,7 +264,7 @@ def in_sampling(name: str, *words: str, eos: tuple[int, ...] = (), **wrong: Any)
             for place in range(24):
                 with torch.no_grad():
                     row = 8.0 * model(torch.tensor([ids])).logits[0, -1:].float()
-                (token,), (logprob,), _ = sampling.sample(row, [params], [sampling.uniform(number, place)], [])
+                (token,), (logprob,), _ = sampling.sample(row, [params], [sampling.key_of(number, place)], [])
                 if told_at is not None:
                     logprob = float((row[0] / told_at).log_softmax(-1)[token])
                 ids, told = [*ids, token], [*told, logprob]

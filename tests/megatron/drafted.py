@@ -61,11 +61,11 @@ def assert_same_policy(found, expected):
         assert torch.equal(found["policy"][name], tensor), name
 
 
-def by_autograd(policy, states_of, modules, batch, depths=1):
+def by_autograd(policy, states_of, modules, batch, depths=1, knows_first=True):
     """Metrics of a head's first update: its losses, acceptances and gradient norm.
 
     policy: transformers' model. states_of: from states and embeddings `[R, H]` to the head's states. modules: those
-    with the head's weights.
+    with the head's weights. knows_first: whether the head reads an embedding at position 0.
     """
     losses, overlaps, counts = [0.0] * depths, [0.0] * depths, [0] * depths
     for ids, mask in zip(
@@ -79,7 +79,10 @@ def by_autograd(policy, states_of, modules, batch, depths=1):
             if len(ids) < depth + 3:
                 break
             # Row r has read tokens up to r + depth, and now reads the next one.
-            states = states_of(states[: len(ids) - 1 - depth], embedded[1 + depth :])
+            read = embedded[1 + depth :]
+            if depth == 0 and not knows_first:
+                read = read.index_fill(0, torch.tensor([0]), 0.0)
+            states = states_of(states[: len(ids) - 1 - depth], read)
             log_q = torch.nn.functional.linear(states, policy.lm_head.weight.detach()).log_softmax(-1)
             for row in range(len(ids) - 2 - depth):
                 if mask[row + 2 + depth]:

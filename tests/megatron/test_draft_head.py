@@ -74,11 +74,10 @@ def by_transformers(folder, batch, depths=1):
     layer.embed_tokens.requires_grad_(False)
 
     def states_of(hidden, embedded):
-        following = embedded.index_fill(0, torch.tensor([0]), 0.0)  # none at position 0, as in SGLang's model
-        inputs = fc(torch.cat([norms["hidden"](hidden), norms["token"](following)], -1))
+        inputs = fc(torch.cat([norms["hidden"](hidden), norms["token"](embedded)], -1))
         return layer(inputs_embeds=inputs[None]).last_hidden_state[0]
 
-    return by_autograd(policy, states_of, (layer, fc, norms), batch, depths)
+    return by_autograd(policy, states_of, (layer, fc, norms), batch, depths, knows_first=False)
 
 
 @pytest.mark.parametrize("make", [make_batch, make_groups], ids=["sequences", "trees"])

@@ -26,6 +26,7 @@ import torch
 
 from megatron_rl.tools.embedded_server.drafting_decoder import DraftingDecoder
 from megatron_rl.tools.embedded_server.forward_passes import decode, guesses, next_tokens, prefill
+from megatron_rl.tools.embedded_server.hits import Hits
 from megatron_rl.tools.embedded_server.kv_rows import KVRows
 from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache
@@ -75,8 +76,7 @@ class Batcher:
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
     draft_tokens: number of tokens that the model's draft head guesses before each pass. 0 without a draft head.
-    tokens_per_pass: maximum number of tokens that a pass reads, guesses included. So many running requests that they
-      alone reach it have nothing guessed.
+    tokens_per_pass: maximum number of tokens that a pass reads, guesses included. Fewer are guessed if that is faster.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Batcher:
         reuse_prefixes: bool = True,
         prefill_tokens_per_turn: int = 2048,
         draft_tokens: int = 0,
-        tokens_per_pass: int = 8,
+        tokens_per_pass: int = 64,
     ):
         self.model = model
         self.draft_tokens, self.tokens_per_pass = draft_tokens, tokens_per_pass
@@ -105,6 +105,7 @@ class Batcher:
             max_total_tokens=max_total_tokens,
             reuse_prefixes=reuse_prefixes,
         )
+        self.hits = Hits()
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decode_text = decode_text
         self.weight_version = weight_version
@@ -260,6 +261,7 @@ class Batcher:
         ends.
         """
         self.kv_rows.epoch += 1
+        self.hits.forget()
         self.set_version(version)
 
     def set_version(self, version: str | None) -> None:
@@ -427,17 +429,19 @@ class Batcher:
         self._fit(len(self._running), max(len(r.tokens) for r in ready) + self.draft_tokens, least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
         guessed: list[list[int]] = [[] for _ in batch]
-        worthwhile = self.tokens_per_pass // len(batch) - 1
-        count = max(0, min(self.draft_tokens, max(r.room for r in batch) - 1, worthwhile))
+        most = min(self.draft_tokens, max(r.room for r in batch) - 1, self.tokens_per_pass // len(batch) - 1)
+        count = self.hits.best_count(len(batch), most)
         if count:
             assert isinstance(self.model, DraftingDecoder)
-            guessed = guesses(self.model, self.kv_rows, batch, count, width=self.draft_tokens + 1)
+            guessed = guesses(self.model, self.kv_rows, batch, count, self.draft_tokens + 1)
             self._count_guesses(batch, passes=1)
         hidden = decode(self.model, self.kv_rows, batch, guessed)  # [B, 1 + count, H]
+        # In one product: reading the output layer takes most of the time of a product with few rows.
+        logits = self.model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         places = list(range(len(batch)))
         for number in range(count + 1):
             requests = [batch[place] for place in places]
-            chosen, logprobs = next_tokens(self.model, hidden[places, number], requests, self.eos_token_ids)
+            chosen, logprobs = next_tokens(logits[places, number], requests, self.eos_token_ids)
             for request, token, logprob in zip(requests, chosen, logprobs, strict=True):
                 self._accept(request, token, logprob)
             self.stats.generated_tokens += len(requests)
@@ -445,6 +449,7 @@ class Batcher:
                 self._count_guesses(requests, right=1)
             if number < count:
                 right = [guessed[place][number] == token for place, token in zip(places, chosen, strict=True)]
+                self.hits.count(sum(right), len(right))
                 places = [place for place, is_right in zip(places, right, strict=True) if is_right]
                 places = [place for place in places if batch[place].finish_reason is None]
             if not places:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
+from megatron_rl.tools.embedded_server.sampling import RACING
 from megatron_rl.tools.embedded_server.transformer import Attend, Decoder, KVCache, Layer, Span, linear
 from megatron_rl.weights.draft_files import FOLDER, LAYER, PREFIX
 
@@ -24,7 +25,7 @@ class DraftingDecoder(Decoder):
 
         hidden = decoder.prefill(torch.tensor([5, 6]), [Span(row=0, start=0, count=2)], cache, torch.tensor([6, 7]))
         states = decoder.draft([7], hidden[-1:], positions=[1], rows=[0], cache=cache)  # position 1 is followed by 7
-        decoder.logits(states).argmax(-1)  # a guess of the token after 7
+        decoder.guessed_logits(states).argmax(-1)  # a guess of the token after 7
     """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, context_length: int):
@@ -85,6 +86,13 @@ class DraftingDecoder(Decoder):
         """
         at, _, attend = self._row_attention(positions, rows, cache, width)
         return self._draft(torch.tensor(following, device=self.device), states, at, attend)
+
+    def guessed_logits(self, states: Tensor) -> Tensor:
+        """Return float32 logits `[T, RACING]` of the head's states `[T, H]`, for the tokens that are guessed.
+
+        The whole output layer would cost several times as much as the rest of the head.
+        """
+        return linear(states, self.head[:RACING]).float()
 
     def draft_spans(self, following: Tensor, spans: Sequence[Span], cache: KVCache) -> None:
         """Write the draft head's keys and values of positions that only the model has read, from the cache's states.

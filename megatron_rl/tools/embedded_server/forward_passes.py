@@ -4,9 +4,9 @@ Only the batcher's thread calls them. The batcher chooses the requests and handl
 `KVRows` what it wrote. `prefill` skips a prompt's last token, because `decode` reads that token.
 
 With a draft head, `guesses` proposes some tokens per request, and one pass of the model reads all of them. The token
-after each is then sampled as if there were no guesses, with the uniform number of its position. A guess is accepted if
+after each is then sampled as if there were no guesses, with the random numbers of its position. A guess is accepted if
 it is that token. So replies are the same with and without a draft head, whatever it guesses, and their distribution
-needs no correction. The head uses the same uniform numbers, so it mostly guesses right if its distribution is right.
+needs no correction. The head uses the same random numbers, so it mostly guesses right if its distribution is right.
 """
 
 from collections.abc import Sequence
@@ -69,13 +69,14 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
 
 
 def guesses(
-    model: DraftingDecoder, kv_rows: KVRows, batch: Sequence[Request], count: int, width: int
+    model: DraftingDecoder, kv_rows: KVRows, batch: Sequence[Request], count: int, most: int
 ) -> list[list[int]]:
     """Return `count` guesses of the next tokens of each request. `batch` must be sorted by row.
 
-    width: number of positions that the head reads for each request, of which the last ones may be new to it.
+    most: maximum number of positions that the head reads for each request in one go.
     """
     rows, params, cache = [r.row for r in batch], [r.params for r in batch], kv_rows.cache
+    width = min(max(1, *(r.filled - r.drafted for r in batch)), most)
     # While many requests ran, nothing was guessed, and the head has missed more than `width` positions.
     if behind := [r for r in batch if r.filled - r.drafted > width]:
         spans = [Span(r.row, r.drafted, r.filled - width - r.drafted) for r in behind]
@@ -94,8 +95,8 @@ def guesses(
     newest = [i * width + max(r.filled - 1 - start, 0) for i, (r, start) in enumerate(zip(batch, starts, strict=True))]
     states, found = states[newest], []
     for number in range(count):
-        uniforms = [sampling.uniform(r.seed, r.generated + number) for r in batch]
-        found.append(sampling.choose(model.logits(states), params, uniforms)[0].tolist())
+        keys = [sampling.key_of(r.seed, r.generated + number) for r in batch]
+        found.append(sampling.choose(model.guessed_logits(states), params, keys)[0].tolist())
         if number + 1 < count:
             states = model.draft(found[-1], states, [r.filled + number for r in batch], rows, cache)
     return [list(column) for column in zip(*found, strict=True)]
@@ -113,21 +114,20 @@ def decode(model: Decoder, kv_rows: KVRows, batch: Sequence[Request], guessed: S
 
 
 def next_tokens(
-    model: Decoder, hidden: Tensor, batch: Sequence[Request], eos_token_ids: frozenset[int]
+    logits: Tensor, batch: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> tuple[list[int], list[float]]:
-    """Sample one token per request from hidden states `[B, H]`; return the tokens and their log-probabilities.
+    """Sample one token per request from logits `[B, V]`; return the tokens and their log-probabilities.
 
-    Supports are added to the requests that ask for them.
+    Supports are added to the requests that ask for them. Logits are changed in place by requests that adjust them.
     """
-    logits = model.logits(hidden)
     for row, request in zip(logits, batch, strict=True):
         if request.params.adjusts_logits:
             stop_ids = request.params.stop_ids(eos_token_ids)
             sampling.adjust_logits(row, request.params, request.output, stop_ids)
-    # The uniform depends on the position in the reply, not on the turn, so retraction does not change a reply.
-    uniforms = [sampling.uniform(r.seed, r.generated) for r in batch]
+    # The key depends on the position in the reply, not on the turn, so retraction does not change a reply.
+    keys = [sampling.key_of(r.seed, r.generated) for r in batch]
     wants = [i for i, request in enumerate(batch) if request.tells_support]
-    chosen, logprobs, supports = sampling.sample(logits, [r.params for r in batch], uniforms, wants)
+    chosen, logprobs, supports = sampling.sample(logits, [r.params for r in batch], keys, wants)
     for i, (support, logprob) in zip(wants, supports, strict=True):
         batch[i].supports.append(support)
         batch[i].support_logprobs.append(logprob)

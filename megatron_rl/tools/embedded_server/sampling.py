@@ -1,7 +1,10 @@
 """Sampling of the next token, with SGLang's sampling parameters.
 
-Token k of a request uses one uniform number that depends only on (seed, k), so a reply does not depend on the rest of
-the batch. A token's log-probability is taken from softmax(logits / temperature), before top-k, top-p and min-p. On
+Token k of a request uses random numbers that depend only on (seed, k), so a reply does not depend on the rest of the
+batch. The tokens run a race: each arrives after an exponential time, with its probability as its rate, and the first
+one is sampled. A draft head whose race has the same times mostly has the same winner, if its distribution is similar.
+
+A token's log-probability is taken from softmax(logits / temperature), before top-k, top-p and min-p. On
 request, a token's support is told too: the tokens that were left to choose from, and the log-probability over them.
 """
 
@@ -24,6 +27,10 @@ GREEDY_BELOW = 1e-6
 """Below this temperature, sampling is greedy, as in SGLang. Dividing by a smaller temperature would overflow."""
 HOTTEST = 1e37
 """Maximum temperature; higher ones are lowered to it. Sampling at it is uniform. It and its inverse fit in float32."""
+RACING = 4096
+"""Tokens with ids below this have times of their own. The others share one, and a uniform number decides among them.
+The distribution is the same for any value. Most tokenizers number tokens by frequency, so these are the frequent ones.
+A draft head guesses only these."""
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
 """Maximum length of a stop string. Stop strings are searched for after every token."""
@@ -204,10 +211,22 @@ def derive_seed(seed: int, index: int) -> int:
     return mix64(mix64(seed & _MASK64) + index)
 
 
-def uniform(seed: int, k: int) -> float:
-    """Return the uniform number in [0, 1) for token k of a request with this seed."""
+def key_of(seed: int, k: int) -> int:
+    """Return the 64 bits that determine all random numbers for token k of a request with this seed."""
+    return mix64(mix64(seed & _MASK64) ^ k)
+
+
+def uniform(key: int) -> float:
+    """Return the uniform number in [0, 1) of a key."""
     # A float64 has 53 bits of precision.
-    return (mix64(mix64(seed & _MASK64) ^ k) >> 11) * 2.0**-53
+    return (key >> 11) * 2.0**-53
+
+
+def times(keys: Sequence[int], count: int) -> Tensor:
+    """Return standard exponential times `[B, count + 1]` float64. The first `count` are the same for any `count`."""
+    # The shared time comes first, so that it does not depend on the size of the vocabulary either.
+    rows = [np.random.Generator(np.random.SFC64(key)).standard_exponential(count + 1) for key in keys]
+    return torch.from_numpy(np.stack(rows)).roll(-1, 1)
 
 
 def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], stop_ids: frozenset[int]) -> None:
@@ -230,15 +249,17 @@ def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], st
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], wants: Sequence[int] = ()
+    logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int], wants: Sequence[int] = ()
 ) -> tuple[list[int], list[float], list[tuple[list[int], float]]]:
     """Sample one token per row of `[B, V]` float32 logits. Return the ids and their log-probabilities.
+
+    keys: those of `key_of`, one per row.
 
     The third part has, for each row of `wants`, its support and the log-probability over this. A row that contains NaN
     gets a NaN log-probability and an arbitrary id inside the vocabulary.
     """
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
-    chosen, kept = choose(logits, params, uniforms, temperatures)
+    chosen, kept = choose(logits, params, keys, temperatures)
     # Log-probabilities are those of the unfiltered distribution. The trainer uses the same operator and temperature
     # value, so equal logits have bitwise equal log-probabilities in trainer and server, in any batch.
     logprobs = torch.zeros(len(params), device=logits.device)
@@ -250,7 +271,7 @@ def sample(
 
 
 def choose(
-    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], temperatures: Tensor | None = None
+    logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int], temperatures: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row of `[B, V]` logits. Return the ids `[B]` and the weights `[B, V]` that they came from.
 
@@ -267,7 +288,7 @@ def choose(
     if filtered:
         kept = probs.clone()
         kept[filtered] = filter_probs(probs[filtered], [params[i] for i in filtered])
-    chosen = _invert_cdf(kept, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+    chosen = _race(kept, keys)
     if greedy:
         chosen[greedy] = probs[greedy].argmax(-1)
     return chosen, kept
@@ -282,6 +303,21 @@ def support_of(logits: Tensor, kept: Tensor, token: int, params: SamplingParams)
     # In the order in which the trainer has them, so that its log-probabilities are the same bits.
     only, first = logits[support][None], torch.zeros(1, dtype=torch.int64, device=logits.device)
     return support, float(packed_logprobs(only, first, temperature=params.temperature))
+
+
+def _race(weights: Tensor, keys: Sequence[int]) -> Tensor:
+    """Sample an id from each row of weights `[B, V]`, which need not sum to 1."""
+    count = min(RACING, weights.shape[1])
+    arrivals = times(keys, count).to(weights.device)
+    speeds, chosen = (weights[:, :count] / arrivals[:, :count]).max(-1)
+    if count == weights.shape[1]:
+        return chosen
+    others = (weights[:, count:].sum(-1) / arrivals[:, count] > speeds).nonzero()[:, 0]
+    if len(others):
+        uniforms = [uniform(keys[row]) for row in others.tolist()]
+        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)
+        chosen[others] = count + _invert_cdf(weights[others, count:], uniforms)
+    return chosen
 
 
 def _invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -432,7 +432,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="tokens to guess before each pass")
     parser.add_argument(
-        "--tokens-per-pass", type=int, default=8, help="guess fewer tokens where a pass would read more (default 8)"
+        "--tokens-per-pass", type=int, default=64, help="guess fewer tokens where a pass would read more (default 64)"
     )
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
     parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")

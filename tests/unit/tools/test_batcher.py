@@ -292,7 +292,7 @@ def test_hash_is_splitmix64():
 
 
 def test_uniforms_of_neighbouring_seeds_and_steps_look_independent():
-    values = torch.tensor([[sampling.uniform(seed, k) for k in range(100)] for seed in range(100)])
+    values = torch.tensor([[sampling.uniform(sampling.key_of(seed, k)) for k in range(100)] for seed in range(100)])
     counts = torch.histc(values, bins=50, min=0, max=1)
     assert ((counts - 200) ** 2 / 200).sum() < 100  # chi-square, 49 degrees of freedom: mean 49, deviation 10
     for shifted in (values[1:], values[:, 1:]):
@@ -300,11 +300,14 @@ def test_uniforms_of_neighbouring_seeds_and_steps_look_independent():
         assert torch.corrcoef(pair)[0, 1].abs() < 0.04
 
 
-def test_draws_follow_the_softmax_at_the_temperature():
+# 20: all tokens race. 3: most of them share a time, and a uniform number decides among these.
+@pytest.mark.parametrize("racing", [20, 3])
+def test_draws_follow_the_softmax_at_the_temperature(monkeypatch, racing):
+    monkeypatch.setattr(sampling, "RACING", racing)
     logits, draws = torch.randn(20, generator=torch.Generator().manual_seed(1)) * 2, 4000
     params = [SamplingParams(temperature=0.7)] * draws
-    uniforms = [sampling.uniform(5, k) for k in range(draws)]
-    ids, logprobs, _ = sampling.sample(logits.repeat(draws, 1), params, uniforms)
+    keys = [sampling.key_of(5, k) for k in range(draws)]
+    ids, logprobs, _ = sampling.sample(logits.repeat(draws, 1), params, keys)
     expected = (logits / 0.7).softmax(-1)
     assert torch.tensor(logprobs).sub(expected.log()[ids]).abs().max() < 1e-5
     counts = torch.bincount(torch.tensor(ids), minlength=20)
@@ -314,10 +317,25 @@ def test_draws_follow_the_softmax_at_the_temperature():
 
 
 def test_the_last_possible_uniform_draws_a_possible_token():
-    logits = torch.tensor([[0.0, 0.0, -math.inf, 0.0, -math.inf]])
-    almost_one = 1 - 2.0**-53
-    assert sampling.sample(logits.clone(), [SamplingParams()], [almost_one])[0] == [3]
-    assert sampling.sample(logits.clone(), [SamplingParams()], [0.0])[0] == [0]
+    weights = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])
+    for uniform, token in ((1 - 2.0**-53, 3), (0.0, 0)):
+        assert sampling._invert_cdf(weights, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+
+
+def test_a_heads_race_has_the_policys_times_and_so_its_winner(monkeypatch):
+    monkeypatch.setattr(sampling, "RACING", 300)
+    logits = torch.randn(500, 700, generator=torch.Generator().manual_seed(4))
+    logits[:, 300:] -= 4.0  # few of these are sampled, and none can be guessed
+    keys = [sampling.key_of(7, k) for k in range(500)]
+    params = [SamplingParams()] * 500
+    ids, _ = sampling.choose(logits, params, keys)
+    guesses, _ = sampling.choose(logits[:, :300], params, keys)
+    assert torch.equal(ids == guesses, ids < 300) and 0 < (ids >= 300).sum() < 50
+    # A guess of a similar distribution is right with nearly the share of probability that the two have in common.
+    other = logits + 0.5 * torch.randn(500, 700, generator=torch.Generator().manual_seed(5))
+    guesses, _ = sampling.choose(other[:, :300], params, keys)
+    common = torch.minimum(logits.softmax(-1), other.softmax(-1)).sum(-1).mean()
+    assert common / (2 - common) - 0.07 < (ids == guesses).float().mean() < common + 0.07
 
 
 # 40: the short sort decides; 3000 > 1024 with flat probabilities: the full sort is needed.
@@ -340,7 +358,7 @@ def test_filters_equal_a_plain_reference(vocab_size, top_k, top_p, min_p):
 
 def test_filtered_sampling_reports_the_unfiltered_logprob():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    ids, logprobs, _ = sampling.sample(logits.clone(), [SamplingParams(top_p=0.5)], [0.99])
+    ids, logprobs, _ = sampling.sample(logits.clone(), [SamplingParams(top_p=0.5)], [99])
     assert ids == [0] and logprobs[0] == pytest.approx(logits.log_softmax(-1)[0, 0].item(), abs=1e-6)
 
 
@@ -349,7 +367,7 @@ def test_a_log_probability_is_the_trainers_of_the_same_logits_in_every_bit():
     logits = torch.randn(40, 700, generator=torch.Generator().manual_seed(3)) * 4
     kinds = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.6}, {"temperature": 0}, {"top_k": 5}]
     params = [SamplingParams.parse(kinds[i % 5], 700) for i in range(40)]
-    ids, logprobs, _ = sampling.sample(logits.clone(), params, [sampling.uniform(1, k) for k in range(40)])
+    ids, logprobs, _ = sampling.sample(logits.clone(), params, [sampling.key_of(1, k) for k in range(40)])
     whole = VocabShard(0, 700, 700)
     for start, temperature in enumerate((1.0, 0.7, 1.3, 1.0, 1.0)):
         rows = slice(start, None, 5)  # in another batch than the server's
