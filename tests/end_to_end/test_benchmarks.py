@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMANDS = [line.removeprefix(BEGINNING) for line in PAGE.splitlines() if line.startswith(BEGINNING)]
 """The benchmark commands of the page, each a file and its arguments."""
 QUICK = ("bench_delta", "publication_times", "bench_ops_cpu", "bench_recovery", "bench_packing", "bench_rewards")
-QUICK += ("bench_spread", "bench_agents")
+QUICK += ("bench_spread", "bench_agents", "bench_draft")
 STARTS_PROCESSES = ("rollout_server", "bench_publish", "bench_exchange")
 """Each take up to 20 s of a core to import what others have imported."""
 STARTS_TRAINING = ("bench_train_step", "bench_trees", "demo_seeds", "bench_async", "bench_executor", "bench_senders")
@@ -108,7 +108,7 @@ def test_each_benchmark_of_the_page_is_tried_here():
         pytest.param(
             QUICK,
             ("| 1e-06 | bfloat16 |", "GAE, 32 tokens in 4 sequences")
-            + ("in the background, later", "first-fit-decreasing", "code, one test"),
+            + ("in the background, later", "first-fit-decreasing", "code, one test", "right for 1.3x"),
             marks=pytest.mark.thorough,
         ),
         pytest.param(

@@ -283,9 +283,9 @@ def draw(logits, params, count):
     row = logits.float().clone()
     sampling.adjust_logits(row, params, HISTORY, frozenset())
     for begin in range(0, count, 1000):
-        uniforms = [sampling.uniform(3, k) for k in range(begin, min(begin + 1000, count))]
-        rows = row.repeat(len(uniforms), 1)
-        ids, _, told = sampling.sample(rows, [params] * len(uniforms), uniforms, range(len(uniforms)))
+        keys = [sampling.key_of(3, k) for k in range(begin, min(begin + 1000, count))]
+        rows = row.repeat(len(keys), 1)
+        ids, _, told = sampling.sample(rows, [params] * len(keys), keys, range(len(keys)))
         found, own = zip(*told, strict=True)
         tokens, logprobs, supports = tokens + ids, [*logprobs, *own], [*supports, *found]
     ids = torch.tensor(tokens, dtype=torch.int32)
