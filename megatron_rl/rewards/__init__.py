@@ -5,9 +5,9 @@ thoughts does not count as its answer (`answer_of`). No reward in this module ru
 takes time linear in the length of the text. Rewards in `code.py`, `mathematics.py` and `procedural.py` do run the
 model's text as code, but sandboxed (`sandbox/locked.py`, built on `sandbox/lock.py`).
 
-The rewards in a config are computed in worker processes. `reward_service.py` makes the requests, `call_queue.py`
-sends them, `worker_pool.py` manages the processes, `worker.py` is the code that they run, and `recipe.py` sums several rewards. Worker processes
-also run agents (`agent_worker.py`).
+The rewards in a config are computed in worker processes. `reward_service.py` makes the requests, `call_queue.py` sends
+them, `worker_pool.py` manages the processes, `worker.py` is the code that they run, and `recipe.py` sums several
+rewards. Worker processes also run agents (`agent_worker.py`).
 """
 
 from __future__ import annotations
