@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.routes import RouteForm
+from megatron_rl.servers import reply_check
 from megatron_rl.servers.reply_check import KEPT_BACK, Asked, NoLogprob, check_reply, newest_of, read_reply
 from megatron_rl.support import NO_TOKEN, Adjusting
 from megatron_rl.tools.embedded_server.protocol import GenerateCall, generate_response
@@ -27,6 +28,24 @@ ASKED = Asked(
 SHORT = Asked(
     rid="r-1", prompt_tokens=3, max_new_tokens=9, stop=("END",), version=3, weights="3", vocab_size=100, room=1000
 )
+
+
+def read_both(content):
+    """Read a reply as a short one and as a long one, and return what both give, or raise what both raise."""
+    found = []
+    for short_bytes in (2**30, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reply_check, "SHORT_BYTES", short_bytes)
+            try:
+                part = read_reply([content], ASKED)
+                found.append((part, None, seen(part)))
+            except ValueError as refusal:
+                found.append((None, refusal, (type(refusal), str(refusal))))
+    (part, refusal, short), (_, _, long) = found
+    assert short == long
+    if refusal is not None:
+        raise refusal
+    return part
 
 
 def embedded(reason=None):
@@ -153,7 +172,7 @@ def test_body_spoilt_in_its_bytes_is_refused_or_is_what_it_was_but_for_its_digit
     place = data.draw(st.integers(0, len(content) - 1))
     spoilt = content[:place] + data.draw(st.binary(max_size=3)) + content[place + data.draw(st.integers(0, 40)) :]
     try:
-        part = read_reply([spoilt], ASKED)
+        part = read_both(spoilt)
         taken(part, ASKED)
     except ValueError as refusal:
         assert len(str(refusal)) <= 1000
@@ -239,7 +258,7 @@ def test_what_no_server_can_have_generated_is_named(answer, words):
 def test_body_that_json_does_not_know_or_that_says_something_twice_is_refused(body):
     compact = body.replace(b'": ', b'":')
     with pytest.raises(ValueError):
-        read_reply([compact], ASKED)
+        read_both(compact)
 
 
 @pytest.mark.parametrize("spelled", ["plain", "first letter", "all letters", "space before the colon"])
@@ -261,7 +280,18 @@ def test_a_key_that_is_there_twice_in_disguise_is_refused(path, spelled):
     gap = " " if spelled == "space before the colon" else ""
     content = json.dumps(body, separators=(",", ":")).replace('"TWICE":', f'"{again}"{gap}:')
     with pytest.raises(ValueError, match=f"{name} = two values: must be there once"):
-        read_reply([content.encode()], ASKED)
+        read_both(content.encode())
+
+
+@settings(max_examples=max_examples(70, 200), deadline=None)
+@given(st.recursive(st.none() | st.integers(-9, 9) | st.text(":\\\"a\u00e9", max_size=4),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(":ab", max_size=2), inner),
+                    max_leaves=12), st.booleans())  # fmt: skip
+def test_colons_are_counted_as_a_text_has_them_and_one_more_for_a_key_that_is_there_twice(value, is_spaced):
+    text = json.dumps(value, ensure_ascii=is_spaced, indent=1 if is_spaced else None)
+    assert reply_check.colons_in(json.loads(text)) == text.count(":")
+    twice = f'{{"a": {text}, "b": 1, "a": {text}}}'
+    assert reply_check.colons_in(json.loads(twice)) < twice.count(":")
 
 
 def test_weights_of_the_start_stand_for_the_version_of_the_request_until_something_is_published():

@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import ops
+from megatron_rl.servers import reply_check
 from megatron_rl.servers.reply_check import Asked, check_reply, parsed, read_reply
 from tests.kit.examples import max_examples
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_replies_are_read_by_the_operator():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reply_check, "SHORT_BYTES", 0)
+        yield
+
 
 LIMITS = {"vocab_size": 100, "at_most": 6, "lowest": -1e4, "highest": 1e-3}
 ASKED = Asked(rid="r-1", prompt_tokens=3, max_new_tokens=6, stop=("END",), version=3, weights="3", vocab_size=100)
