@@ -304,8 +304,8 @@ NO_TOP_K = {
 @pytest.mark.parametrize("cut", NO_TOP_K)
 def test_weighted_means_over_computed_supports_are_the_exact_ones_if_no_server_tells_its_own(cut):
     params, values = NO_TOP_K[cut], VALUES + 2.0
-    uniforms = [sampling.uniform(3, k) for k in range(MANY_DRAWS)]
-    ids, logprobs, _ = sampling.sample(OLD.float().repeat(MANY_DRAWS, 1), [params] * MANY_DRAWS, uniforms)
+    keys = [sampling.key_of(3, k) for k in range(MANY_DRAWS)]
+    ids, logprobs, _ = sampling.sample(OLD.float().repeat(MANY_DRAWS, 1), [params] * MANY_DRAWS, keys)
     labels, shard = torch.tensor(ids), ops.VocabShard(0, VOCAB, VOCAB)
     cut = ops.Cut(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, width=VOCAB)
     found = ops.kept_tokens(OLD.repeat(MANY_DRAWS, 1), labels, cut, shard, params.temperature)
@@ -328,8 +328,10 @@ def test_weighted_means_over_computed_supports_are_the_exact_ones_if_no_server_t
 
     mean, error = weighted(logprobs_of(NEW, found.ids), old)
     assert abs(mean - exact) < 4 * error
-    mean, error = weighted(logprobs_of(NEW, None), torch.tensor(logprobs).double())  # as it would be without supports
-    assert abs(mean - exact) > 4 * error
+    # What the mean would be without supports.
+    drawn = (OLD[kept] / params.temperature).softmax(0)
+    ratios = [(logits / params.temperature).log_softmax(0)[kept] for logits in (NEW, OLD)]
+    assert abs(float(drawn @ ((ratios[0] - ratios[1]).exp() * values[kept])) - exact) > 0.02
 
 
 def adjusting_of(params):
@@ -368,8 +370,8 @@ def adjusted_by_definition(logits, params):
 def test_weighted_means_over_the_whole_vocabulary_are_the_exact_ones_with_penalties_and_biases(params):
     values, row = VALUES + 2.0, OLD.float().clone()
     sampling.adjust_logits(row, params, HISTORY, frozenset())
-    uniforms = [sampling.uniform(5, k) for k in range(MANY_DRAWS)]
-    ids, logprobs, _ = sampling.sample(row.repeat(MANY_DRAWS, 1), [params] * MANY_DRAWS, uniforms)
+    keys = [sampling.key_of(5, k) for k in range(MANY_DRAWS)]
+    ids, logprobs, _ = sampling.sample(row.repeat(MANY_DRAWS, 1), [params] * MANY_DRAWS, keys)
     labels, shard = torch.tensor(ids), ops.VocabShard(0, VOCAB, VOCAB)
     # The row of the token after HISTORY is the last one, whatever the token is.
     rows, changes = adjusting_of(params).changed(torch.tensor([*HISTORY, 0], dtype=torch.int32), VOCAB + 1)

@@ -240,9 +240,9 @@ def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], st
     if adjusting.size:
         counted, counts = np.unique(np.array(output if adjusting.counts else [], dtype=np.int64), return_counts=True)
         tokens = np.union1d(counted, np.array([token for token, _ in adjusting.logit_bias], dtype=np.int64))
-        times = np.zeros(len(tokens), dtype=np.int64)
-        times[np.searchsorted(tokens, counted)] = counts
-        ids, changes = (torch.from_numpy(part).to(row.device) for part in (tokens, adjusting.changes(tokens, times)))
+        seen = np.zeros(len(tokens), dtype=np.int64)
+        seen[np.searchsorted(tokens, counted)] = counts
+        ids, changes = (torch.from_numpy(part).to(row.device) for part in (tokens, adjusting.changes(tokens, seen)))
         row[ids] = adjusted(row[ids], changes)[0]
     if stop_ids and len(output) < params.min_new_tokens:
         row[[i for i in stop_ids if i < len(row)]] = -math.inf
