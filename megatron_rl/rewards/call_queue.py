@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
 
 TOGETHER_S = 0.005
 """Calls are sent together if all of them are expected to take no longer than this."""
+HELD_S = 1.0
+"""Calls that are behind one without an answer for this long are given to other workers."""
 MOST_TOGETHER = 32
 MOST_TOGETHER_BYTES = 64 * 1024
-"""Less than a socket holds: a worker that waits until its answers are read must not keep this end from writing."""
+"""Smaller than a socket's buffer. Otherwise this end could wait for the worker to read calls, while the worker waits
+for this end to read answers."""
 FORGETTING = 0.9
-"""Factor on the longest call so far, with each further call."""
+"""With each call, `_longest_s` shrinks by this factor, unless the call took longer."""
 
 
 @dataclass(eq=False)
@@ -38,6 +42,8 @@ class CallQueue:
         self._lanes: set[Lane] = set()
         self._longest_s = float("inf")
         """The longest of the last calls. Infinite before the first one."""
+        self._look: asyncio.TimerHandle | None = None
+        """The next look whether calls wait behind a worker that takes long."""
 
     async def ask(self, frame: bytes, timeout_s: float) -> bytes:
         """Return a worker's answer. TimeoutError if it takes longer than `timeout_s`, WorkerDied if the worker dies.
@@ -46,7 +52,11 @@ class CallQueue:
         """
         call = Call(frame, timeout_s, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
-        self.spread()
+        try:
+            self.spread()
+        except OSError:  # no free file descriptors
+            self._waiting.remove(call)
+            raise
         try:
             return await call.answered
         except asyncio.CancelledError:
@@ -60,16 +70,36 @@ class CallQueue:
         self._longest_s = seconds if is_first else max(seconds, FORGETTING * self._longest_s)
 
     def spread(self) -> None:
-        """Occupy one more worker, unless those that this queue has can soon begin with all waiting calls."""
-        if self._waiting and len(self._lanes) < self._pool.most:
-            if not self._lanes or len(self._waiting) * self._longest_s > TOGETHER_S * len(self._lanes):
-                self._lanes.add(Lane(self, self._pool))
+        """Use one more worker if the waiting calls would take the present ones longer than TOGETHER_S each.
 
-    def take(self) -> list[Call]:
-        """Return the calls that a worker should get next; none if no call waits."""
+        A worker that has not answered for longer than that does not count, since it may hang. One that is starting will
+        take at least one call.
+        """
+        if not self._waiting or not self.has_room:
+            return
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(TOGETHER_S, self._look_again)
+        if len(self._waiting) <= sum(lane.is_starting for lane in self._lanes):
+            return
+        ready = sum(lane.is_starting or lane.silent_s <= TOGETHER_S for lane in self._lanes)
+        if not ready or len(self._waiting) * self._longest_s > TOGETHER_S * ready:
+            self._lanes.add(Lane(self, self._pool))
+
+    @property
+    def has_room(self) -> bool:
+        """True if this queue could use one more worker."""
+        return len(self._lanes) < self._pool.most
+
+    def _look_again(self) -> None:
+        self._look = None
+        with suppress(OSError):  # no free file descriptors; the next look may find some
+            self.spread()
+
+    def take(self, most: int = MOST_TOGETHER) -> list[Call]:
+        """Return the calls that a worker should get next, at most `most`; none if no call waits."""
         taken: list[Call] = []
         size = 0
-        while self._waiting and len(taken) < MOST_TOGETHER:
+        while self._waiting and len(taken) < most:
             call = self._waiting[0]
             size += len(call.frame)
             if taken and ((len(taken) + 1) * self._longest_s > TOGETHER_S or size > MOST_TOGETHER_BYTES):
@@ -85,11 +115,12 @@ class CallQueue:
 
     def end(self, lane: Lane) -> None:
         self._lanes.discard(lane)
-        self.spread()
+        with suppress(OSError):
+            self.spread()
 
 
 class Lane:
-    """A worker's part of the waiting calls, from its first one until none waits."""
+    """Sends waiting calls to one worker, until none waits or another event loop needs the worker."""
 
     def __init__(self, queue: CallQueue, pool: WorkerPool) -> None:
         self._queue, self._pool = queue, pool
@@ -97,9 +128,20 @@ class Lane:
         """Calls that the worker has and has not answered, in order."""
         # Reserved here, so that a call which blocks the event loop cannot take the place first.
         self._place = pool.reserve()
-        self._is_begun = False
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self.is_starting = not isinstance(self._place, Worker)
+        self._is_begun = self._is_late = False
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = self._loop.time()
+        """Time of the last answer, or at which calls were sent."""
+        self._look: asyncio.TimerHandle | None = None
+        """The next look whether calls wait behind one that takes long."""
+        self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the worker's last answer."""
+        return self._loop.time() - self._heard_s
 
     def give_up(self, call: Call) -> None:
         """Note that a call is cancelled. If the worker has begun with it, the worker is killed."""
@@ -118,19 +160,21 @@ class Lane:
         try:
             worker = await self._pool.started(self._place)
         except (WorkerDied, OSError) as error:  # OSError: no free file descriptors
-            for call in self._queue.take()[:1]:
+            for call in self._queue.take(1):
                 call.answered.set_exception(error)
             return
-        is_whole = False
+        is_whole = self.is_starting = False
         try:
             while calls := self._queue.take():
                 self._sent.extend(calls)
                 await self._answer(worker)
-                if self._pool.is_wanted:  # by another event loop
+                if self._is_late or self._pool.is_wanted:  # by another event loop
                     break
-            is_whole = worker.is_silent
+            is_whole = worker.is_silent and not self._is_late
         except (TimeoutError, WorkerDied) as error:
             failed = self._sent.popleft()
+            if isinstance(error, TimeoutError):
+                self._queue.note(failed.timeout_s)  # so that others like it do not wait for each other
             if not failed.answered.done():
                 failed.answered.set_exception(WorkerDied(self._pool.died()) if isinstance(error, WorkerDied) else error)
         except asyncio.CancelledError:
@@ -143,16 +187,34 @@ class Lane:
 
     async def _answer(self, worker: Worker) -> None:
         """Send the calls, and hand out the answers as they arrive."""
-        clock = asyncio.get_running_loop().time
-        await worker.send(b"".join(call.frame for call in self._sent))
-        deadline = clock() + self._sent[0].timeout_s
-        while self._sent:
-            if (content := worker.heard()) is None:
-                async with asyncio.timeout_at(deadline):
-                    await worker.receive()
-                continue
-            call = self._sent.popleft()
-            if not call.answered.done():
-                call.answered.set_result(content)
-            if self._sent:
-                deadline = clock() + self._sent[0].timeout_s
+        self._heard_s = self._loop.time()
+        async with asyncio.timeout_at(self._heard_s + self._sent[0].timeout_s):
+            await worker.send(b"".join(call.frame for call in self._sent))
+        self._look = self._loop.call_at(self._heard_s + HELD_S, self._let_go) if len(self._sent) > 1 else None
+        try:
+            while self._sent:
+                if (content := worker.heard()) is None:
+                    async with asyncio.timeout_at(self._heard_s + self._sent[0].timeout_s):
+                        await worker.receive()
+                    continue
+                call, self._heard_s = self._sent.popleft(), self._loop.time()
+                if not call.answered.done():
+                    call.answered.set_result(content)
+        finally:
+            if self._look is not None:
+                self._look.cancel()
+
+    def _let_go(self) -> None:
+        """Give back the calls behind one that takes long, if another worker can have them.
+
+        This worker has them too, so it is discarded after that one.
+        """
+        if len(self._sent) < 2:
+            return
+        if self.silent_s >= HELD_S and self._queue.has_room:
+            first, *others = self._sent
+            self._queue.give_back(deque(others))
+            self._sent, self._is_late = deque([first]), True
+            self._queue.spread()
+        else:
+            self._look = self._loop.call_later(HELD_S, self._let_go)

@@ -234,8 +234,12 @@ class WorkerPool:
 
     def _new_worker(self, log: str = "") -> Worker:
         """Start a worker in a slot that the caller has already counted."""
-        self._revive()  # it may have died while this call waited for the slot
-        ours, theirs = socket.socketpair()
+        try:
+            self._revive()  # it may have died while this call waited for the slot
+            ours, theirs = socket.socketpair()
+        except OSError:  # no free file descriptors
+            self.release(None)
+            raise
         worker = Worker(next(self._numbers), ours, self._control)
         try:
             tell(worker.control, f"start {worker.number} {log}", theirs.fileno())

@@ -1,10 +1,11 @@
 """Calls that are sent to a worker together fail alone."""
 
 import asyncio
+import errno
 
 import pytest
 
-from megatron_rl.rewards import call_queue
+from megatron_rl.rewards import call_queue, worker_pool
 from megatron_rl.rewards.reward_service import RewardFailed, RewardLost, RewardService, RewardTimeout
 from megatron_rl.rewards.worker_pool import Worker
 from tests.kit.waiting import LATE_S
@@ -80,7 +81,7 @@ def test_a_call_of_unknown_length_is_sent_alone_and_so_are_long_ones(serve, mess
     [("start a process and hang", RewardTimeout), ("die", RewardLost), ("raise", RewardFailed)],
 )
 def test_one_of_several_calls_that_fails_fails_alone(serve, messages, tmp_path, what, error):
-    bad = {"completions": what, "path": str(tmp_path / "pid"), "timeout_s": 0.25}
+    bad = {"completions": what, "path": str(tmp_path / "pid"), "timeout_s": 0.25 if error is RewardTimeout else LATE_S}
     right = {"completions": "right"}
     service = serve("misbehaves")
     found = asyncio.run(values(service, [right, right, bad, right, bad, right]))
@@ -118,3 +119,48 @@ def test_a_worker_that_says_more_than_it_was_asked_for_is_not_used_again(serve):
 
     first, second = asyncio.run(forged())
     assert first != second
+
+
+def test_calls_behind_one_that_hangs_are_computed_by_other_workers(tmp_path):
+    service, over = RewardService([("process_id", f"{TRYING}:process_id", {})], workers=3), tmp_path / "over"
+
+    async def beside():
+        first = (await service.call({}, LATE_S))[0].value
+        service._queues[asyncio.get_running_loop()]._longest_s = 1e-6  # surely short on any machine
+        hanging = asyncio.create_task(service.call({"until": str(over)}, LATE_S))
+        others = await asyncio.gather(*(service.call({}, LATE_S) for _ in range(40)))
+        later = [(await service.call({}, LATE_S))[0].value for _ in range(3)]
+        assert not hanging.done()
+        over.touch()
+        return first, (await hanging)[0].value, {one[0].value for one in others} | set(later)
+
+    try:
+        first, hung, others = asyncio.run(beside())
+    finally:
+        service.close()
+    assert first == hung and hung not in others
+
+
+def test_a_worker_that_cannot_be_started_fails_one_call_and_loses_none(serve, monkeypatch):
+    service = serve("process_id")
+
+    async def starved():
+        before = (await service.call({}, LATE_S))[0].value
+        (worker,) = service.pool._idle
+        service.pool._idle.clear()
+        service.pool.discard(worker)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_pool.socket, "socketpair", out_of_files)
+            calls = [asyncio.create_task(service.call({}, LATE_S)) for _ in range(5)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        return before, found
+
+    def out_of_files(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before, found = asyncio.run(starved())
+    failed = [one for one in found if isinstance(one, Exception)]
+    assert failed and all("Too many open files" in str(one) for one in failed)
+    assert all(one[0].value != before for one in found if not isinstance(one, Exception))
+    assert asyncio.run(values(service, [{}]))[0] > 0, "the pool has its slot still"
