@@ -76,8 +76,8 @@ def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) 
     for name, nothing in UNADJUSTED.items():
         if ((value := getattr(options, name)) != nothing) != ((run := getattr(known, name)) != nothing):
             raise RequestRefused(
-                f"gconfig.{name} = {value}: all replies of a run have changed logits, or none, and generation.{name} = "
-                f"{run}; set both, or both to {nothing}."
+                f"gconfig.{name} = {value}: either all requests of a run use penalties or biases, or none does, and "
+                f"generation.{name} = {run}; set both, or set both to {nothing}."
             )
 
 
@@ -86,8 +86,8 @@ def check_cut(options: GenerationConfig, trained_as: GenerationConfig) -> None:
     for name in ("supports", "temperature", "top_k", "top_p", "min_p"):
         if (value := getattr(options, name)) != (known := getattr(trained_as, name)):
             raise RequestRefused(
-                f"gconfig.{name} = {value}: the trainer computes which tokens a reply was sampled from with the run's "
-                f"options, and generation.{name} = {known}; ask with that."
+                f"gconfig.{name} = {value}: with generation.supports = computed, every request must use the run's "
+                f"sampling options; set it to generation.{name} = {known}."
             )
     for name, nothing in {"min_new_tokens": 0, **UNADJUSTED}.items():
         if (value := getattr(options, name)) != nothing:

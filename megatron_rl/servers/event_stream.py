@@ -40,7 +40,10 @@ class EventStream:
             if (found := OUTPUT_IDS.search(content)) is not None:
                 ids = orjson.loads(found[1])
                 self._last, self.count = content, len(ids)
-                self._on_tokens(ids)
+                try:
+                    self._on_tokens(ids)
+                except OSError as error:  # is no fault of the server
+                    raise RuntimeError(f"on_tokens: {type(error).__name__}: {error}") from error
 
     def _error(self, content: bytes) -> Exception:
         error = orjson.loads(content)["error"]

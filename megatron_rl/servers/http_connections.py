@@ -72,6 +72,7 @@ class Exchange:
         """True if the connection has carried others before, so that the server may have been about to close it."""
         self._at_most, self._stream, self._size = at_most, stream, 0
         self._waiter: asyncio.Future[None] | None = None
+        self._connecting: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
         """Wait for the whole answer, or raise what went wrong. May be called again, also after a cancellation."""
@@ -90,10 +91,24 @@ class Exchange:
         """Have `wait` raise an error from now on, and close the connection unless the answer is complete."""
         self.error = self.error or error
         if not self.is_over:
-            connection = self.connection
+            connection, connecting = self.connection, self._connecting
             self.finish()
             if connection is not None:
                 connection.transport.abort()
+            elif connecting is not None:
+                connecting.cancel()
+
+    def connect(self, connecting: asyncio.Task[None]) -> None:
+        """Note the task that makes the connection. It is cancelled if the exchange fails before."""
+        self._connecting = connecting
+        connecting.add_done_callback(self._connected)
+
+    def _connected(self, connecting: asyncio.Task[None]) -> None:
+        self._connecting = None
+        if connecting.cancelled():
+            self.fail(ConnectionAbortedError("the connection was given up"))
+        elif (error := connecting.exception()) is not None:
+            self.fail(error if isinstance(error, Exception) else ConnectionAbortedError(str(error)))
 
     def finish(self) -> None:
         """Wake whoever waits."""
@@ -224,6 +239,8 @@ class Connections:
         self._origins: dict[str, Origin] = {}
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.TimerHandle | None = None
+        self._context: ssl.SSLContext | None = None
+        self._is_closed = False
 
     def origin(self, url: str) -> Origin:
         """Return the origin of a URL, one for each scheme, host and port."""
@@ -232,6 +249,9 @@ class Connections:
 
     def send(self, exchange: Exchange, origin: Origin, method: str, path: str, body: bytes, content_type: str) -> None:
         """Send a request on a connection that is free, or on a new one. Errors are those of `exchange`."""
+        if self._is_closed:
+            exchange.fail(ConnectionAbortedError("the client is closed"))
+            return
         kind = f"Content-Type: {content_type}\r\n" if content_type else ""
         size = f"Content-Length: {len(body)}\r\n" if body or method != "GET" else ""
         head = f"{method} {path} HTTP/1.1\r\n{origin.head}{self._head}{kind}{size}\r\n".encode()
@@ -245,17 +265,14 @@ class Connections:
         task = asyncio.get_running_loop().create_task(self._connect(exchange, origin, head, body))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
+        exchange.connect(task)
 
     async def _connect(self, exchange: Exchange, origin: Origin, head: bytes, body: bytes) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            context = ssl.create_default_context() if origin.is_secure else None
-            _, connection = await loop.create_connection(
-                lambda: Connection(origin), origin.host, origin.port, ssl=context
-            )
-        except Exception as error:
-            exchange.fail(error)
-            return
+        if origin.is_secure and self._context is None:  # once, because it reads the certificates from the disk
+            self._context = ssl.create_default_context()
+        context = self._context if origin.is_secure else None
+        _, connection = await loop.create_connection(lambda: Connection(origin), origin.host, origin.port, ssl=context)
         origin.connected_s = time.monotonic()
         if exchange.is_over:  # given up meanwhile
             connection.transport.close()
@@ -275,7 +292,8 @@ class Connections:
         self._sweeping = again(self._keepalive_s, self._sweep) if is_used else None
 
     def close(self) -> None:
-        """Close all connections. May be called twice."""
+        """Close all connections, and fail the exchanges on them. Later ones fail at once. May be called twice."""
+        self._is_closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
         for task in self._connecting:

@@ -67,7 +67,7 @@ class OutOfFiles(Busy):
 
 
 class Dropped(ServerError):
-    """The server was dropped while it worked on the request. Why is known to who dropped it."""
+    """The client stopped using the server while it worked on the request. Membership logs the reason."""
 
 
 class CommandRefused(ServerError):
@@ -129,7 +129,8 @@ class ServerHttp:
                 raise ServerError(f"{self.url}{endpoint}: no answer within {timeout_s:g} s.") from error
             except ServerError:
                 # The server may have closed a connection that was not in use. A GET changes nothing there.
-                if method != "GET" or not exchange.is_reused or not isinstance(exchange.error, ConnectionResetError):
+                is_closed = isinstance(exchange.error, ConnectionResetError | BrokenPipeError)
+                if method != "GET" or not exchange.is_reused or not is_closed:
                     raise
             finally:
                 exchange.close()

@@ -262,3 +262,36 @@ def test_what_a_url_says_is_in_the_head_of_its_requests():
     assert (six.host, six.port, six.head) == ("::1", 443, "Host: [::1]\r\n")
     with pytest.raises(AssertionError):
         Connections({"X": "a\r\nInjected: b"}, keepalive_s=1.0)
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_call_that_is_given_up_no_longer_connects_and_a_closed_client_fails_its_calls(runner, monkeypatch):
+    async def talk():
+        loop, begun, ended = asyncio.get_running_loop(), asyncio.Event(), []
+
+        async def connects_for_ever(*_, **__):
+            begun.set()
+            try:
+                await loop.create_future()
+            finally:
+                ended.append("cancelled")
+
+        client = Connections({}, keepalive_s=LATE_S)
+        origin, exchanges = client.origin("http://127.0.0.1:1"), [Exchange(100) for _ in range(4)]
+        monkeypatch.setattr(type(loop), "create_connection", connects_for_ever)
+        send = partial(client.send, origin=origin, method="GET", path="/", body=b"", content_type="")
+        send(exchanges[0])
+        await begun.wait()
+        exchanges[0].close()
+        await until(lambda: ended)
+        begun.clear()
+        send(exchanges[1])
+        await begun.wait()
+        send(exchanges[2])  # its task has not begun
+        client.close()
+        send(exchanges[3])
+        for exchange in exchanges:
+            with pytest.raises(ConnectionAbortedError):
+                await exchange.wait()
+
+    runner(talk())
