@@ -230,7 +230,7 @@ def test_a_workflow_cannot_train_on_a_cut_that_no_server_reports(options, words)
 def test_a_workflow_cannot_change_logits_if_the_run_does_not():
     request = LLMRequest(rid="r", input_ids=[1], gconfig=GenerationConfig(frequency_penalty=0.5))
     for gconfig, of_run in ((request.gconfig, GenerationConfig()), (GenerationConfig(), request.gconfig)):
-        words = f"gconfig.frequency_penalty = {gconfig.frequency_penalty}: all .*; set both, or both to 0.0"
+        words = f"gconfig.frequency_penalty = {gconfig.frequency_penalty}: either all .*; set both, or set both to 0.0"
         with pytest.raises(RequestRefused, match=words):
             check_sampling(LLMRequest(rid="r", input_ids=[1], gconfig=gconfig), of_run)
     check_sampling(request, GenerationConfig(presence_penalty=0.5))
@@ -240,7 +240,7 @@ def test_a_workflow_asks_with_the_runs_options_if_the_trainer_computes_supports(
     of_run = GenerationConfig(top_p=0.9, supports="computed")
     check_sampling(LLMRequest(rid="r", input_ids=[1], gconfig=of_run.new(max_new_tokens=5)), of_run)
     for options, words in (
-        ({"top_p": 0.8}, "gconfig.top_p = 0.8: .* generation.top_p = 0.9; ask with that"),
+        ({"top_p": 0.8}, "gconfig.top_p = 0.8: .* set it to generation.top_p = 0.9"),
         ({"temperature": 0.5}, "gconfig.temperature = 0.5"),
         ({"supports": "reported", "top_p": 1.0}, "gconfig.supports = reported"),
     ):
