@@ -117,8 +117,8 @@ class ServerLauncher:
         if self.draft.kind != "none" and self.backend == "sglang" and not has_cuda():
             raise ValueError(
                 f"draft.kind = {self.draft.kind!r}: SGLang decodes with a draft head on a GPU. On a CPU it has no "
-                f"kernels for it without AMX, and takes the likeliest token whatever the temperature is; leave it "
-                f"out, or set rollout.backend=embedded."
+                f"kernels for it without AMX, and takes the likeliest token whatever the temperature is; set "
+                f"draft.kind=none, or rollout.backend=embedded."
             )
 
     @property
