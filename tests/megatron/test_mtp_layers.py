@@ -422,10 +422,15 @@ def publish_to_disk(folder, target, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2_sp", marks=pytest.mark.thorough)])
 def test_a_version_on_a_disk_has_the_trained_layer(models, layout, tmp_path):
-    head = run_ranks(2, publish_to_disk, models / "glm4_moe", tmp_path, layout)[0]
-    saved = load_file(tmp_path / "version-3" / "model.safetensors")
-    assert saved.keys() == load_file(models / "glm4_moe" / "model.safetensors").keys()
+    folder = models / "glm4_moe"
+    head = run_ranks(2, publish_to_disk, folder, tmp_path, layout)[0]
+    saved, before = load_file(tmp_path / "version-3" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert saved.keys() == before.keys()
     assert_equal({name: saved[name] for name in head}, head)
+    copies = mtp_names(read_architecture(folder).mtp_layer()).copies
+    assert len(copies) == 2
+    for copy, original in copies.items():
+        assert torch.equal(saved[copy], saved[original]) and not torch.equal(saved[copy], before[copy])
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
