@@ -6,6 +6,7 @@ import logging.handlers
 import pytest
 import torch
 from drafted import DEEP_MTP, EAGLE, MTP, SFT, UPDATES, assert_alike, assert_same_policy, by_autograd, head_of, train
+from gathered import relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -371,7 +372,8 @@ def test_a_checkpoint_of_the_layer_resumes_in_any_layout(models, tmp_path):
         found, continued = run_ranks(count, load_in_another_layout, folder, tmp_path / "checkpoint", other)[0]
         assert_equal(found, heads["saved"])
         for name, tensor in heads["continued"].items():
-            torch.testing.assert_close(continued[name], tensor, rtol=1e-4, atol=1e-5)
+            before = heads["saved"][name]
+            assert relative_error(continued[name] - before, tensor - before) < 2e-3, name
 
 
 def save_adapters(folder, target):
