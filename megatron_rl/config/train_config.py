@@ -285,7 +285,7 @@ class TrainConfig:
                 f"generation.top_k = 1: always samples the most likely token, so nothing could be learned; set it from "
                 f"2 to {MOST_REPORTED}, or to -1. {own}"
             )
-        if generation.supports == "computed":
+        if generation.computed_size:
             self._check_computed_supports()
             return
         if generation.top_k > MOST_REPORTED:
@@ -314,7 +314,7 @@ class TrainConfig:
     def _check_computed_supports(self) -> None:
         """Raise ValueError for options with which the trainer could not compute what a token was sampled from."""
         generation, rollout, key = self.generation, self.rollout, "generation.supports = computed"
-        if generation.computed_size and self.teacher.is_there:
+        if self.teacher.is_there:
             raise ValueError(
                 f"{key}: a teacher's distribution is over the whole vocabulary, and the policy's log-probabilities "
                 f"would be over the tokens that top_k, top_p and min_p keep; leave these three out, or the teacher."

@@ -853,6 +853,14 @@ def test_remax_takes_a_workflow_of_whatever_name(load):
     assert config.rollout.workflow == "mine:GreedyBaseline"
 
 
+def test_computed_supports_of_the_whole_vocabulary_are_checked_as_if_nothing_were_computed(load):
+    computed = "generation.supports=computed"
+    load(computed, "rollout.max_staleness=1")
+    load(computed, "generation.frequency_penalty=0.5", "generation.logit_bias={5: 1}")
+    with pytest.raises(ValueError, match="generation.min_new_tokens = 3: replies would be sampled from a part"):
+        load(computed, "generation.min_new_tokens=3")
+
+
 @pytest.mark.slow
 def test_boundaries_are_allowed(load):
     load("batch.prompts_per_step=2", "batch.updates_per_step=16")
