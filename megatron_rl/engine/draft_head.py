@@ -96,7 +96,8 @@ class DraftHead:
     """
 
     splits_rows = False
-    """True if ranks with other rows take part in a pass of this head, so that each pass needs all of them."""
+    """True if a pass of this head communicates with ranks that have other rows (experts are divided). Every such rank
+    must then run every pass, even without rows of its own."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def test_a_publication_that_does_not_send_the_layer_says_so_once(tmp_path):
     make_model("qwen3_5", tmp_path, layers=2)
     add_mtp_layer(tmp_path)
     (said,) = run_ranks(1, published_twice, tmp_path, "group")[0]
-    assert "rollout.publication = group sends no tensors that the model is not made of" in said
+    assert "rollout.publication = group does not send these tensors of model.path" in said
     assert "mtp.fc.weight" in said and "rollout.publication=disk writes them" in said
     assert run_ranks(1, published_twice, tmp_path, "disk")[0] == []
 
