@@ -318,6 +318,10 @@ def save_and_continue(folder, target, layout):
         loaded = engine_with()
         loaded.load(target / path)
         heads[name] = head_of(loaded)
+    assert other.draft.optimizer.state
+    other.load(target / "checkpoint")  # weights alone, over an optimizer that has learned
+    assert not other.draft.optimizer.state and other.draft.updates == 0
+    heads["weights of a head that learned"] = head_of(other)
     without = engine_with(DraftConfig())
     without.load(target / "checkpoint", with_optimizer=True)
     without.save(target / "without", with_optimizer=True)
@@ -344,7 +348,7 @@ def assert_equal(found, expected):
 def test_the_layer_goes_along_in_checkpoints_and_folders(models, family, tmp_path):
     folder = models / family
     heads = run_ranks(1, save_and_continue, folder, tmp_path, "1")[0]
-    for name in ("resumed", "weights", "from the folder"):
+    for name in ("resumed", "weights", "weights of a head that learned", "from the folder"):
         assert_equal(heads[name], heads["saved"])
     assert_equal(heads["resumed and continued"], heads["continued"])
     assert_equal(heads["kept"], heads["continued"])
