@@ -54,9 +54,10 @@ class GenerationConfig(Section, name="generation"):
     repetition_penalty: float = within("(0, 2]", default=1.0, hint="1.0 changes nothing")
     """Divide the logits of tokens that the reply already has by this number, or multiply them if they are negative.
     The prompt's tokens do not count, as with SGLang. Each token of a batch then takes 24 x top_k bytes more, or 8 x
-    top_k bytes with only the next three options. Without top_k, each takes 16 bytes per token that changes, or 8 with
-    only the next three options: max_new_tokens and those with a bias, in RL at most 1023. With SGLang, RL requires that
-    the next two options are 0. These four options hold for evaluations too."""
+    top_k bytes with only the next three options. Without top_k, each token of a batch takes 16 bytes (8 with only the
+    next three options) for every token whose logit may change. Those are max_new_tokens tokens if a penalty is set,
+    plus the tokens with a bias; RL allows at most 1023. With SGLang, RL requires that the next two options are 0. These
+    four options hold for evaluations too."""
     frequency_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
     """Subtract this number from a token's logit for each time that the reply already has the token."""
     presence_penalty: float = within("[-2, 2]", default=0.0, hint="0.0 changes nothing")
@@ -122,7 +123,7 @@ class GenerationConfig(Section, name="generation"):
     def changed_size(self) -> int:
         """Places of a row over the whole vocabulary for the tokens whose logits change (megatron_rl/support.py).
 
-        0 if none changes, or if supports have the changes.
+        0 if no logit changes, or if the changes are stored beside reported supports (`support_size` > 0).
         """
         if not self.adjustment_size or self.support_size or self.computed_size:
             return 0

@@ -234,8 +234,8 @@ class TrainConfig:
             return
         if self.rollout.backend == "sglang" and self.generation.counts_tokens:
             raise ValueError(
-                f"{key}: SGLang counts tokens for penalties late if it guesses some; set generation's penalties to "
-                f"their defaults, or leave it out, or set rollout.backend=embedded."
+                f"{key}: while SGLang decodes with a draft head, its penalties count tokens too late; set generation's "
+                f"penalties to their defaults, or draft.kind=none, or rollout.backend=embedded."
             )
         if self.rollout.publication == "adapters":
             raise ValueError(
@@ -285,7 +285,7 @@ class TrainConfig:
                 f"generation.top_k = 1: always samples the most likely token, so nothing could be learned; set it from "
                 f"2 to {MOST_REPORTED}, or to -1. {own}"
             )
-        if generation.supports == "computed":
+        if generation.computed_size:
             self._check_computed_supports()
             return
         if generation.top_k > MOST_REPORTED:
@@ -314,7 +314,7 @@ class TrainConfig:
     def _check_computed_supports(self) -> None:
         """Raise ValueError for options with which the trainer could not compute what a token was sampled from."""
         generation, rollout, key = self.generation, self.rollout, "generation.supports = computed"
-        if generation.computed_size and self.teacher.is_there:
+        if self.teacher.is_there:
             raise ValueError(
                 f"{key}: a teacher's distribution is over the whole vocabulary, and the policy's log-probabilities "
                 f"would be over the tokens that top_k, top_p and min_p keep; leave these three out, or the teacher."
@@ -326,17 +326,20 @@ class TrainConfig:
                     f"generation.supports=reported and generation.top_k={MOST_REPORTED} or less, or set it to "
                     f"{nothing}."
                 )
-        from_others = "the trainer computes supports with the step's weights, and older ones would have sampled"
+        own, from_others = "the trainer computes supports with the step's weights", "replies that older weights sampled"
         if rollout.max_staleness > 0:
-            raise ValueError(f"{key}: {from_others} with rollout.max_staleness = {rollout.max_staleness}; set it to 0.")
+            raise ValueError(
+                f"{key}: {own}, but rollout.max_staleness = {rollout.max_staleness} allows {from_others}; set it to 0."
+            )
         if rollout.oversample > 1 and rollout.stale != "drop":
             raise ValueError(
-                f"{key}: {from_others} with rollout.oversample = {rollout.oversample} and rollout.stale = "
-                f"{rollout.stale}; set rollout.stale=drop."
+                f"{key}: {own}, but rollout.oversample = {rollout.oversample} with rollout.stale = {rollout.stale} "
+                f"allows {from_others}; set rollout.stale=drop."
             )
         if self.reuse.groups_per_step > 0:
             raise ValueError(
-                f"{key}: {from_others} with reuse.groups_per_step = {self.reuse.groups_per_step}; set it to 0."
+                f"{key}: {own}, but reuse.groups_per_step = {self.reuse.groups_per_step} allows {from_others}; set it "
+                f"to 0."
             )
 
     def _check_supports(self) -> None:

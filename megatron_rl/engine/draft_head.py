@@ -96,7 +96,8 @@ class DraftHead:
     """
 
     splits_rows = False
-    """True if ranks with other rows take part in a pass of this head, so that each pass needs all of them."""
+    """True if a pass of this head communicates with ranks that have other rows (experts are divided). Every such rank
+    must then run every pass, even without rows of its own."""
 
     def __init__(
         self,
@@ -303,10 +304,11 @@ def soft_cross_entropy(
     that of `taught` `[n, H]`. The overlap is sum min(p, q), the probability that rejection sampling accepts a token of
     q. weight: this tensor rank's `[V_local, H]` of the output layer, padding included. Collective over the tensor axis.
     """
+    # Padding counts: tensor ranks have different amounts of it, and communicate in each chunk.
+    chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
     weight = weight.detach()[: shard.stop - shard.start]
     states, taught = states.to(weight.dtype), taught.to(weight.dtype)
     gradient, sums = torch.empty_like(states), torch.zeros(3, dtype=torch.float64, device=states.device)
-    chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
     for start in range(0, len(states), chunk):
         some = slice(start, start + chunk)
         log_p = _log_softmax(head_logits(taught[some], weight), shard)

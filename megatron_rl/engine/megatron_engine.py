@@ -47,7 +47,7 @@ from megatron_rl.weights.adapter_rules import (
 )
 from megatron_rl.weights.draft_files import has_draft, read_draft, write_draft
 from megatron_rl.weights.mapping import hf_shapes, weight_source
-from megatron_rl.weights.mtp_layers import copies_in, mtp_source, with_layer
+from megatron_rl.weights.mtp_layers import copies_in, mtp_source, specs_with_layer, with_layer
 from megatron_rl.weights.publish import GroupPublisher
 from megatron_rl.weights.reshard import HFExport, load_shards
 from megatron_rl.weights.route_form import route_form
@@ -403,8 +403,9 @@ class MegatronEngine(MicrobatchEngine):
         by_stage = self.publisher is not None and self.publisher.is_by_stage
         specs, tensors = export.specs, export.stream_of_stage() if by_stage else export.stream_in_step()
         if isinstance(self.draft, MTPHead) and self.config.publication == "disk":
-            specs = specs + self.draft.export.specs
-            tensors = itertools.chain(tensors, self.draft.export.stream_in_step())
+            layer, copies = self.draft.export, self._mtp_copies
+            specs = specs_with_layer(specs, layer.specs, copies)
+            tensors = with_layer(tensors, layer.stream_in_step(), copies)
         self.publish(receiver, specs, tensors, version)
 
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:

@@ -119,8 +119,9 @@ class ModelEngine(TrainEngine):
             return
         if names := kinds_without_rule(model.path):
             logger.warning(
-                "rollout.publication = %s sends no tensors that the model is not made of: servers keep those that they "
-                "loaded at their start (%s). rollout.publication=disk writes them to each version's folder.",
+                "rollout.publication = %s does not send these tensors of model.path, which are not trained as part of "
+                "the model: %s. Servers keep the values that they loaded at their start. rollout.publication=disk "
+                "writes them to each version's folder.",
                 *(how, names),
             )
 

@@ -259,7 +259,12 @@ class MTPHead(DraftHead):
 
     @torch.no_grad()
     def load_sharded_state(self, state: dict[str, Any], updates: int | None) -> None:
-        """Take over what a checkpoint has for `sharded_state`. updates: number of updates; None loads weights only."""
+        """Take over what a checkpoint has for `sharded_state`.
+
+        updates: number of updates. None loads weights only, and the optimizer starts anew.
+        """
+        if updates is None:
+            self.optimizer.state.clear()
         for name, weight in self.weights.items():
             weight.copy_(state["weight"][name])
             if updates is not None:

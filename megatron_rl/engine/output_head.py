@@ -126,10 +126,10 @@ class Head:
 
         Works in chunks of states, so that only one chunk's logits exist at a time.
         """
-        weight = self.weight()[: self.shard.stop - self.shard.start]
+        weight, size = self._whole_rows()
         parts = [
             top_tokens(head_logits(some, weight).float(), count, self.shard, temperature)
-            for some in states.to(weight.dtype).split(rows_of_chunk(CHUNKS_OF_TERM * len(weight)))
+            for some in states.to(weight.dtype).split(size)
         ]
         return TopTokens(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
 
@@ -138,13 +138,12 @@ class Head:
 
         Works in chunks of rows, so that only one chunk's logits exist at a time.
         """
-        weight = self.weight()[: self.shard.stop - self.shard.start]
+        weight, size = self._whole_rows()
         picked = pick(hidden, packed.predicting, packed.trained, weight.dtype)
         # Other context ranks have the other rows, so that ids are counted from 1 and added up.
         ids = torch.zeros(len(labels), cut.width, dtype=torch.int32, device=hidden.device)
         log_mass = torch.zeros(len(labels), dtype=accumulator(weight.dtype), device=hidden.device)
         is_outside = torch.zeros(len(labels), dtype=torch.int32, device=hidden.device)
-        size = rows_of_chunk(CHUNKS_OF_TERM * len(weight))
         for some, places in zip(picked.split(size), packed.trained.split(size), strict=True):
             logits = self.product(some, weight, None).to(accumulator(weight.dtype))
             found = kept_tokens(logits, labels.index_select(0, places), cut, self.shard, temperature)
@@ -153,6 +152,12 @@ class Head:
             is_outside.index_copy_(0, places, found.is_outside.int())
         ids, log_mass, is_outside = (sum_for_all(part, self.context) for part in (ids, log_mass, is_outside))
         return KeptTokens(ids - 1, log_mass, is_outside.bool())
+
+    def _whole_rows(self) -> tuple[Tensor, int]:
+        """Return the weight without padding, and how many rows of whole logits are computed at a time."""
+        weight = self.weight()
+        # Padding counts: tensor ranks have different amounts of it, and communicate in each chunk.
+        return weight[: self.shard.stop - self.shard.start], rows_of_chunk(CHUNKS_OF_TERM * len(weight))
 
     def _weight(self) -> dict[str, Tensor]:
         """Return the weight and, during training, megatron.core's buffer to which the weight's gradient is added."""

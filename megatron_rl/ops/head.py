@@ -168,7 +168,8 @@ def add_gradients(
     additional term. support: the rows' supports, and this rank's columns. changed: what has changed the given logits.
     """
     narrow, count, known = None, len(hidden), logits is not None
-    if hidden.is_cuda and weight.dtype != torch.float32:
+    changes = support is not None and support[0].adjustment is not None
+    if (hidden.is_cuda or changes) and weight.dtype != accumulator(weight.dtype):
         chunk = count if known else rows_per_chunk or rows_of_gradient(len(weight))
         part = count if known else -(-chunk // PARTS)
         narrow = torch.empty(min(chunk, count), len(weight), dtype=weight.dtype, device=hidden.device)
@@ -182,7 +183,7 @@ def add_gradients(
             assert logits is not None
             own = logits[: some.stop - begin]  # no longer needed, so overwritten below
             if support is not None and not known:
-                changed = changed_columns(own, support[0][some], support[1], valid_columns(weight, support[1]))
+                own, changed = changed_columns(own, support[0][some], support[1], valid_columns(weight, support[1]))
             more = None if beside is None else beside(some, own)  # must read the logits before they are overwritten
             into = own if narrow is None else narrow[begin - start : some.stop - start]
             labels, *given = form(some, own)
@@ -225,10 +226,10 @@ class HeadLogprobs(torch.autograd.Function):
             some = slice(start, start + chunk)
             logits = product(hidden[some], weight, logits)  # [c, V_local]
             cut = None if support is None else support[some]
-            ctx.changed = changed_columns(logits, cut, shard, rest[-1])
-            parts.append(logits_results(logits, labels[some], shard, rest, with_entropy, cut))
+            own, ctx.changed = changed_columns(logits, cut, shard, rest[-1])
+            parts.append(logits_results(own, labels[some], shard, rest, with_entropy, cut))
         logprobs, entropy, peak, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
-        kept = (logits,) if len(parts) == 1 else ()  # no extra memory: this one chunk was needed anyway
+        kept = (own,) if len(parts) == 1 else ()  # no extra memory: this one chunk was needed anyway
         ctx.save_for_backward(hidden, weight, labels, peak, log_sum, entropy, *kept)
         ctx.support = support  # no tensor of it needs a gradient
         ctx.rest, ctx.rows_per_chunk, ctx.main_grad, ctx.shard = rest, rows_per_chunk, main_grad, shard

@@ -100,8 +100,8 @@ class SupportColumns:
 class ChangedColumns:
     """The columns of rows over the whole vocabulary whose logits penalties and biases change.
 
-    The constructor changes the logits, in place. Rows with a support stay as they are. A row's missing places repeat
-    its first one, so that writing them again changes nothing.
+    The constructor changes the logits, in place. They are at least float32, as servers adjust them. Rows with a support
+    stay as they are. A row's missing places repeat its first one, so that writing them again changes nothing.
     """
 
     def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
@@ -115,8 +115,8 @@ class ChangedColumns:
         changes = support.adjustment.masked_fill(~is_here[:, :, None], 0.0)
         changes = changes.gather(1, place[:, :, None].expand_as(changes))
         old = logits.gather(1, self.places)
-        new, self.slope = adjusted(old.to(accumulator(logits.dtype)), changes)
-        logits.scatter_(1, self.places, new.to(logits.dtype))
+        new, self.slope = adjusted(old, changes)
+        logits.scatter_(1, self.places, new)
 
     def scale_gradient(self, out: Tensor) -> None:
         """Turn the gradient of the changed logits, `[c, V_local]`, into that of the logits before, in place."""
@@ -127,12 +127,16 @@ class ChangedColumns:
 
 def changed_columns(
     logits: Tensor, support: Supports | None, shard: VocabShard | None, columns: int
-) -> ChangedColumns | None:
-    """Change the logits of rows over the whole vocabulary, in place, if there are adjustments."""
+) -> tuple[Tensor, ChangedColumns | None]:
+    """Change the logits of rows over the whole vocabulary if there are adjustments. Returns the logits, and the change.
+
+    16-bit logits, which only CPUs compute, are copied to float32. Others are changed in place.
+    """
     if support is None or support.adjustment is None:
-        return None
+        return logits, None
     assert shard is not None
-    return ChangedColumns(logits, support, shard, columns)
+    logits = logits.to(accumulator(logits.dtype))
+    return logits, ChangedColumns(logits, support, shard, columns)
 
 
 def labels_outside(labels: Tensor, support: Supports | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,6 +13,9 @@ from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, is_of_mtp_layer
 from megatron_rl.weights.mapping import hf_shapes, mtp_names, tensors_without_rule
 from megatron_rl.weights.tensor_rules import WeightSource
+from megatron_rl.weights.update_group import TensorSpec
+
+Held = TypeVar("Held", Tensor, Tensor | None)
 
 
 def check_mtp(arch: Architecture) -> None:
@@ -62,14 +66,28 @@ def copies_in(folder: str | Path, arch: Architecture) -> dict[str, str]:
 
 
 def with_layer(
-    model: Iterable[tuple[str, Tensor]], layer: Iterable[tuple[str, Tensor]], copies: dict[str, str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors, the copies of some of them, and the tensors of its MTP layer."""
-    copies_of: dict[str, list[str]] = {}
-    for name, original in copies.items():
-        copies_of.setdefault(original, []).append(name)
+    model: Iterable[tuple[str, Held]], layer: Iterable[tuple[str, Held]], copies: dict[str, str]
+) -> Iterator[tuple[str, Held]]:
+    """Yield a model's tensors, the copies of some of them, and the tensors of its MTP layer.
+
+    copies: as `copies_in` returns it. Tensors are None on ranks that only contribute shards.
+    """
     for name, tensor in model:
         yield name, tensor
-        for copy in copies_of.get(name, []):
-            yield copy, tensor.clone()  # files have no tensors that share memory
+        for copy in _copies_of(name, copies):
+            yield copy, None if tensor is None else tensor.clone()  # files have no tensors that share memory
     yield from layer
+
+
+def specs_with_layer(
+    model: Iterable[TensorSpec], layer: Iterable[TensorSpec], copies: dict[str, str]
+) -> list[TensorSpec]:
+    """Return the specs of what `with_layer` yields, in the same order."""
+    found: list[TensorSpec] = []
+    for spec in model:
+        found += [spec, *(TensorSpec(copy, spec.dtype, spec.shape) for copy in _copies_of(spec.name, copies))]
+    return [*found, *layer]
+
+
+def _copies_of(original: str, copies: dict[str, str]) -> list[str]:
+    return [name for name, of in copies.items() if of == original]

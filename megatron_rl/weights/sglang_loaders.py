@@ -115,7 +115,7 @@ def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def load_folder(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load all tensors of a folder. named_tensors: the folder's path, and nothing.
+    """Load all tensors of a folder. named_tensors: one pair, whose name is the folder's path; its tensor is not used.
 
     SGLang calls it on every rank. Raises FileNotFoundError if the folder has no tensors.
     """

@@ -1,5 +1,7 @@
 """packed_logprobs over gloo ranks that hold uneven slices of the vocabulary, against one process."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,10 @@ import torch.distributed as dist
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.ops import PpoOptions, VocabShard, lm_head_ppo_loss, packed_logprobs
+from megatron_rl.engine.draft_head import soft_cross_entropy
+from megatron_rl.engine.output_head import Head
+from megatron_rl.ops import Cut, PpoOptions, VocabShard, head, lm_head_ppo_loss, packed_logprobs
+from megatron_rl.parallel import Axis
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model
 from tests.kit.ranks import run_ranks
 from tests.unit.logit_cases import rows
@@ -93,3 +98,29 @@ def test_a_training_step_runs_the_operators_and_no_eager_softmax(tmp_path):
     names = ("packed_labels", "logprob_partials", "logprob_finish", "logprob_grad_", "ppo_loss")
     assert {f"megatron_rl::{name}" for name in names} <= ran
     assert not {name for name in ran if "log_softmax" in name or "cross_entropy" in name}
+
+
+def chunked(chunk_bytes):
+    """What the functions on whole logits find, with a last rank that has fewer columns and a row of padding."""
+    head.CHUNK_BYTES = chunk_bytes
+    dist.init_process_group("gloo")
+    rank, vocab, rows = dist.get_rank(), 97, 11
+    generator = torch.Generator().manual_seed(0)
+    weight, states, taught = (torch.randn(n, 8, generator=generator) for n in (vocab + 1, rows, rows))
+    shard = VocabShard(49 * rank, min(49 * rank + 49, vocab), vocab, dist.group.WORLD)
+    own = weight[49 * rank : 49 * rank + 49]
+    of_head = Head(None, lambda: own, shard, Axis(dist.group.WORLD, 1, 0))
+    packed = SimpleNamespace(predicting=None, trained=torch.arange(rows))
+    kept = of_head.kept(states, torch.arange(rows), packed, Cut(top_p=0.8, width=50), 1.0)
+    top = of_head.top(states, 5, 1.0)
+    sums, gradient = soft_cross_entropy(states, taught, own, shard)
+    return head.rows_of_chunk(4 * 49), [*vars(kept).values(), *vars(top).values(), sums, gradient]
+
+
+def test_ranks_with_different_amounts_of_padding_compute_equal_chunks():
+    (whole, expected), _ = run_ranks(2, chunked, head.CHUNK_BYTES)
+    # Columns without padding would be 2 rows on one rank and 3 on the other.
+    for size, found in run_ranks(2, chunked, 16 * 49 * 3 - 1):
+        assert size == 2 and whole > 11
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other)

@@ -602,7 +602,7 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
                 ),
                 *("rollout.server_args=[--disable-overlap-schedule]", "rollout.interruption=abort"),
             ],
-            "draft.kind = 'eagle': SGLang counts tokens for penalties late .*or set rollout.backend=embedded",
+            "draft.kind = 'eagle': while SGLang decodes .* count tokens too late; .*or rollout.backend=embedded",
         ),
         (
             ["draft.kind=eagle", "rollout.publication=adapters", "rollout.interruption=abort", "lora.rank=4"],
@@ -671,11 +671,11 @@ def test_wrong_option_is_refused_with_the_way_out(load, override, message):
                 (["teacher.path=t"], "supports = computed: a teacher's .*leave these three out, or the teacher"),
                 (["generation.min_new_tokens=3"], "generation.min_new_tokens = 3: the trainer computes .*set it to 0"),
                 (["generation.logit_bias={5: 1}"], r"logit_bias = \{5: 1.0\}: the trainer .*=reported and .*top_k=256"),
-                (["rollout.max_staleness=1"], "supports = computed: .* rollout.max_staleness = 1; set it to 0"),
-                (["rollout.oversample=1.5", "rollout.stale=mask"], "rollout.stale = mask; set rollout.stale=drop"),
+                (["rollout.max_staleness=1"], "computed: .* rollout.max_staleness = 1 allows .*; set it to 0"),
+                (["rollout.oversample=1.5", "rollout.stale=mask"], "stale = mask allows .*; set rollout.stale=drop"),
                 (
                     ["reuse.groups_per_step=1", "run.checkpoint_every_steps=1", "correction.weight=clamp"],
-                    "supports = computed: .* reuse.groups_per_step = 1; set it to 0",
+                    "supports = computed: .* reuse.groups_per_step = 1 allows .*; set it to 0",
                 ),
             )
         ),
@@ -851,6 +851,14 @@ def test_cispo_can_have_no_lower_bound_and_any_upper_one_as_in_its_paper(load):
 def test_remax_takes_a_workflow_of_whatever_name(load):
     config = load("algo.advantage=remax", "rollout.workflow=mine:GreedyBaseline", "run.import_from=[mine]")
     assert config.rollout.workflow == "mine:GreedyBaseline"
+
+
+def test_computed_supports_of_the_whole_vocabulary_are_checked_as_if_nothing_were_computed(load):
+    computed = "generation.supports=computed"
+    load(computed, "rollout.max_staleness=1")
+    load(computed, "generation.frequency_penalty=0.5", "generation.logit_bias={5: 1}")
+    with pytest.raises(ValueError, match="generation.min_new_tokens = 3: replies would be sampled from a part"):
+        load(computed, "generation.min_new_tokens=3")
 
 
 @pytest.mark.slow

@@ -26,7 +26,9 @@ def test_supports_by_hand():
         found.log_mass.exp(), torch.tensor([0.7, 0.7, 0.8, 0.9], dtype=torch.float64), rtol=1e-12, atol=0
     )
     assert kept(logits, [0, 0, 0, 0], top_k=1, width=2).ids[0].tolist() == [0, NO_TOKEN]
-    assert kept(logits, [0, 0, 0, 0], min_p=0.5, width=4).ids[0].tolist() == [0, 1, 2, NO_TOKEN]
+    # 0.2 is half of 0.4.
+    assert kept(logits, [0, 0, 0, 0], min_p=0.45, width=4).ids[0].tolist() == [0, 1, 2, NO_TOKEN]
+    assert kept(logits, [0, 0, 0, 0], min_p=0.55, width=4).ids[0].tolist() == [0, 1, NO_TOKEN, NO_TOKEN]
 
 
 def test_a_support_that_does_not_fit_stands_for_the_whole_vocabulary():

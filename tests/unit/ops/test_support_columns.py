@@ -116,6 +116,29 @@ def test_sixteen_bit_weights_give_the_float64_result_as_near_as_a_whole_row_does
             torch.testing.assert_close(mine, exact.float(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rows_per_chunk", [100, 4])
+def test_changed_logits_of_sixteen_bit_weights_are_not_rounded(rows_per_chunk):
+    hidden, weight, labels, support = rows_with_supports()
+    # Small integers: 16-bit logits are exact, and only changes by fractions could be rounded.
+    hidden, weight = (part.mul(2).round().to(torch.bfloat16) for part in (hidden, weight))
+    adjustment = adjustments_of(support, 3)
+    slopes = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(3))
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        h, w = (part.to(dtype, copy=True).requires_grad_() for part in (hidden, weight))
+        more = {"shard": SHARD, "support": support, "adjustment": adjustment, "rows_per_chunk": rows_per_chunk}
+        logprobs, entropy = ops.lm_head_logprobs(h, w, labels, temperature=0.7, **more)
+        loss = (logprobs * slopes[0] + entropy * slopes[1]).sum()
+        loss.backward()
+        options, own, advantages = PpoOptions(entropy_coefficient=0.1), logprobs.detach(), slopes[1]
+        by_loss = ops.lm_head_ppo_loss(h, w, labels, own, own, advantages, options, temperature=0.7, **more)[0]
+        results.append([part.double() for part in (logprobs, entropy, by_loss, h.grad, w.grad)])
+    for mine, exact in list(zip(*results, strict=True))[:3]:
+        torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
+    for mine, exact in list(zip(*results, strict=True))[3:]:  # whose own dtype is 16-bit
+        assert (mine - exact).norm() < 0.01 * exact.norm()
+
+
 def test_an_unchanged_policy_has_ratios_of_one_in_any_microbatch():
     hidden, weight, labels, support = rows_with_supports(torch.float32)
     whole = ops.lm_head_logprobs(hidden, weight, labels, shard=SHARD, support=support)[0]
