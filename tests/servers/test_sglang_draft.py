@@ -61,7 +61,7 @@ def launcher_of(folder, tmp_path, **options):
 
 
 def test_sglang_on_a_cpu_is_refused_a_head(folder, tmp_path):
-    with pytest.raises(ValueError, match="draft.kind = 'eagle': .* on a GPU. .*set rollout.backend=embedded"):
+    with pytest.raises(ValueError, match="draft.kind = .eagle.: .* on a GPU. .*set draft.kind=none, or rollout"):
         launcher_of(folder, tmp_path)
 
 
