@@ -271,11 +271,12 @@ class SamplingClient(Sampler):
         streams = asking.tell is not None and (server.info is None or server.info.streams_whole)
         events = EventStream(asking.tell) if asking.tell is not None and streams else None
         body = body_of(server, asked, asking, is_streamed=events is not None)
-        failure, since, at_most = None, time.monotonic(), min(asked.bytes_at_most, MAX_ANSWER_BYTES)
-        call = server.begin("POST", "/generate", body, at_most=at_most, stream=events)
+        failure, since = None, time.monotonic()
+        call = Exchange(min(asked.bytes_at_most, MAX_ANSWER_BYTES), events)
         server.open_call(call)
         try:
             with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
+                server.begin("POST", "/generate", body, call)
                 part = await self._read(server, call, asked, events)
                 span.args |= {"tokens": len(part.sampled), "cached_tokens": part.cached_tokens, "timing": part.timing}
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from megatron_rl.api import InfrastructureFailure, RequestRefused
-from megatron_rl.servers.http_connections import AnswerTooLong, Connections, Exchange, Stream
+from megatron_rl.servers.http_connections import AnswerTooLong, Connections, Exchange
 from megatron_rl.servers.reply_check import shown
 from megatron_rl.telemetry.spans import Spans
 
@@ -136,19 +136,10 @@ class ServerHttp:
                 exchange.close()
 
     def begin(
-        self,
-        method: str,
-        endpoint: str,
-        body: dict[str, Any] | bytes | None,
-        *,
-        at_most: int = MAX_ANSWER_BYTES,
-        stream: Stream | None = None,
+        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, exchange: Exchange | None = None
     ) -> Exchange:
-        """Send a request, whose answer `answer` returns. The caller closes the exchange.
-
-        at_most: maximum bytes of the answer's body. stream: receives the pieces of the body as they arrive.
-        """
-        exchange = Exchange(at_most, stream)
+        """Send a request, whose answer `answer` returns. The caller closes the exchange. None makes a new one."""
+        exchange = exchange or Exchange(MAX_ANSWER_BYTES)
         if isinstance(body, dict):
             data, kind = orjson.dumps(body), "application/json"
         else:
