@@ -64,21 +64,10 @@ class Generation(NamedTuple):
 
 def train_along(data: Path, folder: Path, args: argparse.Namespace) -> Path:
     """Run training with a head, and print how it learns. Return the trained folder."""
-    overrides = {
-        "model.path": args.model.resolve(),
-        "rollout.backend": "embedded",
-        "run.import_from": "[fixed_lengths]",
-        "rollout.workflow": "fixed_lengths:FixedLengths",
-        "data.train": data,
-        "data.train_args": "{}",
-        "data.evaluation": "",
-        "data.evaluation_args": "{}",
-        "generation.stop": "[]",
+    overrides = bench_vs_trl.fixed_lengths_of(data, folder, args) | {
         "draft.kind": "eagle",
         "draft.tokens": args.guesses,
-        "run.folder": folder,
         "run.steps": args.steps,
-        "run.threads_per_rank": args.threads,
     }
     command = [sys.executable, "-m", "megatron_rl.launch", frame.ROOT / "configs/demo.yaml"]
     bench_vs_trl.run_process([*command, *(f"{key}={value}" for key, value in overrides.items())], args.threads)

@@ -44,8 +44,9 @@ def write_prompts(path: Path, shape: str) -> None:
     path.write_text("".join(json.dumps(row | {"reply_tokens": reply_lengths(shape, rng)}) + "\n" for row in rows))
 
 
-def run_ours(data: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
-    overrides = {
+def fixed_lengths_of(data: Path, folder: Path, args: argparse.Namespace) -> dict[str, object]:
+    """Return the overrides with which a run makes replies of the lengths in `data`."""
+    return {
         "model.path": args.model.resolve(),
         "rollout.backend": "embedded",
         "run.import_from": "[fixed_lengths]",
@@ -54,15 +55,20 @@ def run_ours(data: Path, folder: Path, args: argparse.Namespace) -> list[dict[st
         "data.train_args": "{}",
         "data.evaluation": "",
         "data.evaluation_args": "{}",
+        "generation.stop": "[]",
+        "run.folder": folder,
+        "run.threads_per_rank": args.threads,
+    }
+
+
+def run_ours(data: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
+    overrides = fixed_lengths_of(data, folder, args) | {
         "data.shuffle": "false",
         "generation.n_samples": SAMPLES,
-        "generation.stop": "[]",
         "batch.prompts_per_step": PROMPTS,
         "optimizer.lr": LR,
-        "run.folder": folder,
         "run.steps": WARM_UP + args.steps,
         "run.save_at_end": "false",
-        "run.threads_per_rank": args.threads,
         "run.seed": 1,
     }
     command = [sys.executable, "-m", "megatron_rl.launch", ROOT / "configs/demo.yaml"]

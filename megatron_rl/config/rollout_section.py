@@ -47,10 +47,10 @@ class GenerationConfig(Section, name="generation"):
     """Exclude tokens that are less likely than this fraction of the most likely token's probability. RL requires top_k
     or `supports` = computed in addition."""
     supports: str = one_of("reported", "computed", default="reported")
-    """How RL learns which tokens top_k, top_p and min_p left to sample from. reported: servers tell, which needs top_k.
-    computed: the trainer applies these options to its own logits of the step's policy, in an additional forward pass
-    per step. This works with every server, behind a router and without top_k, in synchronous runs. A sampled token that
-    the trainer would have excluded is kept (`mismatch/outside_support`)."""
+    """Source of the tokens that top_k, top_p and min_p left to sample from. reported: servers report them, which needs
+    top_k. computed: the trainer applies these options to its own logits of the step's policy, in an additional forward
+    pass per step. This works with every server, behind a router and without top_k, in synchronous runs. A sampled token
+    that the trainer would have excluded is kept (`mismatch/outside_support`)."""
     repetition_penalty: float = within("(0, 2]", default=1.0, hint="1.0 changes nothing")
     """Divide the logits of tokens that the reply already has by this number, or multiply them if they are negative.
     The prompt's tokens do not count, as with SGLang. Each token of a batch then takes 24 x top_k bytes more, or 8 x

@@ -85,7 +85,7 @@ class Asking:
     refused: dict[ServerClient, RequestRefused] = field(default_factory=dict)
     attempt: int = 1
     busy: int = 0
-    """How often a server was busy."""
+    """Number of answers so far that a server is busy."""
 
 
 class SamplingClient(Sampler):

@@ -90,7 +90,7 @@ def test_loss_and_gradient_are_those_of_transformers_layer(models, alone, family
 
 @pytest.fixture(scope="module")
 def deep(models):
-    """What one process makes of a head that learns three consecutive guesses."""
+    """Results of training a head for three consecutive guesses in one process."""
     return run_ranks(1, train, models / TIED, "1", DEEP_EAGLE, make_groups)[0]
 
 

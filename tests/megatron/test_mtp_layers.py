@@ -96,7 +96,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(models):
-    """What one process makes of a model; made when first asked for."""
+    """Function that returns the results of training a model in one process. It trains each model once."""
     made = {}
 
     def of(family, draft=MTP, make=make_batch):
@@ -188,7 +188,7 @@ def test_the_layer_of_every_layout_is_that_of_one_process(models, alone, layout)
 
 @pytest.fixture(scope="module")
 def deep(models):
-    """What one process makes of a layer that learns three consecutive guesses."""
+    """Results of training a layer for three consecutive guesses in one process."""
     return run_ranks(1, train, models / "glm4_moe", "1", DEEP_MTP, make_groups)[0]
 
 
@@ -404,7 +404,7 @@ def test_the_layer_goes_along_with_adapters(models, tmp_path):
 
 
 class OneDisk:
-    """What a publication to a disk asks of servers, of which there are none: it notes the folder."""
+    """A receiver without servers. It notes the folder that a publication would have servers load."""
 
     def __init__(self):
         self.folder, self.server_ranks = None, ["none"]

@@ -101,7 +101,7 @@ def test_a_training_step_runs_the_operators_and_no_eager_softmax(tmp_path):
 
 
 def chunked(chunk_bytes):
-    """What the functions on whole logits find, with a last rank that has fewer columns and a row of padding."""
+    """Return the results of the functions on whole logits. The last rank has fewer columns, and a row of padding."""
     head.CHUNK_BYTES = chunk_bytes
     dist.init_process_group("gloo")
     rank, vocab, rows = dist.get_rank(), 97, 11

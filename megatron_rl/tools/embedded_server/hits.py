@@ -1,4 +1,4 @@
-"""How many tokens are worth guessing before a pass, from how often guesses were right.
+"""Chooses the number of tokens to guess before a pass, by the share of earlier guesses that were right.
 
 The times are those of SmolLM2-135M on a CPU (benchmarks/bench_draft.py). With few tokens a pass takes as long as
 reading the weights, with many as long as the arithmetic. A single token is faster: oneDNN then multiplies a matrix by a
