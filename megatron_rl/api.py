@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
     from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # importing megatron_rl.api must stay cheap
     LossFn = Callable[[Tensor, TensorDict], Tensor]
     LossWeightFn = Callable[[TensorDict], Tensor]
 
-Item = TypeVar("Item")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -119,13 +119,15 @@ class Sampler(abc.ABC):
     @abc.abstractmethod
     def get_version(self) -> int: ...
 
-    async def samples(self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]) -> list[T]:
-        """Await `make(sampler, item)` for all items concurrently, and return the results in order.
+    async def sample(
+        self, make: Callable[Concatenate[Sampler, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return the result of `make(sampler, *args, **kwargs)`, which generates one of an episode's samples.
 
         Inside an episode a failed sample is retried alone, and its earlier replies are reused. Therefore `make` must
         use the sampler that it receives, not this one.
         """
-        return await together([make(self, item) for item in items])
+        return await make(self, *args, **kwargs)
 
 
 class InferenceEngine(Sampler):

@@ -10,7 +10,7 @@ from megatron_rl.agents.agent_proxy import AgentProxy, ProxyAddress
 from megatron_rl.agents.agent_session import AgentSession, ProxyOptions
 from megatron_rl.agents.agent_workers import AgentFailed, AgentLost, AgentWorkers
 from megatron_rl.agents.constrained import CHOICES
-from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, Sampler
+from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, Sampler, together
 from megatron_rl.config import MOST_REPORTED, GenerationConfig
 from megatron_rl.config.import_path import check_call
 from megatron_rl.types import Trajectory
@@ -108,10 +108,11 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
         async with AgentProxy(self.options.max_tokens, self.address) as proxy:
-            groups = await engine.samples(lambda sampler, n: self._run(n, sampler, proxy, data), range(self.n_samples))
+            # The proxy must not be closed while an agent still runs.
+            groups = await together(engine.sample(self._run, n, proxy, data) for n in range(self.n_samples))
         return [trajectory for group in groups for trajectory in group] or None
 
-    async def _run(self, sample: int, engine: Sampler, proxy: AgentProxy, data: dict[str, Any]) -> list[Trajectory]:
+    async def _run(self, engine: Sampler, sample: int, proxy: AgentProxy, data: dict[str, Any]) -> list[Trajectory]:
         session = AgentSession(engine, self.options, sample_key(data, sample))
         # The prompt as in its file: `sample_key` is internal.
         given = {name: value for name, value in data.items() if name != "sample_key"}

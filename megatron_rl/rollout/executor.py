@@ -14,7 +14,7 @@ This table shows who retries, and what is kept:
 
     what fails                  who tries again                     at most                     kept
     a request to a server       SamplingClient, another server      4 times                     tokens so far
-    one sample of `samples`     EpisodeEngine, this sample alone    rollout.episode_attempts    replies
+    one sample of an episode    EpisodeEngine, this sample alone    rollout.episode_attempts    replies
     all else in a workflow      RolloutExecutor, the episode        rollout.episode_attempts    replies
     the process                 the next process, from its journal  rollout.journal_replies     whole replies, steps
 """
@@ -28,12 +28,12 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Concatenate
 
 import torch
 
-from megatron_rl.api import Item, RequestRefused, RolloutWorkflow, Sampler, T, infrastructure_in, together
+from megatron_rl.api import P, RequestRefused, RolloutWorkflow, Sampler, T, infrastructure_in
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.config.users_code import words_of
 from megatron_rl.rollout.events import Episode, Outcome, RolloutEvents
@@ -545,34 +545,32 @@ class EpisodeEngine(Sampler):
     def get_version(self) -> int:
         return self._executor.engine.get_version()
 
-    async def samples(self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]) -> list[T]:
-        """Make one sample for each item, all concurrently. A sample that fails is retried alone.
-
-        If a sample fails in its last try, its error is raised and the other samples are cancelled.
-        """
-        return await together([asyncio.create_task(self._sample(make, item)) for item in items])
-
-    async def _sample(self, make: Callable[[Sampler, Item], Awaitable[T]], item: Item) -> T:
+    async def sample(
+        self, make: Callable[Concatenate[Sampler, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Make one sample. If it fails, it is retried alone; after its last try the error is raised."""
         failures = 0
-        while True:
-            sampler = object.__new__(type(self))  # this engine, with counts of its own; copy.copy takes 5 times as long
-            sampler.__dict__ = self.__dict__ | {"_asked": Counter()}
-            try:
-                found = await make(sampler, item)
-            except (RequestRefused, RunBroken, AttemptOver):
-                raise
-            except Exception as error:  # user code (reward, environment, agent) may raise anything
-                task, failures = asyncio.current_task(), failures + 1
-                if task is not None and task.cancelling():
+        with self._attempt.call():
+            while True:
+                # This engine, with counts of its own; copy.copy takes 5 times as long.
+                sampler = object.__new__(type(self))
+                sampler.__dict__ = self.__dict__ | {"_asked": Counter()}
+                try:
+                    found = await make(sampler, *args, **kwargs)
+                except (RequestRefused, RunBroken, AttemptOver):
                     raise
-                self.note(error, of_sample=True)
-                if failures >= self._executor.config.episode_attempts:
-                    self._attempt.is_lost = True
-                    raise
-                await self._executor.before_retry(self._episode, failures, error)
-            else:
-                self.note(None, of_sample=True)
-                return found
+                except Exception as error:  # user code (reward, environment, agent) may raise anything
+                    task, failures = asyncio.current_task(), failures + 1
+                    if task is not None and task.cancelling():
+                        raise
+                    self.note(error, of_sample=True)
+                    if failures >= self._executor.config.episode_attempts:
+                        self._attempt.is_lost = True
+                        raise
+                    await self._executor.before_retry(self._episode, failures, error)
+                else:
+                    self.note(None, of_sample=True)
+                    return found
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import orjson
 import torch
 
 from megatron_rl import support
@@ -34,6 +35,7 @@ from megatron_rl.servers.pool import ALONE, ClientOptions, Fleet
 from megatron_rl.servers.reply_check import Asked, NoLogprob, ReplyPart, read_reply
 from megatron_rl.servers.request_rules import adjusting_of, check_counting, check_request, sampling_params
 from megatron_rl.servers.server_http import (
+    JSON,
     MAX_ANSWER_BYTES,
     BadReply,
     Busy,
@@ -276,7 +278,7 @@ class SamplingClient(Sampler):
         server.open_call(call)
         try:
             with self.spans("replies", "generate", server=server.url, rid=rid, version=asked.version) as span:
-                server.begin("POST", "/generate", body, call)
+                server.connections.send(call, server.origin, "POST", "/generate", body, JSON)
                 part = await self._read(server, call, asked, events)
                 span.args |= {"tokens": len(part.sampled), "cached_tokens": part.cached_tokens, "timing": part.timing}
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
@@ -417,8 +419,8 @@ class SamplingClient(Sampler):
         return int.from_bytes(hashlib.sha256(f"{root} {generated}".encode()).digest()[:8]) >> 1
 
 
-def body_of(server: ServerClient, asked: Asked, asking: Asking, *, is_streamed: bool) -> dict[str, Any]:
-    """Return the body of a /generate request."""
+def body_of(server: ServerClient, asked: Asked, asking: Asking, *, is_streamed: bool) -> bytes:
+    """Return the body of a /generate request, in JSON."""
     params = asking.params
     body: dict[str, Any] = {"rid": asked.rid, "input_ids": asking.tokens}
     body |= {"sampling_params": params, "return_logprob": True}
@@ -431,7 +433,7 @@ def body_of(server: ServerClient, asked: Asked, asking: Asking, *, is_streamed: 
     if is_streamed:
         every = -(-asked.max_new_tokens // MOST_EVENTS)
         body |= {"stream": True, "sampling_params": params | ({"stream_interval": every} if every > 1 else {})}
-    return body
+    return orjson.dumps(body)
 
 
 def least_busy(

@@ -37,12 +37,13 @@ class Stream(Protocol):
 
 
 class Origin:
-    """Scheme, host and port of a URL, and what every request to it has in its head."""
+    """A server's base URL: what every request to it has in its head, and the connections to it."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.is_secure = parts.scheme == "https"
         self.host, self.port = parts.hostname or "", parts.port or (443 if self.is_secure else 80)
+        self.path = parts.path.rstrip("/")
         self.head = f"Host: {parts.netloc.rpartition('@')[2].encode('idna').decode()}\r\n"
         if parts.username is not None:
             words = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -226,7 +227,7 @@ class Connections:
 
         connections = Connections({"Authorization": "Bearer ..."}, keepalive_s=2.0)
         exchange = Exchange(at_most=1000)
-        connections.send(exchange, connections.origin("http://127.0.0.1:30000"), "GET", "/health", b"", "")
+        connections.send(exchange, connections.origin("http://127.0.0.1:30000"), "GET", "/health")
         await exchange.wait()  # exchange.status, exchange.pieces
         connections.close()
     """
@@ -243,18 +244,19 @@ class Connections:
         self._is_closed = False
 
     def origin(self, url: str) -> Origin:
-        """Return the origin of a URL, one for each scheme, host and port."""
-        found = Origin(url)
-        return self._origins.setdefault(found.head + str(found.port) + str(found.is_secure), found)
+        """Return the origin of a base URL: the same object each time."""
+        return self._origins.setdefault(url, Origin(url))
 
-    def send(self, exchange: Exchange, origin: Origin, method: str, path: str, body: bytes, content_type: str) -> None:
+    def send(
+        self, exchange: Exchange, origin: Origin, method: str, path: str, body: bytes = b"", content_type: str = ""
+    ) -> None:
         """Send a request on a connection that is free, or on a new one. Errors are those of `exchange`."""
         if self._is_closed:
             exchange.fail(ConnectionAbortedError("the client is closed"))
             return
         kind = f"Content-Type: {content_type}\r\n" if content_type else ""
         size = f"Content-Length: {len(body)}\r\n" if body or method != "GET" else ""
-        head = f"{method} {path} HTTP/1.1\r\n{origin.head}{self._head}{kind}{size}\r\n".encode()
+        head = f"{method} {origin.path}{path} HTTP/1.1\r\n{origin.head}{self._head}{kind}{size}\r\n".encode()
         oldest = time.monotonic() - self._keepalive_s
         while origin.idle:
             connection = origin.idle.pop()

@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
 
@@ -27,6 +26,7 @@ from megatron_rl.telemetry.spans import Spans
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+JSON = "application/json"
 MAX_ANSWER_BYTES = 256 * 1024**2
 """Maximum bytes of an answer. The longest one is a list of checksums, which needs less."""
 MAX_MESSAGE = 1000
@@ -83,14 +83,13 @@ class ServerHttp:
 
     def __init__(self, url: str, connections: Connections, spans: Spans) -> None:
         self.url, self.spans = url.rstrip("/"), spans
-        self._connections, self._origin = connections, connections.origin(self.url)
-        self._path = urlsplit(self.url).path
+        self.connections, self.origin = connections, connections.origin(self.url)
         self._warned_of_files_s = -FILES_WARNING_EVERY_S
 
     @property
     def connected_s(self) -> float:
         """Monotonic time of the last new connection. The server may have been restarted before it."""
-        return self._origin.connected_s
+        return self.origin.connected_s
 
     async def call(
         self,
@@ -120,8 +119,13 @@ class ServerHttp:
         self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, *, timeout_s: float | None
     ) -> list[bytes]:
         """Make one call, and return the answer's body in pieces. Raises like `call`, and Busy at once."""
+        if isinstance(body, dict):
+            data, content_type = orjson.dumps(body), JSON
+        else:
+            data, content_type = body or b"", "application/octet-stream" if body else ""
         while True:
-            exchange = self.begin(method, endpoint, body)
+            exchange = Exchange(MAX_ANSWER_BYTES)
+            self.connections.send(exchange, self.origin, method, endpoint, data, content_type)
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self.answer(exchange, endpoint)
@@ -134,18 +138,6 @@ class ServerHttp:
                     raise
             finally:
                 exchange.close()
-
-    def begin(
-        self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, exchange: Exchange | None = None
-    ) -> Exchange:
-        """Send a request, whose answer `answer` returns. The caller closes the exchange. None makes a new one."""
-        exchange = exchange or Exchange(MAX_ANSWER_BYTES)
-        if isinstance(body, dict):
-            data, kind = orjson.dumps(body), "application/json"
-        else:
-            data, kind = body or b"", "application/octet-stream" if body else ""
-        self._connections.send(exchange, self._origin, method, self._path + endpoint, data, kind)
-        return exchange
 
     async def answer(self, exchange: Exchange, endpoint: str) -> list[bytes]:
         """Return the answer's body in pieces, none of those that a stream received. Raises like `call`."""

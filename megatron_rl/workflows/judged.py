@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +49,13 @@ class JudgedWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         requests = self.sample_requests(data)
+        return await asyncio.gather(*(engine.sample(self._graded_reply, request, data) for request in requests))
 
-        async def one(sampler: Sampler, request: LLMRequest) -> Trajectory:
-            reply = await sampler.agenerate(request)
-            reward = await self.reward(reply, data)
-            grade = await self._grade(sampler, reply, request.metadata["sample_key"], data)
-            return Trajectory.from_reply(reply, reward + self.weight * grade, judge_grade=grade)
-
-        return await engine.samples(one, requests)
+    async def _graded_reply(self, engine: Sampler, request: LLMRequest, data: dict[str, Any]) -> Trajectory:
+        reply = await engine.agenerate(request)
+        reward = await self.reward(reply, data)
+        grade = await self._grade(engine, reply, request.metadata["sample_key"], data)
+        return Trajectory.from_reply(reply, reward + self.weight * grade, judge_grade=grade)
 
     async def _grade(self, engine: Sampler, reply: LLMResponse, key: str | None, data: dict[str, Any]) -> float:
         """Return the judge's grade in [0, 1].

@@ -5,6 +5,7 @@ Each agent gives one trajectory.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ class DebateWorkflow(RolloutWorkflow):
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        debates = await engine.samples(lambda sampler, n: self._debate(sampler, data, n), range(self.gconfig.n_samples))
+        samples = (engine.sample(self._debate, data, n) for n in range(self.gconfig.n_samples))
+        debates = await asyncio.gather(*samples)
         return [trajectory for debate in debates for trajectory in debate]
 
     async def _debate(self, engine: Sampler, data: dict[str, Any], sample: int) -> list[Trajectory]:

@@ -92,10 +92,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         rid = uuid.uuid4().hex
-        return await engine.samples(
-            lambda sampler, n: self._play(sampler, data, f"{rid}-{n}", sample_key(data, n)),
-            range(self.gconfig.n_samples),
-        )
+        names = [(f"{rid}-{n}", sample_key(data, n)) for n in range(self.gconfig.n_samples)]
+        return await asyncio.gather(*(engine.sample(self._play, data, *name) for name in names))
 
     async def _play(self, engine: Sampler, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:
         environment = self.environment(data, **self.environment_args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +43,8 @@ class ReMaxWorkflow(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         requests = self.sample_requests(data)
         greedy = LLMRequest(rid=requests[0].rid, input_ids=requests[0].input_ids, gconfig=self.gconfig.new(greedy=True))
-        pairs = await engine.samples(
-            lambda sampler, request: self.scored_reply(sampler, request, data), [*requests, greedy]
-        )
+        requests.append(greedy)
+        pairs = await asyncio.gather(*(engine.sample(self.scored_reply, request, data) for request in requests))
         greedy_reply, greedy_reward = pairs[-1]
         baseline = {"greedy_reward": greedy_reward, "greedy_tokens": greedy_reply.output_len}
         trajectories = [Trajectory.from_reply(reply, reward, **baseline) for reply, reward in pairs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +41,8 @@ class RLVRWorkflow(RolloutWorkflow):
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        pairs = await engine.samples(
-            lambda sampler, request: self.scored_reply(sampler, request, data), self.sample_requests(data)
-        )
+        requests = self.sample_requests(data)
+        pairs = await asyncio.gather(*(engine.sample(self.scored_reply, request, data) for request in requests))
         return [Trajectory.from_reply(reply, reward) for reply, reward in pairs]
 
     async def scored_reply(

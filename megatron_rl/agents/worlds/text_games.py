@@ -78,7 +78,7 @@ class TextGames(RolloutWorkflow):
         self._pool: WorkerPool | None = None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        games = await engine.samples(lambda sampler, n: self._play(sampler, data, n), range(self.gconfig.n_samples))
+        games = await asyncio.gather(*(engine.sample(self._play, data, n) for n in range(self.gconfig.n_samples)))
         return [trajectory for game in games for trajectory in game]
 
     async def _play(self, engine: Sampler, data: dict[str, Any], sample: int) -> list[Trajectory]:

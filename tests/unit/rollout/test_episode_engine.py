@@ -176,6 +176,25 @@ def test_a_refused_prompt_is_a_dead_letter_at_once_and_its_siblings_are_stopped(
     assert ends.errors == [refusal] and engine.tokens == 0 and metrics["rollout/episodes_retried"] == 0
 
 
+def test_a_sample_that_waits_for_no_request_is_stopped_and_cleans_up_when_another_is_lost():
+    ends, cleaned = Ends(), []
+
+    class Slow(Plain):
+        async def scored_reply(self, engine, request, data):
+            reply = await engine.agenerate(request)
+            if sample_of(request) == 3:
+                raise ZeroDivisionError("in the third sample")
+            try:
+                await asyncio.sleep(1000)  # the workflow's own call, of which the engine knows nothing
+            finally:
+                await asyncio.sleep(1)
+                cleaned.append(len(ends.errors))
+            return reply, 0.0
+
+    error, _ = run(Slow(Reward(at_once), 8), TimedEngine(), events=[ends], episode_attempts=1)
+    assert "in the third sample" in str(error) and cleaned == [0] * 7, "before the prompt is given up"
+
+
 def test_a_task_that_a_workflow_left_behind_is_refused_further_requests():
     refused = []
 
