@@ -255,9 +255,10 @@ def test_a_get_is_sent_again_if_the_server_was_closing_its_connection_and_a_post
 def test_what_a_url_says_is_in_the_head_of_its_requests():
     connections = Connections({}, keepalive_s=1.0)
     named = connections.origin("http://me:p%40ss@host.example/prefix")
-    assert (named.host, named.port, named.is_secure) == ("host.example", 80, False)
+    assert (named.host, named.port, named.is_secure, named.path) == ("host.example", 80, False, "/prefix")
     assert named.head == "Host: host.example\r\nAuthorization: Basic bWU6cEBzcw==\r\n"
-    assert connections.origin("http://host.example:8000/a") is connections.origin("http://host.example:8000/b")
+    assert connections.origin("http://host.example:8000/a/").path == "/a"
+    assert connections.origin("http://host.example:8000") is connections.origin("http://host.example:8000")
     six = connections.origin("https://[::1]")
     assert (six.host, six.port, six.head) == ("::1", 443, "Host: [::1]\r\n")
     with pytest.raises(AssertionError):
