@@ -109,7 +109,7 @@ class RolloutProcess(RolloutStub):
         """Wait until the process is ready and has connected to the servers. Raises the process's error if it fails."""
         assert self._begun is not None, "begin comes first"
         self._begun.result()
-        self.rpc.call("connect", urls)
+        self.rpc.start(RolloutRank.connect, urls).result()
 
     def close(self) -> None:
         """Shut down in order: cancel what is in flight and close the journal. May be called twice."""
@@ -148,17 +148,15 @@ class RolloutProcess(RolloutStub):
         self._await(RolloutRank.rotate_journal, oldest_checkpoint)
 
     def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        answer: T = self.rpc.call(method.__name__, *args, **kwargs)
-        return answer
+        return self.rpc.start(method, *args, **kwargs).result()
 
     def _await(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        answer: T = self.rpc.call(method.__name__, *args, **kwargs)  # the other process awaits it
-        return answer
+        return self.rpc.start(method, *args, **kwargs).result()
 
     def _value(self, name: str) -> Any:
-        return self.rpc.call(name)
+        return self.rpc.start(name).result()
 
     # -- state of the process
 
@@ -195,7 +193,7 @@ class RolloutProcess(RolloutStub):
     def _feel_pulse(self) -> None:
         while not self._closed.wait(PULSE_S):
             try:
-                self._pulse = self.rpc.call(PULSE)
+                self._pulse = self.rpc.start(PULSE).result()
             except RuntimeError:  # it has ended, and the receiving thread has reported that
                 return
             self._pulse_at = time.monotonic()

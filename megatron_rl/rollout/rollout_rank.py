@@ -240,7 +240,7 @@ class ToTrainer(logging.handlers.QueueHandler):
         tell(self.wire, "log", {name: value for name, value in vars(record).items() if type(value) in PLAIN})
 
 
-def tell(wire: RpcSocket, name: str, *args: Any) -> None:
+def tell(wire: RpcSocket, name: str, *args: object) -> None:
     try:
         wire.send((None, (name, args), None))
     except OSError:

@@ -67,7 +67,7 @@ class RpcSocket:
 
         os.register_at_fork(after_in_child=close_in_child)
 
-    def send(self, message: Any, *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
+    def send(self, message: tuple[object, ...], *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
         """Send a message. name_of: returns a number for each future in the message."""
         buffers: list[memoryview] = []
         head = _pack(message, buffers, name_of)
@@ -135,7 +135,7 @@ class _Unpickler(pickle.Unpickler):
         return self._future_of(number)
 
 
-def _pack(message: Any, buffers: list[memoryview], name_of: Callable[[Future[Any]], int] | None) -> bytes:
+def _pack(message: object, buffers: list[memoryview], name_of: Callable[[Future[Any]], int] | None) -> bytes:
     file = io.BytesIO()
     _Pickler(file, buffers, name_of).dump(message)
     return file.getvalue()
@@ -348,13 +348,6 @@ class RpcClient:
         self._fault: BaseException | None = None
         self.hearing = process_exit.start_thread(self._hear, name="rollout-answers")
 
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the other process's answer, or raise its error."""
-        key, future = self._expect_answer()
-        with contextlib.suppress(OSError):  # the receiving thread reports why the connection ended
-            self.wire.send((key, name, args, kwargs))
-        return future.result()
-
     @overload
     def start(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
@@ -363,26 +356,26 @@ class RpcClient:
     @overload
     def start(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
 
-    def start(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    @overload
+    def start(self, method: str, /) -> Future[Any]: ...
+
+    def start(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call, without waiting, the method of this name of the object that answers in the other process.
 
-        Cancelling the future also cancels a call that the server answers concurrently.
+        The future raises what the method raises. Cancelling the future also cancels a call that the server answers
+        concurrently.
         """
-        key, future = self._expect_answer()
-        with contextlib.suppress(OSError):
-            self.wire.send((key, method.__name__, args, kwargs))
-        return future
-
-    def _expect_answer(self) -> tuple[Key, Future[Any]]:
         key = "call", next(self._numbers)
         future = ServedFuture(lambda: self.tell(CANCEL, key))
         with self._lock:
             if self._fault is not None:
                 raise self._fault
             self._awaited[key] = future
-        return key, future
+        with contextlib.suppress(OSError):  # the receiving thread reports why the connection ended
+            self.wire.send((key, method if isinstance(method, str) else method.__name__, args, kwargs))
+        return future
 
-    def tell(self, name: str, /, *args: Any) -> None:
+    def tell(self, name: str, /, *args: object) -> None:
         """Send a call that gets no answer. Does nothing if the peer is gone."""
         with contextlib.suppress(OSError):
             self.wire.send((None, name, args, {}))

@@ -58,6 +58,10 @@ class Servant:
         return {name: self.futures[name] for name in names}
 
 
+def call(caller, name, /, *args, **kwargs):
+    return caller.start(name, *args, **kwargs).result()
+
+
 class Unspeakable(Exception):
     """An error that pickle cannot take."""
 
@@ -112,7 +116,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_arrive_bit_for_bit_and_belong_to_whoever_got_them(name, caller):
-    (there_and_back,), _ = caller.call("echo", TENSORS[name])
+    (there_and_back,), _ = call(caller, "echo", TENSORS[name])
     assert there_and_back.dtype == TENSORS[name].dtype and torch.equal(there_and_back, TENSORS[name])
     there_and_back.zero_()
     assert name == "empty" or TENSORS[name].any()
@@ -128,7 +132,7 @@ def test_tensors_do_not_go_through_pickle(ends):
 
 def test_a_tokenizer_that_crossed_is_the_one_that_was_sent(caller):
     sent = make_tokenizer()
-    (given,), _ = caller.call("echo", sent)
+    (given,), _ = call(caller, "echo", sent)
     text = "What is 12 + 30?<eos>  The quick brown fox"
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "42"}]
     options = {"add_generation_prompt": True, "enable_thinking": True}
@@ -142,13 +146,13 @@ def test_a_tokenizer_that_crossed_is_the_one_that_was_sent(caller):
 
 
 def test_keywords_cross_whatever_their_name(caller):
-    assert caller.call("echo", 1, name="group", args=2) == ((1,), {"name": "group", "args": 2})
+    assert call(caller, "echo", 1, name="group", args=2) == ((1,), {"name": "group", "args": 2})
 
 
 @pytest.mark.parametrize("error", [RequestRefused("no such token"), TimeoutError("late"), KeyError("key")])
 def test_an_error_keeps_type_and_words_and_says_where_it_was_raised(error, caller):
     with pytest.raises(type(error)) as raised:
-        caller.call("fail", error)
+        call(caller, "fail", error)
     assert raised.value.args == error.args
     assert "in fail\n" in str(raised.value.__cause__)
 
@@ -156,11 +160,11 @@ def test_an_error_keeps_type_and_words_and_says_where_it_was_raised(error, calle
 def test_an_error_that_cannot_cross_is_told_in_words(caller, servant):
     servant.hurt = lambda: servant.fail(Unspeakable())
     with pytest.raises(RuntimeError, match="Unspeakable: a lock is in it"):
-        caller.call("hurt")
+        call(caller, "hurt")
 
 
 def test_futures_in_an_answer_end_as_their_originals_do(caller, servant):
-    promised = caller.call("promise", "good", "bad", "late")
+    promised = call(caller, "promise", "good", "bad", "late")
     assert not any(future.done() for future in promised.values())
     servant.futures["bad"].set_exception(RequestRefused("no"))
     servant.futures["good"].set_result(torch.ones(2))
@@ -174,13 +178,13 @@ def test_a_future_that_was_over_before_its_answer_left_is_over_here_too(caller, 
     done: Future = Future()
     done.set_result(3)
     servant.over = lambda: {"server": done}
-    assert [caller.call("over")["server"].result(5) for _ in range(50)] == [3] * 50
+    assert [call(caller, "over")["server"].result(5) for _ in range(50)] == [3] * 50
 
 
 def test_to_cancel_a_future_cancels_the_original(caller, servant):
-    promised = caller.call("promise", "slow")
+    promised = call(caller, "promise", "slow")
     assert promised["slow"].cancel()
-    caller.call("note", "after it")
+    call(caller, "note", "after it")
     assert servant.futures["slow"].cancelled()
     with pytest.raises(CancelledError):
         promised["slow"].result(5)
@@ -189,16 +193,16 @@ def test_to_cancel_a_future_cancels_the_original(caller, servant):
 def test_calls_are_served_in_their_order_whether_they_wait_or_not(caller):
     for number in range(20):
         caller.tell("note", number)
-    assert caller.call("note", "last") == [*range(20), "last"]
+    assert call(caller, "note", "last") == [*range(20), "last"]
 
 
 def test_what_is_answered_beside_others_holds_none_of_them_up(caller):
     first, second = caller.start(Servant.goes_on, "first"), caller.start(Servant.goes_on, "second", fails=True)
-    assert caller.call("echo", 1) == ((1,), {}) and not first.done()
-    caller.call("let_go", "second")
+    assert call(caller, "echo", 1) == ((1,), {}) and not first.done()
+    call(caller, "let_go", "second")
     with pytest.raises(KeyError, match="second"):
         second.result(LIMIT_S)
-    caller.call("let_go", "first")
+    call(caller, "let_go", "first")
     assert first.result(LIMIT_S) == "first"
 
 
@@ -207,23 +211,23 @@ def test_to_cancel_what_is_answered_beside_others_cancels_it(caller, servant):
     wait_until(lambda: "it" in servant.going)
     assert asked.cancel() and asked.cancelled()
     wait_until(lambda: servant.heard == ["it was cancelled"])
-    assert caller.call("echo", 1) == ((1,), {})
+    assert call(caller, "echo", 1) == ((1,), {})
 
 
 def test_what_is_told_unasked_comes_before_the_answer_that_follows_it(caller, servant, told):
     servant.drop = lambda: caller.servant_wire.send((None, ("dropped", ("server",)), None))
     for number in range(1, 20):
-        caller.call("drop")
+        call(caller, "drop")
         assert told == [("dropped", ("server",))] * number
 
 
 def test_when_the_other_end_is_gone_all_calls_say_so(caller):
-    waiting = caller.call("promise", "never")["never"]
+    waiting = call(caller, "promise", "never")["never"]
     caller.servant_wire.hang_up()
     with pytest.raises(RuntimeError, match="it is gone"):
         waiting.result(5)
     with pytest.raises(RuntimeError, match="it is gone"):
-        caller.call("echo")
+        call(caller, "echo")
     caller.tell("note", "nobody hears it")
 
 
@@ -244,35 +248,35 @@ def raise_error(error):
 # EOFError is what a broken pickle raises too, and would look like the end of the process.
 @pytest.mark.parametrize("error", [AttributeError("no such class"), EOFError("ran out of input"), OSError("no disk")])
 def test_a_message_that_cannot_be_read_fails_all_calls_at_once_with_its_reason(error, caller, servant):
-    waiting = caller.call("promise", "never")["never"]
+    waiting = call(caller, "promise", "never")["never"]
     servant.bad = lambda: Unloadable(error)
     with pytest.raises(RuntimeError, match=f"a message cannot be read: {type(error).__name__}: {error}"):
-        caller.call("bad")
+        call(caller, "bad")
     with pytest.raises(RuntimeError, match="cannot be read"):
         waiting.result(5)
     with pytest.raises(RuntimeError, match="cannot be read"):
-        caller.call("echo")
+        call(caller, "echo")
 
 
 def test_what_is_told_and_cannot_be_handled_fails_all_calls_at_once(caller, servant, told):
     servant.drop = lambda: caller.servant_wire.send((None, ("dropped", ("server",)), None))
     caller._on_told = lambda *call: raise_error(OSError("no room"))
     with pytest.raises(RuntimeError, match="'dropped' was told, and led to OSError: no room"):
-        caller.call("drop")
-        caller.call("echo")
+        call(caller, "drop")
+        call(caller, "echo")
 
 
 @pytest.mark.parametrize("is_promised", [True, False], ids=["later", "at once"])
 def test_an_answer_that_pickle_cannot_take_is_an_error_for_who_waits_for_it(is_promised, caller, servant):
     with pytest.raises(RuntimeError, match="the answer cannot be sent: TypeError: cannot pickle"):
         if is_promised:
-            promised = caller.call("promise", "lock")
+            promised = call(caller, "promise", "lock")
             servant.futures["lock"].set_result(threading.Lock())
             promised["lock"].result(5)
         else:
             servant.lock = threading.Lock
-            caller.call("lock")
-    assert caller.call("echo", 1) == ((1,), {}), "and the next one is answered"
+            call(caller, "lock")
+    assert call(caller, "echo", 1) == ((1,), {}), "and the next one is answered"
 
 
 def test_what_a_future_gives_is_packed_by_a_thread_of_its_own(caller, servant):
@@ -283,7 +287,7 @@ def test_what_a_future_gives_is_packed_by_a_thread_of_its_own(caller, servant):
             packed_by.append(threading.current_thread().name)
             return str, ()
 
-    promised = caller.call("promise", "evaluation")
+    promised = call(caller, "promise", "evaluation")
     servant.futures["evaluation"].set_result(Large())  # as the event loop does, which has other things to do
     assert promised["evaluation"].result(5) == "" and packed_by == ["answers"]
 
@@ -293,7 +297,7 @@ def test_a_log_record_crosses_without_what_users_put_into_it(caller, servant, to
     record = logging.makeLogRecord({"name": "user", "levelno": logging.WARNING, "msg": "%d of %s", "args": (1, "it")})
     record.episode, record.number = Unloadable(KeyError("no such class")), 7
     handler.handle(record)
-    caller.call("echo")
+    call(caller, "echo")
     ((name, (content,)),) = told
     heard = logging.makeLogRecord(content)
     assert (name, heard.getMessage(), heard.name, heard.number) == ("log", "1 of it", "user", 7)
