@@ -250,7 +250,7 @@ class Connections:
     def send(
         self, exchange: Exchange, origin: Origin, method: str, path: str, body: bytes = b"", content_type: str = ""
     ) -> None:
-        """Send a request on a connection that is free, or on a new one. Errors are those of `exchange`."""
+        """Send a request on an idle connection or on a new one. `exchange.wait` raises the errors."""
         if self._is_closed:
             exchange.fail(ConnectionAbortedError("the client is closed"))
             return
