@@ -33,22 +33,24 @@ class RewardTimeout(InfrastructureFailure):
 
 
 class RewardFailed(RuntimeError):
-    """A reward function raised. The episode then fails; it never gets a reward of 0 for this."""
+    """A reward function raised. The episode then fails; it never gets a reward of 0 for this.
+
+    reward: the reward's name. place: file:line in its code.
+    """
 
     def __init__(self, message: str, reward: str = "", place: str = "") -> None:
-        """reward: the reward's name. place: file:line in its code."""
         super().__init__(message)
         self.reward, self.place = reward, place
 
-    @classmethod
-    def by(cls, error: str, reward: str, place: str, kind: str = "") -> RewardFailed:
+    @staticmethod
+    def by(error: str, reward: str, place: str, kind: str = "") -> RewardFailed:
         """Return the exception for an error that a reward raised. kind: kind of infrastructure failure, or empty."""
-        found = (RewardLost if kind else cls)(
-            f"{error} (reward {reward}{f', {place}' if place else ''})", reward, place
-        )
-        if isinstance(found, RewardLost):
-            found.kind = kind
-        return found
+        message = f"{error} (reward {reward}{f', {place}' if place else ''})"
+        if not kind:
+            return RewardFailed(message, reward, place)
+        lost = RewardLost(message, reward, place)
+        lost.kind = kind
+        return lost
 
 
 class RewardLost(RewardFailed, InfrastructureFailure):
@@ -76,8 +78,6 @@ class RewardService:
 
     It can be used from any thread and event loop.
 
-    For example:
-
         service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
         arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
         [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
@@ -94,7 +94,7 @@ class RewardService:
     ) -> None:
         """rewards: name, import path and further arguments of each. stacks: an open file for `show_stacks`."""
         refuse_while_importing("a reward service")
-        self.names = [name for name, _, _ in rewards]
+        self.count, self.name = len(rewards), f"reward {', '.join(name for name, _, _ in rewards)}"
         self.pool = WorkerPool(
             "reward",
             "megatron_rl.rewards.worker:computing",
@@ -117,7 +117,7 @@ class RewardService:
         try:
             content = await queue.ask(frame, timeout_s)
         except WorkerDied as error:
-            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
+            raise RewardLost(f"{self.name}: {error}") from error
         except TimeoutError as error:
             raise self._late(timeout_s) from error
         scores = self._scores(content)
@@ -129,28 +129,17 @@ class RewardService:
 
         It does not wait for a free worker: if all are busy, it starts one above the limit.
         """
-        frame = self.pool.frame(arguments)
-        is_whole = False
         try:
-            worker = self.pool.acquire_now()
-        except WorkerDied as error:
-            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
-        try:
-            content = worker.ask_now(frame, timeout_s)
-            is_whole = worker.is_silent
+            return self._scores(self.pool.ask_now(self.pool.frame(arguments), timeout_s))
         except TimeoutError as error:
             raise self._late(timeout_s) from error
         except WorkerDied as error:
-            raise RewardLost(f"reward {', '.join(self.names)}: {self.pool.died()}") from error
-        finally:
-            # Also after an interrupt: its late answer would be taken for the next caller's.
-            self.pool.release(worker) if is_whole else self.pool.discard(worker)
-        return self._scores(content)
+            raise RewardLost(f"{self.name}: {error}") from error
 
     def _late(self, timeout_s: float) -> RewardTimeout:
         return RewardTimeout(
-            f"reward {', '.join(self.names)}: no reward within {timeout_s:g} s, and its worker was killed. Make it "
-            f"faster, or raise the workflow's reward_timeout_s."
+            f"{self.name}: no reward within {timeout_s:g} s, and its worker was killed. Make it faster, or raise the "
+            f"workflow's reward_timeout_s."
         )
 
     def _scores(self, content: bytes) -> list[Score]:
@@ -162,11 +151,9 @@ class RewardService:
                 raise RewardFailed.by(words, name, place, kind) from WorkersTraceback(where)
             scores = [Score(as_score(value), float(seconds)) for value, seconds in answer["values"]]
             logged = {name: (float(total), float(count)) for name, (total, count) in answer["logged"].items()}
-            if len(scores) == len(self.names):
-                stats_tracker.add(logged)
-                return scores
         except (AttributeError, ValueError, TypeError, KeyError) as error:
-            raise RewardFailed(
-                f"reward {', '.join(self.names)}: its worker gave no answer that can be read."
-            ) from error
-        raise RewardFailed(f"reward {', '.join(self.names)}: its worker gave {len(scores)} values.")
+            raise RewardFailed(f"{self.name}: its worker gave no answer that can be read.") from error
+        if len(scores) != self.count:
+            raise RewardFailed(f"{self.name}: its worker gave {len(scores)} values.")
+        stats_tracker.add(logged)
+        return scores
