@@ -36,8 +36,8 @@ def load_prompts(
     """Load prompts from a data set (data_files.py), a mixture, or a function `package.module:name` called with `args`.
 
     A data set accepts only the argument `split`. A `mixture` takes parts by name, each with `source`, `args` and
-    `weight`, and sets each prompt's `source` to its part's name. `key` is the config key of `source`, such as
-    `data.train`, for error messages. `import_from` is the config's run.import_from. Raises ValueError.
+    `weight`, and sets each prompt's `source` to its part's name. ValueError for anything else.
+    key: the config key of `source`, for error messages. import_from: the config's run.import_from.
     """
     args = args or {}
     if source == MIXTURE:
@@ -71,10 +71,7 @@ def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def key_of_args(key: str) -> str:
-    """Return the config key of a source's arguments, e.g. data.train_args for data.train.
-
-    For eval.sets.NAME.source it is eval.sets.NAME.args.
-    """
+    """Return the config key of a source's arguments: data.train_args, or eval.sets.NAME.args."""
     return f"{key.removesuffix('source')}args" if key.endswith("source") else f"{key}_args"
 
 
@@ -98,9 +95,8 @@ def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequen
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{key} = {source!r}: {error}; name a Python function that returns a list of dicts."
-        ) from error
+        rule = "name a Python function that returns a list of dicts"
+        raise ValueError(f"{key} = {source!r}: {error}; {rule}.") from error
     try:
         # Checked before the call: a TypeError from inside the function would not concern its arguments.
         signature.bind(**args)
@@ -134,9 +130,8 @@ class PromptIterator(Iterator[dict[str, Any]]):
     """Endless iterator over prompts, with an order drawn from (seed, epoch) for each epoch.
 
     Yields copies with `prompt_number` (position in the endless order, from 0), `prompt_index` (position in the list)
-    and `epoch` (from 0). The state is a few numbers and a digest of the prompts; a resumed run continues with the next
-    prompt. If `weights` maps the prompts' sources to weights, every source has its own epochs and a fixed share of each
-    block of BLOCK prompts. The order of sources in a block is drawn from (seed, block).
+    and `epoch` (from 0). If `weights` maps the prompts' sources to weights, every source has its own epochs and a fixed
+    share of each block of BLOCK prompts, in an order drawn from (seed, block).
 
         prompts = PromptIterator(load_prompts("my_prompts.jsonl"), seed=1)
         batch = prompts.next_batch(8)
@@ -158,7 +153,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
         self.prompts, self.seed, self.shuffle, self.key = prompts, seed, shuffle, key
         self.weights = dict(weights or {})
         self.number = 0
-        """Number of prompts taken, i.e. the position of the next one in the endless order."""
+        """Position of the next prompt in the endless order."""
         self._members: dict[str, list[int]] = {name: [] for name in self.weights}
         for index, prompt in enumerate(prompts):
             self._members.setdefault(prompt["source"] if self.weights else "", []).append(index)
@@ -249,8 +244,8 @@ class PromptIterator(Iterator[dict[str, Any]]):
 def digest_of_all(prompts: Sequence[Mapping[str, Any]]) -> str:
     """Return a digest of the prompts and their order.
 
-    Values that JSON cannot represent count only by their type, because the text of sets and objects could differ
-    between processes. Keys that JSON cannot represent are skipped.
+    Values that JSON lacks count only by their type, because their text could differ between processes. Keys that JSON
+    lacks are skipped.
     """
     encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
     whole = hashlib.sha256()

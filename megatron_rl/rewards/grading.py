@@ -7,6 +7,7 @@ own, or placeholders that the question's template would fill.
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -40,11 +41,9 @@ class NoVerdict(RuntimeError):
 class Grading:
     """Grading of replies from 0 to `best`. The last grade in a verdict counts; a grade above `best` is not valid.
 
-    For example:
-
-        grading = Grading(best=5)
-        messages = grading.asked("2+2=", "It is 4.", {})  # for a judge
-        grading.grade_of("Right. <score>4</score>")  # 0.8
+    grading = Grading(best=5)
+    messages = grading.asked("2+2=", "It is 4.", {})  # for a judge
+    grading.grade_of("Right. <score>4</score>")  # 0.8
     """
 
     question: str = QUESTION
@@ -70,8 +69,7 @@ class Grading:
             prompt = "\n".join(str(message["content"]) for message in data["messages"])
         shown = {
             "question": prompt,
-            # In the reply's own grades and control tokens the first bracket is replaced, so that they read as plain
-            # text.
+            # Replace the first bracket of the reply's own grades and control tokens, so that they are plain text.
             "reply": TAG.sub(lambda tag: "[" if tag[0] == "<" else "(", reply),
             "best": f"{self.best:g}",
             "criteria": self.criteria_text,
@@ -91,9 +89,20 @@ class Grading:
         grade = float(found[-1]) if found else self.best + 1
         return grade / self.best if grade <= self.best else None
 
+    async def grade(self, verdict: Callable[[int], Awaitable[str]]) -> float:
+        """Return the grade of the first verdict that has one, from `verdict(attempt)` of each attempt in turn.
+
+        NoVerdict if none has.
+        """
+        for attempt in range(self.attempts):
+            if (grade := self.grade_of(await verdict(attempt))) is not None:
+                return grade
+        raise NoVerdict(f"the judge {self.lacking} in {self.attempts} attempts.")
+
     @property
-    def no_verdict(self) -> NoVerdict:
-        return NoVerdict(f"the judge gave no <score>0 to {self.best:g}</score> in {self.attempts} attempts.")
+    def lacking(self) -> str:
+        """What the judge failed to do, for the message of NoVerdict."""
+        return f"gave no <score>0 to {self.best:g}</score>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +131,8 @@ class RubricGrading(Grading):
         return min(max(met / sum(weight for _, weight in self.criteria if weight > 0), 0.0), 1.0)
 
     @property
-    def no_verdict(self) -> NoVerdict:
-        return NoVerdict(
-            f"the judge said not of all {len(self.criteria)} criteria whether they are met in {self.attempts} attempts."
-        )
+    def lacking(self) -> str:
+        return f"said not of all {len(self.criteria)} criteria whether they are met"
 
 
 def criteria_of(given: Any, where: str) -> tuple[tuple[str, float], ...]:
@@ -134,10 +141,8 @@ def criteria_of(given: Any, where: str) -> tuple[tuple[str, float], ...]:
     found = []
     for entry in given if isinstance(given, list | tuple) else [given]:
         text, weight = (entry.get("criterion"), entry.get("weight", 1.0)) if isinstance(entry, dict) else (None, 0.0)
-        is_weight = (
-            isinstance(weight, int | float) and not isinstance(weight, bool) and isfinite(weight) and weight != 0
-        )
-        if not (isinstance(text, str) and text.strip() and is_weight):
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (isinstance(text, str) and text.strip() and is_number and isfinite(weight) and weight):
             raise ValueError(f"{where}: has {entry!r:.200}; {rule}.")
         found.append((text.strip(), float(weight)))
     if not any(weight > 0 for _, weight in found):

@@ -19,7 +19,7 @@ ENDPOINT = "/v1/chat/completions"
 
 
 class JudgeFailed(NoVerdict, InfrastructureFailure):
-    """The judge, which is a separate server and not the trained policy, gave no grade in any of its attempts."""
+    """A judge on servers of its own gave no grade in any of its attempts. The policy is not at fault."""
 
     KIND = "judge"
 
@@ -28,7 +28,7 @@ class Judge(AwaitedReward):
     """A part of rollout.recipe with `args: {urls: [http://host:port]}`. The reward is grade / best, in [0, 1].
 
     If a verdict has no grade, the judge is asked again with another seed. After `attempts` verdicts without a grade,
-    NoVerdict is raised, which fails the episode.
+    JudgeFailed is raised, and the sample is retried.
 
         judge = Judge(["http://127.0.0.1:31000"], best=5)
         score = await judge("2+2=", "It is 4.", [], [])  # 0.8 for a verdict that ends with <score>4</score>
@@ -49,25 +49,18 @@ class Judge(AwaitedReward):
         timeout_s: float = 30.0,
         token_file: str = "",
     ) -> None:
-        """Configure the judge.
+        """question, best, attempts: as in Grading. urls, concurrent, timeout_s, token_file: as in Servers.
 
-        question, best, attempts: as in Grading.
         max_tokens: limit of a verdict, including thoughts.
         model: name of the judge, if the servers have several models.
-        concurrent: maximum number of simultaneous verdicts per server.
-        timeout_s: limit of one verdict. It must be below the workflow's reward_timeout_s, which limits all attempts
-        together. Otherwise a server that hangs would use up all the time, and no other server would be asked.
-        token_file: file with the servers' bearer token.
+        timeout_s must be below the workflow's reward_timeout_s, which limits all attempts together. Otherwise a server
+        that hangs would use up all the time, and no other server would be asked.
         """
         self._grading = Grading(question=question, best=best, attempts=attempts)
         self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._options |= {"chat_template_kwargs": {"enable_thinking": enable_thinking}}
-        self._servers = Servers(
-            [url.rstrip("/") + ENDPOINT for url in urls],
-            concurrent=concurrent,
-            timeout_s=timeout_s,
-            token_file=token_file,
-        )
+        places = [url.rstrip("/") + ENDPOINT for url in urls]
+        self._servers = Servers(places, concurrent=concurrent, timeout_s=timeout_s, token_file=token_file)
         self._timeout_s = timeout_s
 
     def check_deadline(self, timeout_s: float) -> None:
@@ -83,12 +76,11 @@ class Judge(AwaitedReward):
     ) -> float:
         grading = self._grading_by(data)
         body = {"messages": grading.asked(prompt, completions, data)} | self._options
-        for attempt in range(grading.attempts):
+        try:
             # The seed changes with the attempt, or the same verdict would be generated again.
-            verdict = await self._servers.ask(body | {"seed": attempt}, verdict_in)
-            if (grade := grading.grade_of(verdict)) is not None:
-                return grade
-        raise JudgeFailed(str(grading.no_verdict))
+            return await grading.grade(lambda attempt: self._servers.ask(body | {"seed": attempt}, verdict_in))
+        except NoVerdict as error:
+            raise JudgeFailed(str(error)) from error
 
     def _grading_by(self, data: dict[str, Any]) -> Grading:
         """Return the grading for a prompt whose columns are `data`."""
@@ -106,8 +98,8 @@ class Rubric(Judge):
     """A judge that decides for each criterion whether the reply meets it. RubricGrading computes the grade.
 
     A part of rollout.recipe with `args: {urls: [...], criteria: [{criterion: "names the river", weight: 2.0}]}`.
-    Criteria in the prompt's column `rubric`, in the same form, are appended. A verdict without a grade is handled as in
-    Judge. The template has {criteria} in addition to the placeholders of Grading.
+    Criteria in the prompt's column `rubric`, in the same form, are appended. The template has {criteria} in addition to
+    the placeholders of Grading.
 
         criteria = [{"criterion": "Is polite."}, {"criterion": "Rambles.", "weight": -0.5}]
         rubric = Rubric(["http://127.0.0.1:31000"], criteria)
@@ -122,7 +114,7 @@ class Rubric(Judge):
         attempts: int = 3,
         **options: Any,
     ) -> None:
-        """Configure the judge. criteria: those applied to every prompt. options: further options of Judge."""
+        """criteria: those applied to every prompt. options: further options of Judge."""
         super().__init__(urls, attempts=attempts, **options)
         if "{criteria}" not in question:
             raise ValueError(f"question = {question!r}: must have {{criteria}}, where the judge reads them.")

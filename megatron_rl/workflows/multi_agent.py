@@ -1,7 +1,4 @@
-"""Debates: several agents of one policy answer the same question and read each other's replies.
-
-Each agent gives one trajectory.
-"""
+"""Debates: several agents of one policy answer the same question and read each other's replies."""
 
 from __future__ import annotations
 

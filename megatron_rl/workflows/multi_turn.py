@@ -12,14 +12,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.api import (
-    ContextOutgrown,
-    InferenceEngine,
-    InfrastructureFailure,
-    KeptSteps,
-    RolloutWorkflow,
-    Sampler,
-)
+from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, KeptSteps, RolloutWorkflow, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call, described
 from megatron_rl.rewards.faults import shortened
@@ -77,10 +70,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
         max_tokens: maximum dialogue length including the prompt, at most the model's context. A dialogue that has no
         room for another reply, or has had max_turns replies, ends with the reward earned so far.
-
-        step_timeout_s: time limit of one opening, step (including the reward function), ending or close. If it is
-        exceeded, EnvironmentTimeout is raised. The limit can only cancel an await: an environment that blocks the event
-        loop stalls all episodes.
+        step_timeout_s: time limit of one opening, step (including the reward function), ending or close. It can only
+        cancel an await: an environment that blocks the event loop stalls all episodes.
         """
         check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
         if max_turns < 1:
@@ -174,8 +165,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 class World:
     """An environment whose steps are journaled, if it can save its state and the episode has a journal.
 
-    Steps that an earlier, killed process completed are not repeated: their results come from the journal. Before the
-    first new step, the environment is restored to the state saved after the last journaled step.
+    The results of steps that an earlier, killed process completed come from the journal. Before the first new step, the
+    environment is restored to the state saved after the last journaled step.
     """
 
     def __init__(self, environment: Environment, key: str | None, steps: KeptSteps | None) -> None:
@@ -206,9 +197,8 @@ class World:
         await self._catch_up()
         found = await self._do("ended")
         if not is_number(found):
-            raise self._wrong(
-                "ended", found, "a number: the reward that the dialogue has earned in addition to its turns' rewards"
-            )
+            wanted = "a number: the reward that the dialogue has earned in addition to its turns' rewards"
+            raise self._wrong("ended", found, wanted)
         return float(found)
 
     async def close(self) -> None:
@@ -264,9 +254,8 @@ def is_number(value: Any) -> bool:
 class ToolUseWorkflow(MultiTurnWorkflow):
     """Dialogues in which the policy calls tools.
 
-    `tools` maps each tool's class, or in a config its import path, to the arguments with which it is created. The
-    tokenizer's chat template must show the tools and ask for calls in the form <tool_call>{"name": ...,
-    "arguments": ...}</tool_call>.
+    `tools` maps each tool's class, or in a config its import path, to its arguments. The tokenizer's chat template must
+    show the tools and ask for calls in the form <tool_call>{"name": ..., "arguments": ...}</tool_call>.
 
         workflow = ToolUseWorkflow(reward, GenerationConfig(), tokenizer, {Calculator: {}}, max_tokens=4096)
         # rollout.workflow_args: {max_tokens: 4096, tools: {"megatron_rl.workflows.tools:Calculator": {}}}

@@ -10,7 +10,6 @@ import abc
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Self
 
 import aiohttp
@@ -34,11 +33,9 @@ class ToolError(Exception):
 
 
 class Rewarded(str):
-    """A tool's result text with a reward for the reply that called it.
+    """A tool's result text with a reward for the reply that called it, as a tool's `__call__` may return it:
 
-    For example, at the end of a tool's `__call__`:
-
-        return Rewarded("3 of 4 tests pass", 0.3)
+    return Rewarded("3 of 4 tests pass", 0.3)
     """
 
     reward: float
@@ -52,13 +49,11 @@ class Rewarded(str):
 class Tool(abc.ABC):
     """Base class of tools. Each sample has its own object, which may keep state.
 
-    For example:
-
-        class Shout(Tool):
-            name, description = "shout", "Repeats a text in capitals."
-            parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-            async def __call__(self, text):
-                return str(text).upper()
+    class Shout(Tool):
+        name, description = "shout", "Repeats a text in capitals."
+        parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+        async def __call__(self, text):
+            return str(text).upper()
     """
 
     name: str
@@ -68,10 +63,7 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     async def __call__(self, **arguments: Any) -> str:
-        """Run a call and return the text shown to the policy: a `Rewarded` if the call earns a reward.
-
-        ToolError if the call is wrong.
-        """
+        """Return the text shown to the policy, a `Rewarded` if the call earns a reward. ToolError for a wrong call."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -109,10 +101,7 @@ def ends_a_thought(text: str) -> bool:
 
 
 Read = Callable[[int], "tuple[list[ToolCall], int] | None"]
-"""Function that takes the position of a mark and returns the calls that begin there, and their end.
-
-It returns None if the reply was cut off inside the calls.
-"""
+"""Returns the calls that begin at a position, and their end; None if the reply was cut off inside the calls."""
 
 
 def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
@@ -132,10 +121,7 @@ def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
 
 
 def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls.
-
-    A call has the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-    """
+    """Return the text without its calls, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and the calls."""
     last_end = text.rfind(END)
 
     def read(begin: int) -> tuple[list[ToolCall], int] | None:
@@ -162,10 +148,7 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def value_at(text: str, place: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at `place`, and its end position.
-
-    ValueError or RecursionError if there is none.
-    """
+    """Return the JSON value that begins at `place`, and its end. ValueError or RecursionError if there is none."""
     # Decode a slice: an error counts the lines before it, which is quadratic for many errors in a long text.
     value, length = DECODER.raw_decode(text[place : place + LONGEST_CALL])
     return value, place + length
@@ -240,13 +223,9 @@ def middle_left_out(text: str, characters: int) -> str:
 
 
 class Calculator(Tool):
-    """Exact arithmetic with + - * / and brackets, over numbers of at most 30 digits.
+    """Exact arithmetic with + - * / and brackets, over numbers of at most 30 digits, without running code.
 
-    The calculator evaluates a syntax tree and never runs code.
-
-    For example:
-
-        await Calculator()(expression="(12 + 30) / 8")  # "21/4 = 5.25"
+    await Calculator()(expression="(12 + 30) / 8")  # "21/4 = 5.25"
     """
 
     name = "calculator"
@@ -258,16 +237,11 @@ class Calculator(Tool):
     }
 
     async def __call__(self, expression: Any) -> str:
-        value = calculate(str(expression))
+        try:
+            value, _ = evaluate_expression(str(expression), most_digits=MOST_DIGITS)
+        except NotArithmetic as error:
+            raise ToolError(str(error)) from error
         return str(value) if value.denominator == 1 else f"{value} = {float(value):.10g}"
-
-
-def calculate(expression: str) -> Fraction:
-    """Evaluate an arithmetic expression. ToolError if it is not arithmetic, too long or too large."""
-    try:
-        return evaluate_expression(expression, most_digits=MOST_DIGITS)[0]
-    except NotArithmetic as error:
-        raise ToolError(str(error)) from error
 
 
 REFUSALS = (400, 413, 414, 422)
@@ -277,10 +251,8 @@ REFUSALS = (400, 413, 414, 422)
 class Search(Tool):
     """Queries a search service by POST: {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}.
 
-    For example:
-
-        search = Search("http://127.0.0.1:8321/", top=3)
-        await search(query="height of Mont Blanc")  # examples/search_tool has such a service
+    search = Search("http://127.0.0.1:8321/", top=3)
+    await search(query="height of Mont Blanc")  # examples/search_tool has such a service
     """
 
     name = "search"
