@@ -17,14 +17,18 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 from megatron_rl.config import MIXTURE, TrainConfig
 from megatron_rl.config.data_section import BLOCK
 from megatron_rl.config.import_path import resolve
 from megatron_rl.data.data_files import holds_rows, is_file, read_rows
-from megatron_rl.data.row_forms import FORMS, as_prompt, check_form
+from megatron_rl.workflows.messages import Message, shown
 
+Row = dict[str, Any]
+FORMS = ("input_ids", "prompt", "messages")
+PAIR = ("chosen", "rejected")
 RESERVED = ("prompt_number", "prompt_index", "epoch")
 IMPORT_FROM = "import_from"
 """Argument in which a prompt function that has it receives the config's run.import_from. A config cannot set it."""
@@ -120,10 +124,55 @@ def check_prompt(prompt: Any, where: str) -> None:
         raise ValueError(f"{where}: has {found}; must have exactly one of {', '.join(FORMS)}.")
     if isinstance(prompt[forms[0]], str | list | tuple) and not prompt[forms[0]]:
         raise ValueError(f"{where}: {forms[0]} is empty; a server needs at least one token to continue.")
-    check_form(forms[0], prompt[forms[0]], where)
+    if forms == ["prompt"] and not isinstance(prompt["prompt"], str):
+        raise ValueError(f"{where}: prompt = {shown(prompt['prompt'])}: must be text, or a list of messages.")
+    for token in prompt["input_ids"] if forms == ["input_ids"] else ():  # messages are checked when rendered
+        if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"{where}: input_ids has {shown(token)}: must be token ids, whole numbers from 0.")
     for name in RESERVED:
         if name in prompt:
             raise ValueError(f"{where}: has {name!r}, which the iterator writes; rename it.")
+
+
+def as_prompt(row: Row) -> Row:
+    """Return the row with its prompt in one of the FORMS.
+
+    Forms that are None are dropped, because data frames fill absent columns with None. A `prompt` that is a list of
+    messages (TRL, verl) becomes `messages`. If `chosen` and `rejected` are whole dialogues, `messages` becomes their
+    common beginning.
+    """
+    if any(form in row and row[form] is None for form in FORMS):
+        row = {name: value for name, value in row.items() if name not in FORMS or value is not None}
+    if is_dialogue(row.get("prompt")) and "messages" not in row:
+        row = {name: value for name, value in row.items() if name != "prompt"} | {"messages": row["prompt"]}
+    chosen, rejected = (row.get(name) for name in PAIR)
+    if is_dialogue(chosen) and is_dialogue(rejected) and len(chosen) > 1 and chosen[:-1] == rejected[:-1]:
+        is_asked = is_dialogue(row.get("messages")) and row["messages"] != chosen[:-1]
+        if not is_asked:  # otherwise they are replies of several messages, which are refused later
+            others = {name: value for name, value in row.items() if name != "prompt"}
+            row = others | {"messages": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+    return row
+
+
+def is_dialogue(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, dict) for entry in value)
+
+
+def as_reply(value: Any) -> str | Message | None:
+    """Return a reply given as text, number, message, or a list of one message; None for anything else."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0]
+    if isinstance(value, dict):
+        return value if value.get("role", "assistant") == "assistant" and says(value) else None
+    if isinstance(value, int | float):
+        return None if value != value else str(value)  # NaN is a data frame's empty field
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def says(message: Message) -> bool:
+    """Return whether a message has content or tool calls."""
+    content = message.get("content")
+    return bool(message.get("tool_calls") or (content.strip() if isinstance(content, str) else content))
 
 
 class PromptIterator(Iterator[dict[str, Any]]):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import DataConfig, TrainConfig
-from megatron_rl.data.prompts import load_held_out
-from megatron_rl.data.row_forms import PAIR, Row, as_reply, says
+from megatron_rl.data.prompts import PAIR, Row, as_reply, load_held_out, says
 from megatron_rl.data.tokens import at_most, check_ids, training_rows
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.workflows.rendering import with_replies
@@ -146,8 +146,8 @@ def load_replies(
     """
 
     def rows_of(key: str, rows: list[Row], limits: DataConfig | None = None) -> ReplyRows:
-        asked = {"column": config.supervised.answer or None, "setting": config.chosen_data}
-        return ReplyRows(key, rows, tokenizer, **asked, context=context, vocab=vocab, limits=limits)
+        kind = partial(ReplyRows, column=config.supervised.answer or None, setting=config.chosen_data)
+        return kind(key, rows, tokenizer, context=context, vocab=vocab, limits=limits)
 
     train, held_out = rows_of("data.train", training_rows(config), config.data), load_held_out(config)
     return train, {name: rows_of(f"evaluation {name}", own).batch(range(len(own))) for name, own in held_out.items()}

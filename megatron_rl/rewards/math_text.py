@@ -211,15 +211,12 @@ def as_set(text: str) -> list[str] | None:
     return parts if len(parts) > 1 else None
 
 
-def first_end(text: str) -> int:
-    """Return the index of the bracket that closes a text's first character; -1 if none does."""
-    depths = itertools.accumulate(BRACKETS.get(sign, 0) for sign in text)
-    return next((place for place, depth in enumerate(depths) if depth == 0), -1)
-
-
 def as_bracketed(text: str) -> tuple[str, list[str]] | None:
     """Return brackets and entries of a tuple or interval, `[)` and `0`, `1` for `[0, 1)`; None for any other text."""
-    if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or first_end(text) != len(text) - 1:
+    if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]":
+        return None
+    depths = list(itertools.accumulate(BRACKETS.get(sign, 0) for sign in text))
+    if 0 in depths[:-1] or depths[-1] != 0:  # the last bracket does not close the first one
         return None
     entries = [part.strip() for part in split_at(text[1:-1], re.compile(r"[,;]"))]
     return (text[0] + text[-1], entries) if len(entries) > 1 and all(entries) else None

@@ -61,7 +61,7 @@ class AwaitedReward(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Ingredient:
-    """One reward of a recipe. function: already bound to `args`, which a worker binds again to what `path` names."""
+    """One reward of a recipe. function: bound to `args`. A worker resolves `path` and binds `args` itself."""
 
     name: str
     path: str
@@ -125,6 +125,7 @@ class Recipe:
         self.ingredients, self.service = found, service
         self._awaited = [ingredient for ingredient in found if ingredient.is_awaited]
         self._plain = [ingredient for ingredient in found if not ingredient.is_awaited]
+        self._held = [it.function for it in found if isinstance(it.function, AwaitedReward)]
         self.name = ", ".join(ingredient.path for ingredient in found)
 
     def __call__(
@@ -157,18 +158,14 @@ class Recipe:
 
     async def close(self) -> None:
         """Release all resources. Called in the event loop of the awaited parts; may be called twice."""
-        for reward in self._awaited_rewards():
+        for reward in self._held:
             await reward.close()
         self.service.close()
 
     def check_deadline(self, timeout_s: float) -> None:
         """Raise ValueError if a workflow's `reward_timeout_s` is too short for a part."""
-        for reward in self._awaited_rewards():
+        for reward in self._held:
             reward.check_deadline(timeout_s)
-
-    def _awaited_rewards(self) -> list[AwaitedReward]:
-        functions = [ingredient.function for ingredient in self.ingredients]
-        return [function for function in functions if isinstance(function, AwaitedReward)]
 
     def added(self, scores: list[Score]) -> Scored:
         """Return the weighted sum of the ingredients' scores. scores: in the order of the ingredients."""

@@ -7,7 +7,8 @@ Another worker takes its place (worker_pool.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,20 +69,19 @@ class WorkersTraceback(Exception):
 
 @dataclass(frozen=True)
 class Score:
+    """A reward's value, or its parts' values by name, and the time that it took."""
+
     value: float | dict[str, float]
-    """The reward, or the values of its parts by name."""
     seconds: float
 
 
 class RewardService:
-    """Worker processes that compute rewards. One call computes all rewards of a reply, in order.
+    """Worker processes that compute all rewards of a reply in one call, from any thread and event loop.
 
-    It can be used from any thread and event loop.
-
-        service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
-        arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
-        [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
-        service.close()
+    service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
+    arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
+    [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
+    service.close()
     """
 
     def __init__(
@@ -114,33 +114,29 @@ class RewardService:
         frame, loop = self.pool.frame(arguments), asyncio.get_running_loop()
         if (queue := self._queues.get(loop)) is None:
             queue = self._queues[loop] = CallQueue(self.pool)
-        try:
+        with self._named_errors(timeout_s):
             content = await queue.ask(frame, timeout_s)
-        except WorkerDied as error:
-            raise RewardLost(f"{self.name}: {error}") from error
-        except TimeoutError as error:
-            raise self._late(timeout_s) from error
         scores = self._scores(content)
         queue.note(sum(score.seconds for score in scores))
         return scores
 
     def call_now(self, arguments: dict[str, Any], timeout_s: float = SYNCHRONOUS_S) -> list[Score]:
-        """Compute like `call`, but blocking. This works with or without a running event loop.
+        """Compute like `call`, but blocking, as WorkerPool.ask_now does."""
+        with self._named_errors(timeout_s):
+            content = self.pool.ask_now(self.pool.frame(arguments), timeout_s)
+        return self._scores(content)
 
-        It does not wait for a free worker: if all are busy, it starts one above the limit.
-        """
+    @contextmanager
+    def _named_errors(self, timeout_s: float) -> Iterator[None]:
         try:
-            return self._scores(self.pool.ask_now(self.pool.frame(arguments), timeout_s))
+            yield
         except TimeoutError as error:
-            raise self._late(timeout_s) from error
+            raise RewardTimeout(
+                f"{self.name}: no reward within {timeout_s:g} s, and its worker was killed. Make it faster, or raise "
+                f"the workflow's reward_timeout_s."
+            ) from error
         except WorkerDied as error:
             raise RewardLost(f"{self.name}: {error}") from error
-
-    def _late(self, timeout_s: float) -> RewardTimeout:
-        return RewardTimeout(
-            f"{self.name}: no reward within {timeout_s:g} s, and its worker was killed. Make it faster, or raise the "
-            f"workflow's reward_timeout_s."
-        )
 
     def _scores(self, content: bytes) -> list[Score]:
         """Parse and validate a worker's answer, whose form is not trusted."""

@@ -232,7 +232,7 @@ def children_here() -> set[int]:
 
 
 def work(end: Connection, folder: str, answering: Answering, memory_bytes: int, parent: int) -> None:
-    """Answer requests until the pool closes its end, which raises EOFError. The first frame says that it is ready."""
+    """Answer requests until the pool closes its end, which raises EOFError. A first frame says "ready"."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before prctl took effect.

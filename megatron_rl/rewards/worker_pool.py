@@ -34,7 +34,6 @@ MOST_QUICK_DEATHS, QUICK_S = 3, 60.0
 """A forking process that dies within QUICK_S is replaced at most MOST_QUICK_DEATHS times in a row."""
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 256 << 20, 1 << 20
 RECEIVED_BYTES = 1 << 16
-"""Maximum bytes of one read, enough for many small answers."""
 
 
 class WorkerDied(RuntimeError):
@@ -295,8 +294,8 @@ class WorkerPool:
         code = self.process.poll()
         who = "a worker" if code is None else f"the service's process (exit code {code})"
         return (
-            f"{who} died. Its words are in the rollout process's log; of a worker that the kernel killed it has none: "
-            f"look for a lack of memory, or a call of os._exit."
+            f"{who} died. Its output is in the rollout process's log. Without any, the kernel may have killed it: look "
+            f"for a lack of memory, or a call of os._exit."
         )
 
 

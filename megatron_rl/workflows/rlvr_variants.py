@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.api import InferenceEngine, Sampler
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rewards.grading import QUESTION, Grading
+from megatron_rl.rewards.judge import QUESTION, Grading
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import RLVRWorkflow

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from megatron_rl.agents import AgentWorkflow
 from megatron_rl.api import ContextOutgrown
 from megatron_rl.config import GenerationConfig, RolloutConfig, TrainConfig
-from megatron_rl.rewards.grading import Grading, NoVerdict
+from megatron_rl.rewards.judge import Grading, NoVerdict
 from megatron_rl.rollout.factory import make_workflow
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import (
