@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.workflows.argument_values import Schemas, argument_value
+from megatron_rl.agents.argument_values import Schemas, argument_value
 from megatron_rl.workflows.tools import (
     BEGIN,
     END,
@@ -16,6 +16,7 @@ from megatron_rl.workflows.tools import (
     THOUGHT,
     ToolCall,
     as_call,
+    decoded,
     ends_a_thought,
     faulty,
     next_mark,
@@ -41,31 +42,25 @@ NAME = re.compile(r"[^\s<>{}\[\]\"'=,;]++")
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One model family's format for tool calls."""
+    """One model family's format for tool calls.
+
+    sign: a string that only this family's chat template contains.
+    begins: strings that begin a call after other text. is_whole: a reply that is only a JSON object may also be a call.
+    forced: for a grammar, a call's text before the name, between name and arguments, and after the arguments, which are
+    JSON; None for a format that is not JSON.
+    marks: special tokens of the format, which decoding would otherwise drop.
+    """
 
     split: Split
     sign: str
-    """A string that only this family's chat template contains."""
     begins: tuple[str, ...] = (BEGIN,)
-    """Strings that begin a call after other text."""
     is_whole: bool = False
-    """Whether a reply that is only a JSON object may also be a call."""
     forced: tuple[str, str, str] | None = None
-    """For a grammar: a call's text before the name, between name and arguments, and after the arguments, all JSON.
-
-    None for a format that is not JSON.
-    """
     marks: tuple[str, ...] = ()
-    """Special tokens of the format, which decoding would otherwise drop."""
 
     def text(self, tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Sequence[str] = ()) -> str:
         """Decode a reply without special tokens, except the format's own and those in `keeps`."""
-        special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        marks = {*self.marks, *keeps}
-        if not any(special.get(token) in marks for token in tokens):
-            return str(tokenizer.decode(tokens, skip_special_tokens=True))
-        kept = [token for token in tokens if token not in special or special[token] in marks]
-        return str(tokenizer.decode(kept, skip_special_tokens=False))
+        return decoded(tokenizer, tokens, keeps={*self.marks, *keeps})
 
 
 def text_arguments(tools: list[dict[str, Any]] | None) -> TextArguments:
@@ -85,7 +80,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Step:
-    """A kind of tag that may come next in a call, and the parser's state after it. is_close: required of the tag."""
+    """A kind of tag that may come next in a call, and the parser's state after it. is_close: as the tag's must be."""
 
     kind: str
     then: str
@@ -99,18 +94,19 @@ class Step:
 class TagForm:
     """A call format made of tags. Values are not quoted, so a value may contain the format's own tags.
 
+    steps: state -> tags that may come next; in state `value`, any other tags may precede them.
+    is_named_first: the tool's name follows <tool_call> directly, without a tag.
+
     A closing tag ends a value only if the rest of the reply can then be parsed. Therefore `readable` computes from the
     reply's end backwards where parsing can succeed. Of several parses, the one with the shortest values is taken.
     """
 
     pattern: re.Pattern[str]
     steps: dict[str, tuple[Step, ...]]
-    """State -> tags that may come next. In state `value`, any other tags may precede them."""
     opens_value: str
     closes_value: str
     rule: str
     is_named_first: bool = False
-    """Whether the tool's name follows <tool_call> directly, without a tag."""
 
     def tags(self, text: str, place: int) -> list[Tag]:
         found = list(self.pattern.finditer(text, place))

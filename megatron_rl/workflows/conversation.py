@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from megatron_rl import support as supports
-from megatron_rl.api import InfrastructureFailure
-from megatron_rl.types import TURN_REWARDS, LLMResponse, Reward, Trajectory, route_column
+from megatron_rl.api import InfrastructureFailure, Sampler
+from megatron_rl.config import GenerationConfig
+from megatron_rl.types import TURN_REWARDS, LLMRequest, LLMResponse, Reward, Trajectory, route_column
 
 
 class Conversation:
     """The tokens of one dialogue so far. Entry t of `ids` and of each tensor belongs to token t.
 
     talk = Conversation(template.opening({"messages": messages}))
-    talk.take(reply := await engine.agenerate(LLMRequest(rid=rid, input_ids=list(talk.ids))))
+    reply = await talk.ask(engine, gconfig, max_tokens=2048, rid=rid, key=None)
     talk.earn(0.5)  # this reply's own reward, if the dialogue's replies have such rewards
     talk.add(template.following([{"role": "user", "content": "Are you sure?"}], reply.output_tokens))
     trajectory = talk.trajectory(reward=0.5)
@@ -72,6 +73,21 @@ class Conversation:
         self.loss_mask = torch.cat([self.loss_mask, torch.full((len(ids),), is_trained)])
         self.logprobs = torch.cat([self.logprobs, logprobs])
         self.versions = torch.cat([self.versions, versions])
+
+    async def ask(
+        self, engine: Sampler, gconfig: GenerationConfig, *, max_tokens: int, rid: str, key: str | None
+    ) -> LLMResponse:
+        """Generate the next reply, in a dialogue of at most `max_tokens` tokens, and append it.
+
+        rid: the dialogue's request id, by which a router finds the server that has its prefix in the KV cache.
+        key: the dialogue's sample key.
+        """
+        metadata = {"sample_key": f"{key}/{self.replies}"} if key is not None else {}
+        # Copy the ids: the conversation's list grows, and the reply is compared with what the request asked.
+        ids, options = list(self.ids), within(gconfig, max_tokens - len(self))
+        reply = await engine.agenerate(LLMRequest(rid=rid, input_ids=ids, gconfig=options, metadata=metadata))
+        self.take(reply)
+        return reply
 
     def take(self, reply: LLMResponse, *, is_trained: bool = True) -> None:
         """Append a reply, whose prompt must be exactly `ids`.
@@ -161,3 +177,10 @@ class Conversation:
         for place, reward in self.earned:
             column[place] += reward
         return {TURN_REWARDS: column.float()}
+
+
+def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
+    """Return the generation options for one reply of at most `room` tokens. room must be at least 1."""
+    longest = min(gconfig.max_new_tokens, room)
+    # GenerationConfig rejects min_new_tokens above max_new_tokens.
+    return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

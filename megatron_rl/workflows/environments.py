@@ -14,7 +14,7 @@ MOST_CALLS = 16
 """Maximum number of tool calls per reply. A reply could hold hundreds, and each may start a process or a request."""
 
 Score = Callable[[], Awaitable[float]]
-"""Coroutine function that returns the reward function's value for the current reply."""
+"""Computes the reward function for the current reply."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,21 +16,19 @@ from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFail
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call, described
 from megatron_rl.rewards.faults import shortened
-from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.types import LLMResponse, Trajectory
 from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import Environment, Score, ToolUse, Turn
 from megatron_rl.workflows.rendering import form_of
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
-from megatron_rl.workflows.tool_formats import FORMATS
-from megatron_rl.workflows.tools import THINK, THOUGHT, Tool
+from megatron_rl.workflows.tools import THINK, THOUGHT, Tool, decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-EDGE_TOKENS = 16
-"""How many tokens at a prompt's end are searched for an opened `<think>`."""
+EDGE_TOKENS = 16  # at a prompt's end, where a thought may be opened
 
 
 class EnvironmentTimeout(InfrastructureFailure):
@@ -108,7 +106,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             length = len(conversation)  # up to the last reply: tokens added after it may have to be removed again
             while True:
                 try:
-                    reply = await self._reply(engine, conversation, rid, key)
+                    reply = await conversation.ask(engine, self.gconfig, max_tokens=self.max_tokens, rid=rid, key=key)
                 except ContextOutgrown:  # the server's context is shorter than max_tokens
                     if conversation.replies == 0:
                         raise
@@ -147,15 +145,6 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 f"environment {kind.__module__}:{kind.__qualname__}: {what} did not end within "
                 f"{self.step_timeout_s:g} s; raise rollout.workflow_args.step_timeout_s, or have it give up earlier."
             ) from error
-
-    async def _reply(self, engine: Sampler, conversation: Conversation, rid: str, key: str | None) -> LLMResponse:
-        metadata = {"sample_key": f"{key}/{conversation.replies}"} if key is not None else {}
-        options = within(self.gconfig, self.max_tokens - len(conversation))
-        # Copy the ids: the conversation's list grows, and the reply is compared with what the request asked.
-        request = LLMRequest(rid=rid, input_ids=list(conversation.ids), gconfig=options, metadata=metadata)
-        reply = await engine.agenerate(request)
-        conversation.take(reply)
-        return reply
 
     def _shown(self, reply: LLMResponse) -> str:
         """Return the reply's text as the environment sees it."""
@@ -297,13 +286,6 @@ class ToolUseWorkflow(MultiTurnWorkflow):
 
     def _shown(self, reply: LLMResponse) -> str:
         """Return the reply's whole text, prefixed with `<think>` if the prompt has opened a thought."""
-        text = FORMATS["hermes"].text(self.tokenizer, reply.output_tokens, keeps=(THINK, THOUGHT))
+        text = decoded(self.tokenizer, reply.output_tokens, keeps=(THINK, THOUGHT))
         opened = self.tokenizer.decode(reply.input_tokens[-EDGE_TOKENS:]).rstrip().endswith(THINK)
         return f"{THINK}{text}" if opened else text
-
-
-def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
-    """Return the generation options for one reply of at most `room` tokens. room must be at least 1."""
-    longest = min(gconfig.max_new_tokens, room)
-    # GenerationConfig rejects min_new_tokens above max_new_tokens.
-    return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

@@ -27,14 +27,10 @@ from megatron_rl.workflows.messages import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_ARGS = "template_args"
-"""Key of the tokenizer's `init_kwargs` that stores the run's template arguments."""
-ROW_ARGS = "chat_template_kwargs"
-"""Data column with the template arguments of one row."""
-REPLY = "THEREPLYSTANDSHERE"
-"""Placeholder for a reply, used to render what follows the reply. No template alters this word."""
-MARK = "THEMESSAGESTANDSHERE"
-"""Placeholder for a message's content, to check that the template shows it."""
+TEMPLATE_ARGS, ROW_ARGS = "template_args", "chat_template_kwargs"
+"""Key of the tokenizer's `init_kwargs` with the run's template arguments, and column with those of a row."""
+REPLY, MARK = "THEREPLYSTANDSHERE", "THEMESSAGESTANDSHERE"
+"""Placeholders, which no template alters, for a reply and for a message's content."""
 BEFORE = ("\n", ".", "a")
 """Possible stand-ins for the preceding text when a text that does not begin a prompt is tokenized."""
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
@@ -47,10 +43,7 @@ THOUGHT_END = "</think>"
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase | None, data: dict[str, Any], *, enable_thinking: bool = False
 ) -> list[int]:
-    """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
-
-    ValueError if the prompt cannot be rendered.
-    """
+    """Return the ids of a prompt given as `input_ids`, `prompt` or `messages`. ValueError if it cannot be rendered."""
     if "input_ids" in data:
         return [int(token) for token in data["input_ids"]]
     if tokenizer is None:
@@ -93,7 +86,7 @@ class PlainText:
     def with_replies(self, data: dict[str, Any], replies: Sequence[str]) -> tuple[list[int], ...]:
         prompt, end = self.opening(data), self.tokenizer.eos_token_id
         if "input_ids" in data:
-            return prompt, *([*ids_behind(self.tokenizer, BEFORE, reply), end] for reply in replies)
+            return prompt, *([*ids_after(self.tokenizer, BEFORE, reply), end] for reply in replies)
         wholes = [self._from_the_beginning(data["prompt"] + reply) for reply in replies]
         for reply, whole in zip(replies, wholes, strict=True):
             if whole[: len(prompt)] != prompt:
@@ -105,7 +98,7 @@ class PlainText:
         return prompt, *([*whole[len(prompt) :], end] for whole in wholes)
 
     def following(self, messages: Sequence[Message], reply: Sequence[int]) -> list[int]:
-        return ids_behind(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
+        return ids_after(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
 
     def _from_the_beginning(self, text: Any) -> list[int]:
         """Tokenize a text. Add the tokenizer's special tokens, such as BOS, in front unless it begins with them."""
@@ -193,7 +186,7 @@ class ChatTemplate:
         calls: the reply's tool calls, whose results are among the messages.
         """
         added, made = answered(normal_messages(list(messages)), [normal_call(call, "tool_calls") for call in calls])
-        closing, ids = self._behind_reply(self._for_template(added), made)
+        closing, ids = self._after_reply(self._for_template(added), made)
         # A complete reply already contains its end-of-turn tokens; one that was cut off needs them added.
         for length in range(min(len(closing), len(reply)), 0, -1):
             if list(reply[-length:]) == ids[:length]:
@@ -205,7 +198,7 @@ class ChatTemplate:
         return messages, normal_tools(data.get("tools")), self.arguments | self._args_of(data.get(ROW_ARGS))
 
     def _args_of(self, given: Any) -> dict[str, Any]:
-        """Return a row's template arguments, validated, without the None with which data frames fill absent fields."""
+        """Validate a row's template arguments. Drop those that are None, as absent fields of a data frame are."""
         if given is not None and (not isinstance(given, Mapping) or TAKEN & set(given)):
             raise ValueError(f"{ROW_ARGS} = {shown(given)}: must be an object of the chat template's own arguments.")
         own = {name: value for name, value in (given or {}).items() if value is not None}
@@ -289,7 +282,7 @@ class ChatTemplate:
     @cached_property
     def _closing(self) -> str:
         """The text that the template writes after the content of a dialogue's last reply."""
-        return self._text_behind([], REPLY)
+        return self._text_after([], REPLY)
 
     @cached_property
     def _turn_end(self) -> int | None:
@@ -298,10 +291,7 @@ class ChatTemplate:
         return next((token for token in encoded(self.tokenizer, self._closing) if token in own), None)
 
     def _up_to_the_end(self, ids: list[int]) -> list[int]:
-        """Cut a reply off after its end-of-turn token; append EOS if it has none.
-
-        A model never generates what templates write after that token.
-        """
+        """Cut a reply off after its end-of-turn token, where a model stops; append EOS if it has none."""
         end, eos = self._turn_end, self.tokenizer.eos_token_id
         ends = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special} | {end, eos}
         start = len(ids)
@@ -314,7 +304,7 @@ class ChatTemplate:
                     return ids[: place + 1]
         return [*ids, eos]
 
-    def _behind_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
+    def _after_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
         """Return the ids that close a reply if nothing follows, and the ids from a reply's end up to the next reply.
 
         Both are rendered after a short stand-in dialogue. In the real dialogue the template may change earlier replies
@@ -322,19 +312,16 @@ class ChatTemplate:
         """
         if calls:
             try:
-                return self._behind_calls(added, calls)
+                return self._after_calls(added, calls)
             except ValueError:
                 pass  # the template may show tool results but not calls
-        whole = self._text_behind(added, REPLY)
-        return ids_behind(self.tokenizer, [REPLY], self._closing), ids_behind(self.tokenizer, [REPLY], whole)
+        whole = self._text_after(added, REPLY)
+        return ids_after(self.tokenizer, [REPLY], self._closing), ids_after(self.tokenizer, [REPLY], whole)
 
-    def _behind_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """Return the ids of `_behind_reply` for a reply with tool calls.
-
-        The end of a call belongs to the generated reply, so it is not among these ids.
-        """
-        ended = ids_behind(self.tokenizer, [REPLY], self._text_behind([], REPLY, calls))
-        ids = ids_behind(self.tokenizer, [REPLY], self._text_behind(added, REPLY, calls))
+    def _after_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
+        """Return the ids of `_after_reply` for a reply with tool calls. The end of a call is not among them."""
+        ended = ids_after(self.tokenizer, [REPLY], self._text_after([], REPLY, calls))
+        ids = ids_after(self.tokenizer, [REPLY], self._text_after(added, REPLY, calls))
         own = len(self._up_to_the_end(ended))
         is_closed = own <= len(ended)  # otherwise the template writes no end after a call
         own -= 1
@@ -342,7 +329,7 @@ class ChatTemplate:
             raise ValueError("the chat template writes a call otherwise when its result follows.")
         return ended[own:] if is_closed else [], ids[own:]
 
-    def _text_behind(self, added: list[Message], reply: str, calls: list[Message] | None = None) -> str:
+    def _text_after(self, added: list[Message], reply: str, calls: list[Message] | None = None) -> str:
         """Return the text that the template writes after a reply, or after the last argument of its last call."""
         said: Message = {"role": "assistant", "content": "" if calls else reply}
         if calls:
@@ -421,7 +408,7 @@ def with_marks(message: Message, number: int) -> Message:
 def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Message], list[Message]]:
     """Return messages and calls in which each tool result has the id of a call. Missing ids and calls are made up.
 
-    Without results, return no calls.
+    Without tool results, return no calls.
     """
     known, made, named = {call.get("id") for call in calls}, list(calls), []
     for number, message in enumerate(messages):
@@ -435,8 +422,8 @@ def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Me
     return named, made if any(message["role"] == "tool" for message in messages) else []
 
 
-def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
-    """Return the ids that `text` has after the first text of `before` whose own ids do not change by that."""
+def ids_after(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
+    """Return the ids of `text` after the first of `before` whose own ids stay the same when `text` follows it."""
     for other in before:
         try:
             first, ids = encoded(tokenizer, other), encoded(tokenizer, other + text)

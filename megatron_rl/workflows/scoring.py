@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 DECODED_HERE = 2048
 """Longest reply, in tokens, that is decoded on the event loop. Longer replies are decoded in a thread."""
-TEXTS_KEPT = 64
-"""Number of prompts whose text is kept."""
+PROMPT_TEXTS_KEPT = 64
 RewardFn = Callable[..., float | dict[str, float]]
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
 """Columns that a reward function does not get from the prompt's row: its own arguments, and the run's `sample_key`."""
@@ -121,7 +120,7 @@ class RewardCall:
         text = self._texts.pop(key := array("q", ids).tobytes(), None)
         if text is None:
             text = str(self.tokenizer.decode(ids))
-            if len(self._texts) >= TEXTS_KEPT:
+            if len(self._texts) >= PROMPT_TEXTS_KEPT:
                 self._texts.pop(next(iter(self._texts)))
         self._texts[key] = text
         return text

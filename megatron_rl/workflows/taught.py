@@ -21,8 +21,7 @@ from megatron_rl.workflows.scoring import with_hint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONCURRENT = 32
-"""Maximum number of concurrent requests per server."""
+CONCURRENT = 32  # requests per server
 
 
 class TaughtWorkflow(RolloutWorkflow):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 
@@ -18,12 +18,14 @@ from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.strict_json import DECODER
 from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BEGIN, END = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
 BLANKS, BETWEEN = re.compile(r"\s*+"), re.compile(r"[\s;,]*+")
 """Match what may follow a call, and what may separate two calls."""
-LONGEST_CALL = 20_000
-"""Maximum length of one call in characters."""
+LONGEST_CALL = 20_000  # characters
 MOST_DIGITS = 30
 """Maximum number of digits of the calculator's numbers: numerators and denominators, including intermediate results."""
 
@@ -58,8 +60,7 @@ class Tool(abc.ABC):
 
     name: str
     description: str
-    parameters: dict[str, Any]
-    """JSON schema of the arguments."""
+    parameters: dict[str, Any]  # JSON schema
 
     @abc.abstractmethod
     async def __call__(self, **arguments: Any) -> str:
@@ -74,13 +75,21 @@ class Tool(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A parsed call. If it could not be parsed, `fault` says why and `arguments` is empty."""
+    """A parsed call. If it could not be parsed, `fault` says why. id: as the policy wrote it, or empty."""
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
     id: str = ""
-    """The call id that the policy wrote; empty if it wrote none."""
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Collection[str]) -> str:
+    """Decode a reply without special tokens, except those in `keeps`."""
+    special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    if not any(special.get(token) in keeps for token in tokens):
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    kept = [token for token in tokens if token not in special or special[token] in keeps]
+    return str(tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def next_mark(text: str, mark: str, place: int) -> int:
