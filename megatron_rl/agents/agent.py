@@ -10,6 +10,7 @@ from megatron_rl.agents.agent_proxy import AgentProxy, ProxyAddress
 from megatron_rl.agents.agent_session import AgentSession, ProxyOptions
 from megatron_rl.agents.agent_workers import AgentFailed, AgentLost, AgentWorkers
 from megatron_rl.agents.constrained import CHOICES
+from megatron_rl.agents.tool_formats import tool_format as named_format
 from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, Sampler, together
 from megatron_rl.config import MOST_REPORTED, GenerationConfig
 from megatron_rl.config.import_path import check_call
@@ -17,7 +18,6 @@ from megatron_rl.types import Trajectory
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
-from megatron_rl.workflows.tool_formats import tool_format as named_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

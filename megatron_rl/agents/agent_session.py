@@ -27,14 +27,13 @@ from megatron_rl.agents.agent_history import Beginning, History, beginnings
 from megatron_rl.agents.agent_request import OPTIONS, check, messages_of, normal
 from megatron_rl.agents.constrained import grammar_of
 from megatron_rl.agents.streamed_text import HALF, Progress, split_thoughts, sure_parts, up_to
+from megatron_rl.agents.tool_formats import ToolFormat, text_arguments
 from megatron_rl.api import ContextOutgrown, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
-from megatron_rl.workflows.conversation import Conversation
+from megatron_rl.workflows.conversation import Conversation, within
 from megatron_rl.workflows.messages import Message
-from megatron_rl.workflows.multi_turn import within
 from megatron_rl.workflows.rendering import ChatTemplate
-from megatron_rl.workflows.tool_formats import ToolFormat, text_arguments
 from megatron_rl.workflows.tools import THINK, THOUGHT, ToolCall
 
 if TYPE_CHECKING:

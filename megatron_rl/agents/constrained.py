@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_rl.agents.agent_request import BadRequest, is_object, require
 from megatron_rl.agents.streamed_text import THOUGHT
+from megatron_rl.agents.tool_formats import ToolFormat
 from megatron_rl.workflows.messages import Message
-from megatron_rl.workflows.tool_formats import ToolFormat
 
 CHOICES = ("refuse", "untrained", "trained")
 REMEDY = "is not supported; leave it out, or set rollout.workflow_args.constrained=untrained"

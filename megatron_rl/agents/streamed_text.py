@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_rl.workflows.tool_formats import ToolFormat
+from megatron_rl.agents.tool_formats import ToolFormat
 from megatron_rl.workflows.tools import BETWEEN, THINK, THOUGHT
 
 HALF = "\ufffd"

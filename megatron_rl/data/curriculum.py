@@ -1,7 +1,7 @@
-"""Chooses training prompts by their success rate, measured by `megatron-rl eval` or during the run.
+"""Chooses training prompts by their success rate.
 
-Rates from a file filter and order the prompts once. Rates measured during the run decide whether a prompt is trained
-each time the stream of prompts reaches it.
+Rates from `megatron-rl eval` filter and order the prompts once. Rates measured during the run decide whether a prompt
+is trained each time the stream of prompts reaches it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def digest_of(prompt: dict[str, Any]) -> str:
 def by_success(prompts: list[dict[str, Any]], path: str, band: list[float]) -> list[dict[str, Any]]:
     """Return the prompts whose mean reward in the eval.jsonl at `path` is in `band`, ordered by falling reward.
 
-    Prompts with equal rewards keep their order. Raises ValueError if a prompt was not measured, or if none is in the
-    band.
+    Prompts with equal rewards keep their order. ValueError if a prompt was not measured, or if none is in the band.
     """
     rates = measured_rates(prompts, path)
     low, high = band
@@ -39,8 +38,15 @@ def by_success(prompts: list[dict[str, Any]], path: str, band: list[float]) -> l
 
 
 def measured_rates(prompts: list[dict[str, Any]], path: str) -> list[float]:
-    """Return each prompt's mean reward in the eval.jsonl at `path`. Raises ValueError if one was not measured."""
-    rates = {row["prompt"]: sum(row["rewards"]) / len(row["rewards"]) for row in read_measured(path)}
+    """Return each prompt's mean reward in the eval.jsonl at `path`. ValueError if one was not measured."""
+    rates = {}
+    for number, row in enumerate(read_rows(path, key="data.success_rates"), start=1):
+        if not (isinstance(row.get("prompt"), str) and row.get("rewards")):
+            raise ValueError(
+                f"data.success_rates = {path!r}, line {number}: has no prompt and rewards; give an eval.jsonl that "
+                f"megatron-rl eval wrote."
+            )
+        rates[row["prompt"]] = sum(row["rewards"]) / len(row["rewards"])
     names = [digest_of(prompt) for prompt in prompts]
     unknown = sum(name not in rates for name in names)
     if unknown:
@@ -51,17 +57,6 @@ def measured_rates(prompts: list[dict[str, Any]], path: str) -> list[float]:
     return [rates[name] for name in names]
 
 
-def read_measured(path: str) -> list[dict[str, Any]]:
-    rows = read_rows(path, key="data.success_rates")
-    for number, row in enumerate(rows, start=1):
-        if not (isinstance(row, dict) and isinstance(row.get("prompt"), str) and row.get("rewards")):
-            raise ValueError(
-                f"data.success_rates = {path!r}, line {number}: has no prompt and rewards; give an eval.jsonl that "
-                f"megatron-rl eval wrote."
-            )
-    return rows
-
-
 Outcome = Sequence[float]
 """A finished prompt: its position in the stream of prompts, its index in the list, and its group's mean reward."""
 
@@ -70,8 +65,8 @@ class SuccessRates:
     """Recent mean reward of each prompt in this run, which determines how often the prompt is trained.
 
     A prompt's rate starts as the mean reward of its first group. Each further group moves the rate halfway to its own
-    mean. A prompt without a rate is always trained. Sampling depends only on the rates, the seed and the prompt's
-    number. So rollout ranks with the same rates agree, and a resumed run makes the same choices.
+    mean. A prompt without a rate is always trained. Choices depend only on the rates, the seed and the prompt's number,
+    so that rollout ranks agree and a resumed run makes the same choices.
 
         rates = SuccessRates(DataConfig(train="my.jsonl", sampling="variance"), seed=1)
         rates.add([(40, 17, 0.5), (41, 4, 1.0)])
@@ -79,10 +74,9 @@ class SuccessRates:
     """
 
     def __init__(self, options: DataConfig, *, seed: int, measured: Sequence[float] = ()) -> None:
-        """measured: initial rates of all prompts."""
+        """measured: initial rates of all prompts. `rates` are by the prompt's index in the list."""
         self.options, self.seed = options, seed
         self.rates: dict[int, float] = dict(enumerate(measured))
-        """Rates by the prompt's index in the list."""
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
         """Update the rates, in the given order, with groups that were trained or discarded because of equal rewards."""

@@ -35,8 +35,8 @@ def holds_rows(source: str) -> bool:
 def read_rows(source: str, *, key: str, split: str = "") -> list[dict[str, Any]]:
     """Read the rows of a .jsonl or .parquet file, of a folder that `datasets` saved, or of `hf:NAME[:CONFIG]`.
 
-    `key` is the config key for error messages. A folder or hub name with several splits needs `split`; a file has no
-    splits. Raises ValueError if the source cannot be read, RuntimeError if a package is missing.
+    key: the config key for error messages. A folder or hub name with several splits needs `split`; a file has none.
+    ValueError if the source cannot be read, RuntimeError if a package is missing.
     """
     if is_file(source) and split:
         raise ValueError(f"{key} = {source!r}: is a file, which has no split {split!r}; name the split's own file.")

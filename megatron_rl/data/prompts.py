@@ -17,14 +17,18 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 from megatron_rl.config import MIXTURE, TrainConfig
 from megatron_rl.config.data_section import BLOCK
 from megatron_rl.config.import_path import resolve
 from megatron_rl.data.data_files import holds_rows, is_file, read_rows
-from megatron_rl.data.row_forms import FORMS, as_prompt, check_form
+from megatron_rl.workflows.messages import Message, shown
 
+Row = dict[str, Any]
+FORMS = ("input_ids", "prompt", "messages")
+PAIR = ("chosen", "rejected")
 RESERVED = ("prompt_number", "prompt_index", "epoch")
 IMPORT_FROM = "import_from"
 """Argument in which a prompt function that has it receives the config's run.import_from. A config cannot set it."""
@@ -36,8 +40,8 @@ def load_prompts(
     """Load prompts from a data set (data_files.py), a mixture, or a function `package.module:name` called with `args`.
 
     A data set accepts only the argument `split`. A `mixture` takes parts by name, each with `source`, `args` and
-    `weight`, and sets each prompt's `source` to its part's name. `key` is the config key of `source`, such as
-    `data.train`, for error messages. `import_from` is the config's run.import_from. Raises ValueError.
+    `weight`, and sets each prompt's `source` to its part's name. ValueError for anything else.
+    key: the config key of `source`, for error messages. import_from: the config's run.import_from.
     """
     args = args or {}
     if source == MIXTURE:
@@ -71,10 +75,7 @@ def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def key_of_args(key: str) -> str:
-    """Return the config key of a source's arguments, e.g. data.train_args for data.train.
-
-    For eval.sets.NAME.source it is eval.sets.NAME.args.
-    """
+    """Return the config key of a source's arguments: data.train_args, or eval.sets.NAME.args."""
     return f"{key.removesuffix('source')}args" if key.endswith("source") else f"{key}_args"
 
 
@@ -98,9 +99,8 @@ def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequen
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{key} = {source!r}: {error}; name a Python function that returns a list of dicts."
-        ) from error
+        rule = "name a Python function that returns a list of dicts"
+        raise ValueError(f"{key} = {source!r}: {error}; {rule}.") from error
     try:
         # Checked before the call: a TypeError from inside the function would not concern its arguments.
         signature.bind(**args)
@@ -124,19 +124,63 @@ def check_prompt(prompt: Any, where: str) -> None:
         raise ValueError(f"{where}: has {found}; must have exactly one of {', '.join(FORMS)}.")
     if isinstance(prompt[forms[0]], str | list | tuple) and not prompt[forms[0]]:
         raise ValueError(f"{where}: {forms[0]} is empty; a server needs at least one token to continue.")
-    check_form(forms[0], prompt[forms[0]], where)
+    if forms == ["prompt"] and not isinstance(prompt["prompt"], str):
+        raise ValueError(f"{where}: prompt = {shown(prompt['prompt'])}: must be text, or a list of messages.")
+    for token in prompt["input_ids"] if forms == ["input_ids"] else ():  # messages are checked when rendered
+        if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"{where}: input_ids has {shown(token)}: must be token ids, whole numbers from 0.")
     for name in RESERVED:
         if name in prompt:
             raise ValueError(f"{where}: has {name!r}, which the iterator writes; rename it.")
+
+
+def as_prompt(row: Row) -> Row:
+    """Return the row with its prompt in one of the FORMS.
+
+    Forms that are None are dropped, because data frames fill absent columns with None. A `prompt` that is a list of
+    messages (TRL, verl) becomes `messages`. If `chosen` and `rejected` are whole dialogues, `messages` becomes their
+    common beginning.
+    """
+    if any(form in row and row[form] is None for form in FORMS):
+        row = {name: value for name, value in row.items() if name not in FORMS or value is not None}
+    if is_dialogue(row.get("prompt")) and "messages" not in row:
+        row = {name: value for name, value in row.items() if name != "prompt"} | {"messages": row["prompt"]}
+    chosen, rejected = (row.get(name) for name in PAIR)
+    if is_dialogue(chosen) and is_dialogue(rejected) and len(chosen) > 1 and chosen[:-1] == rejected[:-1]:
+        is_asked = is_dialogue(row.get("messages")) and row["messages"] != chosen[:-1]
+        if not is_asked:  # otherwise they are replies of several messages, which are refused later
+            others = {name: value for name, value in row.items() if name != "prompt"}
+            row = others | {"messages": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+    return row
+
+
+def is_dialogue(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, dict) for entry in value)
+
+
+def as_reply(value: Any) -> str | Message | None:
+    """Return a reply given as text, number, message, or a list of one message; None for anything else."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0]
+    if isinstance(value, dict):
+        return value if value.get("role", "assistant") == "assistant" and says(value) else None
+    if isinstance(value, int | float):
+        return None if value != value else str(value)  # NaN is a data frame's empty field
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def says(message: Message) -> bool:
+    """Return whether a message has content or tool calls."""
+    content = message.get("content")
+    return bool(message.get("tool_calls") or (content.strip() if isinstance(content, str) else content))
 
 
 class PromptIterator(Iterator[dict[str, Any]]):
     """Endless iterator over prompts, with an order drawn from (seed, epoch) for each epoch.
 
     Yields copies with `prompt_number` (position in the endless order, from 0), `prompt_index` (position in the list)
-    and `epoch` (from 0). The state is a few numbers and a digest of the prompts; a resumed run continues with the next
-    prompt. If `weights` maps the prompts' sources to weights, every source has its own epochs and a fixed share of each
-    block of BLOCK prompts. The order of sources in a block is drawn from (seed, block).
+    and `epoch` (from 0). If `weights` maps the prompts' sources to weights, every source has its own epochs and a fixed
+    share of each block of BLOCK prompts, in an order drawn from (seed, block).
 
         prompts = PromptIterator(load_prompts("my_prompts.jsonl"), seed=1)
         batch = prompts.next_batch(8)
@@ -158,7 +202,7 @@ class PromptIterator(Iterator[dict[str, Any]]):
         self.prompts, self.seed, self.shuffle, self.key = prompts, seed, shuffle, key
         self.weights = dict(weights or {})
         self.number = 0
-        """Number of prompts taken, i.e. the position of the next one in the endless order."""
+        """Position of the next prompt in the endless order."""
         self._members: dict[str, list[int]] = {name: [] for name in self.weights}
         for index, prompt in enumerate(prompts):
             self._members.setdefault(prompt["source"] if self.weights else "", []).append(index)
@@ -249,8 +293,8 @@ class PromptIterator(Iterator[dict[str, Any]]):
 def digest_of_all(prompts: Sequence[Mapping[str, Any]]) -> str:
     """Return a digest of the prompts and their order.
 
-    Values that JSON cannot represent count only by their type, because the text of sets and objects could differ
-    between processes. Keys that JSON cannot represent are skipped.
+    Values that JSON lacks count only by their type, because their text could differ between processes. Keys that JSON
+    lacks are skipped.
     """
     encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
     whole = hashlib.sha256()

@@ -22,7 +22,6 @@ INPUT_INSTRUCTION = "It reads the input from standard input and prints the outpu
 LEAST, MOST = 2, 6
 """Minimum and maximum count of numbers in a countdown problem."""
 MOST_DIGITS = 30
-"""Maximum digits of an intermediate result on the way to the target."""
 
 
 def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | None = None) -> list[dict[str, Any]]:
@@ -97,20 +96,10 @@ def countdown(
     return prompts
 
 
-def countdown_reward(
-    prompt: str,
-    completions: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    numbers: list[int],
-    target: int,
-    **data: Any,
-) -> float:
+def countdown_reward(prompt: str, completions: str, *_: Any, numbers: list[int], target: int, **data: Any) -> float:
     """Return 1 if the last <answer> is arithmetic over exactly the given numbers with the target as its value, else 0.
 
-    The answer may end in `= target`, but in nothing else. Its text is parsed into a tree of numbers and operators, and
-    never run.
+    The answer may end in `= target`, but in nothing else. Its text is parsed and never run.
     """
     found = find_tagged(answer_of(prompt, completions))
     if found is None:
@@ -182,14 +171,12 @@ def without_function(head: str, name: str) -> str:
 
 def input_tests(inputs: list[Any], outputs: list[Any]) -> list[dict[str, str]]:
     """Return tests of a program. An input or output may be a list of lines."""
-    return [
-        {"input": text_of_lines(given), "output": text_of_lines(wanted)}
-        for given, wanted in zip(inputs, outputs, strict=False)
-    ]
 
+    def text_of(value: Any) -> str:
+        return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
-def text_of_lines(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    pairs = zip(inputs, outputs, strict=False)
+    return [{"input": text_of(given), "output": text_of(wanted)} for given, wanted in pairs]
 
 
 def ask(text: str) -> dict[str, Any]:

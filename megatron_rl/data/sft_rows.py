@@ -6,17 +6,15 @@ A reply follows its prompt as a model's own reply would, and ends as the chat te
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import DataConfig, TrainConfig
-from megatron_rl.data.prompts import load_held_out
-from megatron_rl.data.row_forms import PAIR, Row, as_reply, says
+from megatron_rl.data.prompts import PAIR, Row, as_reply, load_held_out, says
 from megatron_rl.data.tokens import at_most, check_ids, training_rows
 from megatron_rl.types import TrajectoryBatch
 from megatron_rl.workflows.rendering import with_replies
@@ -37,11 +35,16 @@ class Measured:
     tokens: int
 
 
-class ReplyRows(ABC):
-    """Rows that are validated on construction and tokenized on demand."""
+class ReplyRows:
+    """Prompts with the replies `chosen` and `rejected`, or with an answer, validated and tokenized on demand.
 
-    WORD: ClassVar[str]
-    """Word for a row in error messages."""
+    column: the answer's column; DIALOGUE if the answer is the dialogue's last message; None for pairs.
+
+        pairs = ReplyRows("data.train", rows, tokenizer, context=512)
+        batch = pairs.batch([0, 7])  # sequences: 0's chosen reply, its rejected one, then the two of 7
+        answers = ReplyRows("data.train", rows, tokenizer, column="answer", setting="supervised.answer", context=512)
+        batch = answers.batch(range(8))  # the answers are trained, their prompts are not
+    """
 
     def __init__(
         self,
@@ -50,23 +53,25 @@ class ReplyRows(ABC):
         tokenizer: PreTrainedTokenizerBase,
         *,
         context: int,
+        column: str | None = None,
+        setting: str = "",
         vocab: int | None = None,
         limits: DataConfig | None = None,
     ) -> None:
         """Validate the rows. ValueError names the first row that is invalid or does not fit into `context` tokens.
 
-        vocab: size of the model's vocabulary, which all token ids must be below; None disables this check. limits:
-        discard rows above its token limits.
+        setting: the option that requires an answer, for error messages. vocab: size of the model's vocabulary, which
+        all token ids must be below; None disables this check. limits: discard rows above its token limits.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self.column, self.setting = tokenizer, column, setting
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"model.path = {tokenizer.name_or_path!r}: its tokenizer has no end-of-sequence token, with which "
                 f"replies end; set eos_token in tokenizer_config.json."
             )
-        kept = []
+        kept, word = [], "pair" if column is None else "row"
         for number, row in enumerate(rows, start=1):
-            where = f"{key}, {self.WORD} {number}"
+            where = f"{key}, {word} {number}"
             self._check(row, where)
             # Keep only the lengths: the tokens of all rows would take several times the memory of their texts.
             try:
@@ -82,7 +87,7 @@ class ReplyRows(ABC):
         for one in kept:
             if one.tokens > context:
                 raise ValueError(
-                    f"{key}, {self.WORD} {one.number}: has {one.tokens} tokens, more than the model's context of "
+                    f"{key}, {word} {one.number}: has {one.tokens} tokens, more than the model's context of "
                     f"{context}; shorten it or leave it out{' (data.max_tokens does)' if limits is not None else ''}."
                 )
         self.rows = [one.row for one in kept]
@@ -90,101 +95,45 @@ class ReplyRows(ABC):
 
     def batch(self, numbers: Iterable[int]) -> TrajectoryBatch:
         """Return the replies of these rows, numbered from 0. A row that is named twice is included twice."""
-        return join_replies(self._encoded(numbers))
+        encoded = [self._encode(self.rows[number]) for number in numbers]
+        return join_pairs(encoded) if self.column is None else join_replies(encoded)
 
-    def _encoded(self, numbers: Iterable[int]) -> list[Encoded]:
-        return [self._encode(self.rows[number]) for number in numbers]
-
-    @abstractmethod
     def _check(self, row: Row, where: str) -> None:
         """Raise a ValueError naming `where` if the row lacks a reply."""
-
-    @abstractmethod
-    def _encode(self, row: Row) -> Encoded:
-        """Tokenize a row that has passed `_check`."""
-
-
-class PairRows(ReplyRows):
-    """Prompts with the replies `chosen` and `rejected`.
-
-    For example:
-
-        pairs = PairRows("data.train", rows, tokenizer, context=512)
-        batch = pairs.batch([0, 7])  # sequences: 0's chosen reply, its rejected one, then the two of 7
-    """
-
-    WORD = "pair"
-
-    def _check(self, row: Row, where: str) -> None:
-        for name in PAIR:
-            if as_reply(row.get(name)) is None:
+        if self.column is None:
+            for name in PAIR:
+                if as_reply(row.get(name)) is None:
+                    raise ValueError(
+                        f"{where}: {name} = {row.get(name)!r}: must be the text of a reply; give every prompt a chosen "
+                        f"and a rejected reply, as text or as the last message of the dialogue."
+                    )
+            if row["chosen"] == row["rejected"]:
                 raise ValueError(
-                    f"{where}: {name} = {row.get(name)!r}: must be the text of a reply; give every prompt a chosen and "
-                    f"a rejected reply, as text or as the last message of the dialogue."
+                    f"{where}: chosen and rejected are the same reply, {row['chosen']!r}; leave the row out."
                 )
-        if row["chosen"] == row["rejected"]:
-            raise ValueError(f"{where}: chosen and rejected are the same reply, {row['chosen']!r}; leave the row out.")
-
-    def _encode(self, row: Row) -> Encoded:
-        return with_replies(self.tokenizer, row, [as_reply(row[name]) or "" for name in PAIR])
-
-    def batch(self, numbers: Iterable[int]) -> TrajectoryBatch:
-        return join_pairs(self._encoded(numbers))
-
-
-class AnswerRows(ReplyRows):
-    """Prompts with an answer: text or a number in a column, or a dialogue's last message.
-
-    For example:
-
-        asked = {"column": "answer", "setting": "supervised.answer = 'answer'"}
-        answers = AnswerRows("data.train", rows, tokenizer, **asked, context=512)
-        batch = answers.batch(range(8))  # the answers are trained, their prompts are not
-    """
-
-    WORD = "row"
-
-    def __init__(
-        self,
-        key: str,
-        rows: list[Row],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        column: str,
-        setting: str,
-        context: int,
-        vocab: int | None = None,
-        limits: DataConfig | None = None,
-    ) -> None:
-        """column: the answer's column, or DIALOGUE. setting: the option that requires it, for error messages."""
-        self.column, self.setting = column, setting
-        super().__init__(key, rows, tokenizer, context=context, vocab=vocab, limits=limits)
-
-    def _check(self, row: Row, where: str) -> None:
-        if self.column == DIALOGUE:
-            self._check_dialogue(row.get(DIALOGUE), where)
+        elif self.column == DIALOGUE:
+            found = row[DIALOGUE] if isinstance(row.get(DIALOGUE), list) else []
+            last = found[-1] if found else None
+            is_answer = isinstance(last, dict) and last.get("role") == "assistant" and says(last)
+            if not is_answer or len(found) < 2:
+                raise ValueError(
+                    f"{where}: the last of {len(found)} messages is {last!r}: with {self.setting} it must be an "
+                    f"assistant's message with text or tool calls, after at least one other message; end the dialogue "
+                    f"with the answer, or name the column that has it."
+                )
         elif as_reply(row.get(self.column)) is None:
             raise ValueError(
                 f"{where}: {self.column} = {row.get(self.column)!r}: must be the answer that {self.setting} "
                 f"trains on; give every row one, as text or as an assistant's message."
             )
 
-    def _check_dialogue(self, messages: Any, where: str) -> None:
-        found = messages if isinstance(messages, list) else []
-        last = found[-1] if found else None
-        is_answer = isinstance(last, dict) and last.get("role") == "assistant" and says(last)
-        if not is_answer or len(found) < 2:
-            raise ValueError(
-                f"{where}: the last of {len(found)} messages is {last!r}: with {self.setting} it must be an "
-                f"assistant's message with text or tool calls, after at least one other message; end the dialogue with "
-                f"the answer, or name the column that has it."
-            )
-
     def _encode(self, row: Row) -> Encoded:
+        """Tokenize a row that has passed `_check`."""
         if self.column == DIALOGUE:
             *before, last = row[DIALOGUE]
             return with_replies(self.tokenizer, row | {DIALOGUE: before}, [last])
-        return with_replies(self.tokenizer, row, [as_reply(row[self.column]) or ""])
+        names = PAIR if self.column is None else (self.column,)
+        return with_replies(self.tokenizer, row, [as_reply(row[name]) or "" for name in names])
 
 
 def load_replies(
@@ -197,10 +146,8 @@ def load_replies(
     """
 
     def rows_of(key: str, rows: list[Row], limits: DataConfig | None = None) -> ReplyRows:
-        if not config.supervised.answer:
-            return PairRows(key, rows, tokenizer, context=context, vocab=vocab, limits=limits)
-        asked = {"column": config.supervised.answer, "setting": config.chosen_data}
-        return AnswerRows(key, rows, tokenizer, **asked, context=context, vocab=vocab, limits=limits)
+        kind = partial(ReplyRows, column=config.supervised.answer or None, setting=config.chosen_data)
+        return kind(key, rows, tokenizer, context=context, vocab=vocab, limits=limits)
 
     train, held_out = rows_of("data.train", training_rows(config), config.data), load_held_out(config)
     return train, {name: rows_of(f"evaluation {name}", own).batch(range(len(own))) for name, own in held_out.items()}

@@ -77,9 +77,8 @@ def trail(
 ) -> list[dict[str, Any]]:
     """Follow a round trip through 3 to 10 boxes, each with a note that names the next one: `3\\n7\\n` -> `7`.
 
-    The tool megatron_rl.workflows.trail:Trail opens the boxes, in as many calls as there are boxes; `answer` is the
-    first call. Each problem is one order of the boxes. words: calls are `open 7`, and the prompt starts with a worked
-    example.
+    The environment megatron_rl.workflows.trail:Trail opens the boxes, in as many calls as there are boxes; `answer` is
+    the first call. words: calls are `open 7`, and the prompt starts with a worked example.
     """
     if not 3 <= boxes <= 10:
         raise ValueError(f"boxes = {boxes}: must be in [3, 10]; a box's number is one digit.")
@@ -106,9 +105,8 @@ def reasoning_gym(
 ) -> list[dict[str, Any]]:
     """Load a data set of the package reasoning-gym, e.g. name="chain_sum", max_terms=2, max_digits=1.
 
-    `answer_in` is where the prompt asks for the answer, so that a reward can find it: `tags` (<answer>..</answer>) or
-    `last_number`. Use different seeds for training and evaluation. The package's own scorers are available as the
-    reward megatron_rl.rewards.procedural:reasoning_gym; some of them evaluate the model's text as code.
+    The prompt asks for the answer in `answer_in`: `tags` (<answer>..</answer>) or `last_number`. Take another seed for
+    evaluation. Reward: megatron_rl.rewards.procedural:reasoning_gym, or one that finds such an answer.
     """
     instructions = {"tags": TAG_INSTRUCTION, "last_number": NUMBER_INSTRUCTION}
     if answer_in not in instructions:

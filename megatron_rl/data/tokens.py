@@ -87,8 +87,7 @@ def prompt_lengths(
 ) -> list[int]:
     """Return the number of tokens of each prompt.
 
-    Raises ValueError if a prompt plus generation.max_new_tokens exceeds `context` tokens, if it cannot be rendered, or
-    if it has ids of `vocab` or more; vocab None disables that check.
+    ValueError if a prompt plus generation.max_new_tokens exceeds `context` tokens, or for a reason of `row_ids`.
     """
     lengths = []
     for number, prompt in enumerate(prompts, start=1):

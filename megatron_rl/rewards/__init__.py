@@ -2,8 +2,7 @@
 
 `completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. Text in a reply's
 thoughts does not count as its answer (`answer_of`). No reward in this module runs the model's text as code, and each
-takes time linear in the length of the text. Rewards in `code.py`, `mathematics.py` and `procedural.py` do run the
-model's text as code, but sandboxed (`sandbox/locked.py`, built on `sandbox/lock.py`).
+takes time linear in the length of the text. Those in `code.py`, `mathematics.py` and `procedural.py` run it sandboxed.
 
 The rewards in a config are computed in worker processes. `reward_service.py` makes the requests, `call_queue.py` sends
 them, `worker_pool.py` manages the processes, `worker.py` is the code that they run, and `recipe.py` sums several
@@ -26,7 +25,7 @@ THINK, THOUGHT = "<think>", "</think>"
 BRACKET = re.compile(r"\\boxed\{|[{}]")
 
 
-def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+def exact_match(prompt: str, completions: str, *_: Any, **data: Any) -> float:
     """Return 1 if the reply's first non-blank line is the answer, ignoring white space around both; else 0.
 
     Only that line counts, because a model without a stop token continues after it (`12\\n3+4=7`). An answer of several
@@ -37,7 +36,7 @@ def exact_match(prompt: str, completions: str, prompt_ids: list[int], completion
     return float([line.strip() for line in lines] == [line.strip() for line in answer.splitlines()])
 
 
-def last_number(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+def last_number(prompt: str, completions: str, *_: Any, **data: Any) -> float:
     """Return 1 if the last number in the reply equals the last number in the answer (1,000 = 1000.0); else 0.
 
     The reward is also 0 if the reply's last number is part of another value, such as the 4 in 3/4, 2^4, 1e4,
@@ -51,29 +50,20 @@ def last_number(prompt: str, completions: str, prompt_ids: list[int], completion
     return float(find_last_number(answer_of(prompt, completions), whole=True) == wanted)
 
 
-def tagged_answer(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-) -> float:
-    """Return 1 if the content of the reply's last `<answer>..</answer>` is the answer; else 0.
-
-    White space around both is ignored.
-    """
+def tagged_answer(prompt: str, completions: str, *_: Any, **data: Any) -> float:
+    """Return 1 if the reply's last `<answer>..</answer>` is the answer, ignoring white space around both; else 0."""
     found = find_tagged(answer_of(prompt, completions))
     return float(found is not None and found.strip() == gold(data).strip())
 
 
-def right_positions(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-) -> float:
+def right_positions(prompt: str, completions: str, *_: Any, **data: Any) -> float:
     """Return the share of positions with the same character in reply and answer, out of the longer one's positions."""
     answer = gold(data)
     right = sum(ours == wanted for ours, wanted in zip(completions, answer, strict=False))
     return right / max(len(completions), len(answer))
 
 
-def matches(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, pattern: str, **data: Any
-) -> float:
+def matches(prompt: str, completions: str, *_: Any, pattern: str, **data: Any) -> float:
     """Return 1 if the whole reply, without white space around it, matches the regular expression `pattern`; else 0.
 
     A dot also matches line ends. Avoid patterns that backtrack heavily: on a long reply they exceed the deadline.
@@ -84,17 +74,15 @@ def matches(
 def length(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, most: int, **data: Any
 ) -> float:
-    """Return the reply's number of tokens divided by `most`, at most 1.
-
-    With a negative weight in a recipe, this penalises long replies.
-    """
+    """Return the reply's number of tokens divided by `most`, at most 1. A negative weight penalises long replies."""
     return min(len(completion_ids), most) / most
 
 
 def gold(data: dict[str, Any]) -> str:
     if "answer" not in data:
+        keys = sorted(data.keys() - {"prompt_ids", "completion_ids"})
         raise ValueError(
-            f"prompt with keys {sorted(data)}: has no 'answer'; this reward compares with it, so give every prompt one."
+            f"prompt with keys {keys}: has no 'answer'; this reward compares with it, so give every prompt one."
         )
     if not str(data["answer"]).strip():
         raise ValueError("answer = '': is blank, and any reply would match it; give every prompt an answer.")
@@ -102,10 +90,7 @@ def gold(data: dict[str, Any]) -> str:
 
 
 def answer_of(prompt: str, reply: str) -> str:
-    """Return the text of a reply after its last thought; empty if that thought is not closed.
-
-    The thought may have been opened at the end of the prompt.
-    """
+    """Return a reply's text after its last thought, which the prompt may have opened; empty if it is not closed."""
     _, is_ended, said = reply.rpartition(THOUGHT)
     is_open = THINK in said or (not is_ended and prompt.rstrip().endswith(THINK))
     return "" if is_open else said

@@ -28,8 +28,7 @@ NICENESS = 10
 def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Load the agent at the import path, bind `args` to it, and return a function that runs it.
 
-    If the path names a class, it is instantiated here, once, with `args`, and the object is the agent. The processes
-    forked later share what the object has loaded.
+    A class is instantiated here, once, with `args`. The processes forked later share what the object has loaded.
     """
     os.nice(NICENESS)
     agent = resolve(path, key="rollout.workflow_args.agent", kind="agent", import_from=None)
@@ -73,10 +72,7 @@ def value_of(found: Any) -> dict[str, Any]:
 
 
 def has_no_child() -> bool:
-    """Reap the children that have exited. Return True if no child is left.
-
-    This includes orphaned descendants, because they are reparented to this process.
-    """
+    """Reap exited children, which include orphaned descendants. Return True if no child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

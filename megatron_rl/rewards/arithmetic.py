@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-LONGEST_EXPRESSION = 200
-"""Maximum length of an expression in characters."""
+LONGEST_EXPRESSION = 200  # characters
 WHOLE_NUMBERS_ONLY = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -44,7 +43,10 @@ def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[F
             case ast.UnaryOp(op=ast.USub()):
                 value = -value_of(node.operand)
             case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-                value = number_in(ast.get_source_segment(text, node) or "")
+                digits = (ast.get_source_segment(text, node) or "").replace("_", "")
+                if not re.fullmatch(r"[0-9]*\.?[0-9]*", digits):  # with an exponent, a number could have any size
+                    raise NotArithmetic("write numbers with digits and a point alone")
+                value = Fraction(digits)  # as written, so that 0.1 is a tenth
                 # Counted in the tree, since comments may contain numbers too.
                 written[value] += 1
             case _:
@@ -66,22 +68,8 @@ def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[F
         raise NotArithmetic("division by zero") from error
 
 
-def number_in(text: str) -> Fraction:
-    """Return the number exactly as written, so that 0.1 is a tenth.
-
-    NotArithmetic if the number has an exponent, because it could then have any size.
-    """
-    digits = text.replace("_", "")
-    if not re.fullmatch(r"[0-9]*\.?[0-9]*", digits):
-        raise NotArithmetic("write numbers with digits and a point alone")
-    return Fraction(digits)
-
-
 def value_and_numbers(text: str) -> tuple[Fraction | None, Counter[Fraction]]:
-    """Return an expression's value and the integers in it; None and no numbers for any other text.
-
-    Only digits, operators, brackets and white space are allowed. Otherwise `1_2` could pass for a 1 and a 2.
-    """
+    """Return an expression's value and the integers in it; None and no numbers for any other text, such as `1_2`."""
     if not WHOLE_NUMBERS_ONLY.fullmatch(text):
         return None, Counter()
     try:

@@ -1,7 +1,7 @@
-"""Calls of one event loop to a worker pool. Calls that are known to be short are sent to a worker together.
+"""Sends the calls of one event loop to a worker pool, several short calls in one message.
 
 Sending a call and waiting for its answer takes longer than most rewards. A worker answers the calls of a message one
-after the other, so the first one without an answer is the one that hangs or has killed the worker. The others are sent
+after the other, so the first call without an answer is the one that hangs or has killed the worker. The others are sent
 to another worker.
 """
 
@@ -17,7 +17,7 @@ from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
 TOGETHER_S = 0.005
 """Calls are sent together if all of them are expected to take no longer than this."""
 HELD_S = 1.0
-"""Calls that are behind one without an answer for this long are given to other workers."""
+"""If a call has no answer for this long, the calls that were sent after it are given to other workers."""
 MOST_TOGETHER = 32
 MOST_TOGETHER_BYTES = 64 * 1024
 """Smaller than a socket's buffer. Otherwise this end could wait for the worker to read calls, while the worker waits
@@ -43,7 +43,6 @@ class CallQueue:
         self._longest_s = float("inf")
         """The longest of the last calls. Infinite before the first one."""
         self._look: asyncio.TimerHandle | None = None
-        """The next look whether calls wait behind a worker that takes long."""
 
     async def ask(self, frame: bytes, timeout_s: float) -> bytes:
         """Return a worker's answer. TimeoutError if it takes longer than `timeout_s`, WorkerDied if the worker dies.
@@ -72,8 +71,7 @@ class CallQueue:
     def spread(self) -> None:
         """Use one more worker if the waiting calls would take the present ones longer than TOGETHER_S each.
 
-        A worker that has not answered for longer than that does not count, since it may hang. One that is starting will
-        take at least one call.
+        A worker that has been silent for longer does not count: it may hang. A starting one takes a call at least.
         """
         if not self._waiting or not self.has_room:
             return
@@ -110,7 +108,7 @@ class CallQueue:
         return taken
 
     def give_back(self, calls: deque[Call]) -> None:
-        """Put calls that a worker has not begun with at the front."""
+        """Put calls that their worker has not begun back at the front of the queue."""
         self._waiting.extendleft(reversed(calls))
 
     def end(self, lane: Lane) -> None:
@@ -125,7 +123,7 @@ class Lane:
     def __init__(self, queue: CallQueue, pool: WorkerPool) -> None:
         self._queue, self._pool = queue, pool
         self._sent: deque[Call] = deque()
-        """Calls that the worker has and has not answered, in order."""
+        """Calls that the worker has not answered, in order."""
         # Reserved here, so that a call which blocks the event loop cannot take the place first.
         self._place = pool.reserve()
         self.is_starting = not isinstance(self._place, Worker)
@@ -134,7 +132,6 @@ class Lane:
         self._heard_s = self._loop.time()
         """Time of the last answer, or at which calls were sent."""
         self._look: asyncio.TimerHandle | None = None
-        """The next look whether calls wait behind one that takes long."""
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end)
 
@@ -205,9 +202,9 @@ class Lane:
                 self._look.cancel()
 
     def _let_go(self) -> None:
-        """Give back the calls behind one that takes long, if another worker can have them.
+        """If the first call takes long and another worker is allowed, give back the calls after it.
 
-        This worker has them too, so it is discarded after that one.
+        This worker has received them too, so it is discarded after the first call.
         """
         if len(self._sent) < 2:
             return

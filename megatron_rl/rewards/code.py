@@ -30,9 +30,7 @@ INTEGER, NUMBER = re.compile(r"[-+]?[0-9]+"), re.compile(r"[-+]?(?:[0-9]+\.?[0-9
 def program_output(
     prompt: str,
     completions: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
+    *_: Any,
     tests: Sequence[dict[str, Any]],
     time_s: float = 10.0,
     memory_mib: int = MEMORY_MIB,
@@ -44,8 +42,8 @@ def program_output(
 
     An input or output may be text, a number or a list of lines. The program never sees an `output`.
 
-    time_s: limit for all tests together. partial: return the share of passed tests instead. packages: names of
-    installed packages that programs may import, such as numpy.
+    time_s: limit for all tests together. partial: return the share of passed tests instead. packages: installed
+    packages that programs may import, such as numpy.
     """
     given = [(text_of(test, "input"), text_of(test, "output")) for test in checked(tests)]
     source = find_program(completions, prompt=prompt, reads_input=any(text.strip() for text, _ in given))
@@ -62,9 +60,7 @@ def program_output(
 def assertions(
     prompt: str,
     completions: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
+    *_: Any,
     tests: Sequence[str],
     time_s: float = 10.0,
     memory_mib: int = MEMORY_MIB,
@@ -76,9 +72,7 @@ def assertions(
 
     The tests and the program run in separate processes. The program only sees the arguments of calls to its functions
     (trial.py). Arguments and results are plain data. The program runs as if imported: its `__name__` is not `__main__`.
-
-    time_s: limit for all tests together. partial: return the share of passed tests instead. packages: names of
-    installed packages that programs may import, such as numpy.
+    The options are those of `program_output`.
     """
     tests = checked(tests)
     names = sorted({name for test in tests for name in parsed_names(test)[0]})
@@ -91,27 +85,16 @@ def assertions(
     return share_passed(tests, is_passed, time_s=time_s, partial=partial) if source.strip() else 0.0
 
 
-def passes(
-    prompt: str,
-    completions: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    tests: Sequence[Any],
-    **data: Any,
-) -> float:
+def passes(prompt: str, completions: str, *_: Any, tests: Sequence[Any], **data: Any) -> float:
     """Apply `assertions` if the prompt's tests are Python, `program_output` if they are inputs and outputs."""
     reward = assertions if isinstance(checked(tests)[0], str) else program_output
-    return reward(prompt, completions, prompt_ids, completion_ids, tests=tests, **data)
+    return reward(prompt, completions, tests=tests, **data)
 
 
 def share_passed(
     tests: Sequence[Any], is_passed: Callable[[Any, float], bool], *, time_s: float, partial: bool
 ) -> float:
-    """Run all tests within `time_s` in total and return the share passed.
-
-    Without `partial`, return 0 at the first failure.
-    """
+    """Run all tests within `time_s` in total and return the share passed, or 0 at a failure without `partial`."""
     deadline, passed = time.monotonic() + time_s, 0
     for test in tests:
         left_s = deadline - time.monotonic()

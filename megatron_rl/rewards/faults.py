@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_rl.config.import_path import code_of
@@ -55,17 +55,15 @@ def shortened(value: Any) -> str:
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
     """Return `file:line` where `function` failed: the innermost traceback line in the folder of the function's file.
 
-    Call this where the function's error is caught. If the function's result was at fault, return the line that defines
-    the function. Empty for a function without Python code.
+    Call this where the function's error is caught. Without such a line, as when the function's result was at fault,
+    return the line that defines the function. Empty for a function without Python code.
     """
     code = code_of(function)
     if code is None:
         return ""
     home, line = Path(code.co_filename).parent, f"{code.co_filename}:{code.co_firstlineno}"
-    trace: TracebackType | None = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    while trace is not None:
-        file = Path(trace.tb_frame.f_code.co_filename)
+    for frame, number in list(traceback.walk_tb(error.__traceback__))[1:]:
+        file = Path(frame.f_code.co_filename)
         if file.is_relative_to(home) and "site-packages" not in file.relative_to(home).parts and file != Path(__file__):
-            line = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
+            line = f"{file}:{number}"
     return line

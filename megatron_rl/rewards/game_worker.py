@@ -7,7 +7,6 @@ A request is `{"seed": 3}`, which starts a game, or `{"move": text}`. An answer 
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Any
 
 from megatron_rl.rewards.faults import words_of
@@ -18,13 +17,8 @@ def playing(game: str, args: dict[str, Any], seats: int) -> Any:
     try:
         import textarena
     except ImportError:
-        words = "textarena is not installed; run pip install 'megatron-rl[worlds]'"
-        return partial(unplayable, words)
+        return lambda request: {"error": "textarena is not installed; run pip install 'megatron-rl[worlds]'"}
     return Table(textarena, game, args, seats)
-
-
-def unplayable(words: str, request: dict[str, Any]) -> dict[str, Any]:
-    return {"error": words}
 
 
 class Table:

@@ -5,6 +5,7 @@ This module does not compute. `mathematics.py` compares the parts, and uses math
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -50,45 +51,14 @@ FUNCTIONS = frozenset(
 RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 SPLIT = re.compile(r"\s*(?:[,;]|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})\s*")
 
-UNITS = {
-    name: short
-    for short, names in {
-        "mm": "mm millimeter millimetre",
-        "cm": "cm centimeter centimetre",
-        "m": "m meter metre",
-        "km": "km kilometer kilometre",
-        "inch": "in inch inches",
-        "foot": "ft foot feet",
-        "yard": "yd yard",
-        "mile": "mi mile",
-        "mg": "mg milligram",
-        "g": "g gram",
-        "kg": "kg kilogram",
-        "pound": "lb lbs pound",
-        "ounce": "oz ounce",
-        "second": "s sec second",
-        "minute": "min minute",
-        "hour": "h hr hrs hour",
-        "mile/hour": "mph",
-        "km/hour": "kph",
-        "ml": "ml mL milliliter",
-        "liter": "L liter litre",
-        "cent": "cent",
-        "dollar": "dollar USD",
-        "euro": "euro EUR",
-        "degree": "degree deg",
-        "radian": "rad radian",
-        "unit": "unit",
-        "N": "N newton",
-        "J": "J joule",
-        "W": "W watt",
-        "V": "V volt",
-        "K": "K kelvin",
-        "am": "am AM",
-        "pm": "pm PM",
-    }.items()
-    for name in names.split()
-}
+UNIT_NAMES = """
+mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, inch in inches, foot ft feet,
+yard yd, mile mi, mg milligram, g gram, kg kilogram, pound lb lbs, ounce oz, second s sec, minute min, hour h hr hrs,
+mile/hour mph, km/hour kph, ml mL milliliter, liter L litre, cent, dollar USD, euro EUR, degree deg, radian rad, unit,
+N newton, J joule, W watt, V volt, K kelvin, am AM, pm PM
+"""
+UNITS = {name: names.split()[0] for names in UNIT_NAMES.split(",") for name in names.split()}
+"""Each unit's names, with the first of them."""
 UNIT = re.compile(
     r"(?P<value>.*[\d})|]|.*\\pi|.*\\infty)(?P<gap>\s*)"
     r"(?P<unit>(?:(?:square|cubic|sq|cu)\.? )?[A-Za-z]+(?:/[A-Za-z]+|(?: per)? [A-Za-z]+){0,2})\.?"
@@ -103,7 +73,7 @@ NO_UNITS = frozenset(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value and its unit. unit: the unit's canonical name, or empty. is_percent: the value is a percentage."""
+    """A value and its unit: a name in UNITS or any other word, or empty. is_percent: the value is a percentage."""
 
     value: str
     unit: str = ""
@@ -151,10 +121,7 @@ QUOTES = (("`", "`"), ('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("``", "''")
 
 
 def unwrapped(text: str) -> str:
-    """Remove one pair of marks around the whole text, or else a final full stop.
-
-    Such marks are a box, math delimiters, emphasis and quotes.
-    """
+    """Remove a pair of marks (math delimiters, emphasis, quotes, a box) around the text, or else a final full stop."""
     for begin, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), *QUOTES):
         inner = text[len(begin) : len(text) - len(end)]
         if len(text) > len(begin + end) and text.startswith(begin) and text.endswith(end) and begin not in inner:
@@ -218,14 +185,15 @@ def unit_name(match: re.Match[str]) -> str:
     return "/".join(name or part.lower().removesuffix("s") for name, part in zip(names, parts, strict=True)) + power
 
 
+BRACKETS = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
+
+
 def split_at(text: str, separator: re.Pattern[str]) -> list[str]:
     """Split a text at the separators that are outside brackets."""
     parts, depth, begin, place = [], 0, 0, 0
     while place < len(text):
-        if text[place] in "([{":
-            depth += 1
-        elif text[place] in ")]}":
-            depth -= 1
+        if text[place] in BRACKETS:
+            depth += BRACKETS[text[place]]
         elif depth <= 0 and (found := separator.match(text, place)) and found.end() > place:
             parts.append(text[begin:place])
             begin = place = found.end()
@@ -239,27 +207,16 @@ def as_set(text: str) -> list[str] | None:
     if text.startswith(r"\{") and text.endswith(r"\}"):
         text = text[2:-2]
         return [part.strip() for part in split_at(text, SPLIT)] if text.strip() else []
-    parts = [part.strip() for part in split_at(text, SPLIT)]
-    parts = [part for part in parts if part]
+    parts = [stripped for part in split_at(text, SPLIT) if (stripped := part.strip())]
     return parts if len(parts) > 1 else None
 
 
-def first_end(text: str) -> int:
-    """Return the index of the bracket that closes a text's first character; -1 if none does."""
-    depth = 0
-    for place, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        if depth == 0:
-            return place
-    return -1
-
-
 def as_bracketed(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the entries of a tuple or an interval; None for any other text.
-
-    `[0, 1)` gives `[)` and `0`, `1`.
-    """
-    if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or first_end(text) != len(text) - 1:
+    """Return brackets and entries of a tuple or interval, `[)` and `0`, `1` for `[0, 1)`; None for any other text."""
+    if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]":
+        return None
+    depths = list(itertools.accumulate(BRACKETS.get(sign, 0) for sign in text))
+    if 0 in depths[:-1] or depths[-1] != 0:  # the last bracket does not close the first one
         return None
     entries = [part.strip() for part in split_at(text[1:-1], re.compile(r"[,;]"))]
     return (text[0] + text[-1], entries) if len(entries) > 1 and all(entries) else None
@@ -269,10 +226,7 @@ RELATION = re.compile(r"\s*(<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))\s*")
 
 
 def as_range(text: str) -> tuple[str, str, list[str]] | None:
-    """Return a range's variable, brackets and ends; None for other text.
-
-    `2 < x \\le 5` gives `x`, `(]` and `2`, `5`.
-    """
+    """Return variable, brackets and ends of a range, `x`, `(]` and `2`, `5` for `2 < x \\le 5`; None for other text."""
     parts = RELATION.split(text)
     if len(parts) not in (3, 5) or any(not part.strip() for part in parts):
         return None

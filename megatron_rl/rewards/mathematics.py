@@ -38,13 +38,11 @@ MOST_CHARACTERS = 50_000
 """Only this many characters at the end of a reply are searched for its answer."""
 
 
-def math_answer(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, time_s: float = 5.0, **data: Any
-) -> float:
+def math_answer(prompt: str, completions: str, *_: Any, time_s: float = 5.0, **data: Any) -> float:
     """Return 1 if the reply's answer equals data["answer"]; else 0.
 
     The answer is the content of the last `\\boxed{..}`, or else LaTeX or plain text at the reply's end. 1/2 equals 0.5,
-    and (x+1)^2 equals x^2+2x+1. math-verify evaluates the model's text with sympy, so it runs in a locked process. A
+    and (x+1)^2 equals x^2+2x+1. The comparison runs in a locked process, because sympy evaluates the model's text. A
     text that cannot be evaluated within `time_s` is wrong.
     """
     warm_up()
@@ -105,10 +103,7 @@ def is_equal(wanted: str, given: str) -> bool:
 
 
 def are_equal(wanted: str, given: str) -> bool:
-    """Compare two normalised answers by their parts.
-
-    The order of the checks matters. For example, whole texts are compared before the letters of choices.
-    """
+    """Compare two normalised answers by their parts. The order of the checks matters: whole texts come first."""
     if not key(given) or not key(wanted):
         return False
     if key(wanted) == key(given):
@@ -198,17 +193,13 @@ def equal_brackets(wanted: str, given: str) -> bool | None:
 
 
 def equal_sets(wanted: str, given: str) -> bool | None:
-    """Compare sets, or lists without brackets, in any order; None if neither answer is a set or a list.
-
-    `3 \\pm 1` counts as a list of two values.
-    """
+    """Compare sets, or lists such as `3 \\pm 1`, in any order; None if neither answer is a set or a list."""
     ours, theirs = members(given), members(wanted)
     if ours is None and theirs is None:
         return None
-    if (ours is None and not given.startswith("\\emptyset")) or (
-        theirs is None and not wanted.startswith("\\emptyset")
-    ):
-        return False
+    for found, text in ((ours, given), (theirs, wanted)):
+        if found is None and not text.startswith("\\emptyset"):
+            return False
     return equal_in_any_order(theirs or [], ours or [])
 
 
@@ -272,7 +263,7 @@ def equal_values(wanted: str, given: str) -> bool:
     wanted, given = (RATIO.sub(r"\\frac{\1}{\2}", computable(text)) for text in (wanted, given))
     if SPACED_DIGITS.search(given) and not SPACED_DIGITS.search(wanted):
         return False
-    if commands_of(given) - commands_of(wanted) - OF_VALUES:
+    if set(COMMAND.findall(given)) - set(COMMAND.findall(wanted)) - OF_VALUES:
         return False
     relates = bool(RELATION.search(wanted))
     sides = [given]
@@ -295,7 +286,6 @@ NAME = re.compile(
 """Matches names that may precede = and a value: x, a_{10}, f(2), |x|, (x, y), Area."""
 NAME_IN_LIST = re.compile(r"[,;]\s*[A-Za-z](?:_\{?\w\}?)?\s*=")
 MOST_MEMBERS = 30
-"""Largest set or list that is compared."""
 SAID = re.compile(r"(?s:.*)(?:\banswer\b(?:\s+is\b)?|####|\bis\b|\bequals\b)[\s:*]*([^\n]+?)[*.\s]*$", re.IGNORECASE)
 """Finds the answer at the end of a plain-text reply, after words such as "answer", "is" and "equals"."""
 OR = re.compile(r"\s*\bor\b\s*")
@@ -316,10 +306,7 @@ OF_VALUES = frozenset(
     "boldsymbol circ degree emptyset alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi "
     "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega mathcal hat vec".split()
 )
-"""LaTeX commands allowed in an answer even if the right answer lacks them.
-
-None of these commands expresses a relation, hides text or stays unevaluated.
-"""
+"""LaTeX commands allowed in an answer even if the right answer lacks them. None expresses a relation or hides text."""
 NAMED_FUNCTIONS = re.compile(rf"\b(?:{'|'.join(sorted(FUNCTIONS))})\b")
 SIGNS = frozenset("+-*/^_(){}.!|&\\$'=,;: ~\t\n0123456789%[]")
 """Characters that a value may contain even if the right answer lacks them. Other rules restrict some of these."""
@@ -337,10 +324,6 @@ def is_taken_back(reply: str, found: str) -> bool:
     place = reply.rfind(found)
     before, after = reply[max(0, place - 40) : place], reply[place + len(found) :][:10]
     return place >= 0 and bool(TAKEN_BACK.search(f" {before}") or re.match(r"[\s$*\\]*%|\s*(?:or|=|!=)(?!\w)", after))
-
-
-def commands_of(text: str) -> set[str]:
-    return set(COMMAND.findall(text))
 
 
 def is_value(text: str, right: str) -> bool:

@@ -17,9 +17,7 @@ MEMORY_BYTES = 1 << 30
 def reasoning_gym(
     prompt: str,
     completions: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
+    *_: Any,
     task: str,
     question: str,
     answer: str,
@@ -54,15 +52,7 @@ def scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     return get_score_answer_fn(task)
 
 
-def countdown(
-    prompt: str,
-    completions: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    metadata: dict[str, Any],
-    **data: Any,
-) -> float:
+def countdown(prompt: str, completions: str, *_: Any, metadata: dict[str, Any], **data: Any) -> float:
     """Return 1 if the reply's expression computes metadata["target"] from metadata["numbers"]; else 0.
 
     The expression is the content of `<answer>..</answer>`, or else the whole reply. It may use + - * / and parentheses,

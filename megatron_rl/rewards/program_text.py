@@ -31,10 +31,8 @@ FAR_FENCE = re.compile(r"^[ \t]{4,}(?=`{3}|~{3})", re.MULTILINE)
 ITEM = re.compile(r"^[ \t]*(?:[-*+]|[0-9]{1,3}[.)])[ \t]+(?=`{3}|~{3})", re.MULTILINE)
 LONGEST_PROGRAM = 100_000
 """Length in characters above which a text is not compiled, and so not recognized as a program."""
-MOST_CHARACTERS = 200_000
-"""Only this many characters at the end of a reply are searched for code blocks."""
-MOST_BLOCKS = 50
-"""Only this many blocks at the end of a reply are considered."""
+MOST_CHARACTERS, MOST_BLOCKS = 200_000, 50
+"""Only so many characters at a reply's end are searched for code blocks, and only so many of the last blocks count."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +46,14 @@ class Block:
 
 
 def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", reads_input: bool = False) -> str:
-    """Return the program of a reply.
-
-    The program is the whole reply if that compiles, else the code block with the highest `fitness`, else all text after
-    the thoughts. Text in a thought is not part of the program.
+    """Return a reply's program: all of it if that compiles, else the fittest code block, else all text after thoughts.
 
     names: names that the program should define. prompt: the prompt's text, which may have opened the reply's thought.
     """
     is_thought = prompt.rstrip().endswith(THINK) and THOUGHT not in reply
     if not is_thought and len(reply) <= LONGEST_PROGRAM and compiles(reply):
         return reply  # including any fences in its strings
-    text = behind_thoughts(re.sub("\r\n?", "\n", reply), prompt)
+    text = after_thoughts(re.sub("\r\n?", "\n", reply), prompt)
     blocks = [block for block in blocks_of(text[-MOST_CHARACTERS:])[-MOST_BLOCKS:] if block.source.strip()]
     if not blocks:
         return text
@@ -122,9 +117,8 @@ def global_names(table: symtable.SymbolTable) -> set[str]:
     names, tables = set(), [table]
     while tables:
         each = tables.pop()
-        names |= {
-            it.get_name() for it in each.get_symbols() if it.is_referenced() and (it.is_global() or each is table)
-        }
+        symbols = [it for it in each.get_symbols() if it.is_referenced()]
+        names |= {it.get_name() for it in symbols if it.is_global() or each is table}
         tables += each.get_children()
     return names
 
@@ -140,7 +134,7 @@ def compiles(source: str) -> bool:
     return True
 
 
-def behind_thoughts(reply: str, prompt: str) -> str:
+def after_thoughts(reply: str, prompt: str) -> str:
     """Return the text after a reply's thoughts. Thought tags inside a program are part of the program."""
     if THOUGHT not in reply and THINK not in reply:
         return answer_of(prompt, reply)
@@ -172,8 +166,7 @@ def blocks_of(text: str) -> list[Block]:
 def split_blocks(text: str) -> list[Block]:
     """Return the blocks between fences at any position, because some models write fences that CommonMark ignores.
 
-    CommonMark recognises no fence that follows other text on its line or directly follows another fence. Nor does it
-    recognise a block whose two fences are on one line.
+    Those follow other text on their line, follow another fence directly, or are both on one line.
     """
     parts = text.split(FENCE)
     found = []
@@ -199,10 +192,7 @@ def block_of(token: Token) -> Block:
 
 
 def rejoined(blocks: list[Block], lines: list[str]) -> list[Block]:
-    """Return whole programs for the blocks that were cut off by a fence inside one of their strings.
-
-    Each program goes from the start of its block to the last fence of the text.
-    """
+    """Return the blocks cut off by a fence in one of their strings, extended to the last fence of the text."""
     ends = [number for number, line in enumerate(lines) if re.fullmatch(r"\s*(?:`{3,}|~{3,})\s*", line)]
     cut = [it for it in blocks if it.language in PYTHON][-4:]
     cut = [it for it in cut if not compiles(it.source[:LONGEST_PROGRAM])]

@@ -1,8 +1,7 @@
 """The reward that a config asks for: one function, or a weighted sum of several.
 
-The reward service computes plain functions; one call computes all of them for a reply. Coroutine functions, which wait
-for something external, are awaited concurrently in the rollout process. So are objects with a coroutine `__call__`
-(AwaitedReward).
+One call of the reward service computes all plain functions for a reply. Coroutine functions and AwaitedRewards are
+awaited concurrently in the rollout process.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ For a function that returns several named numbers, weight may be a dict of weigh
 class AwaitedReward(abc.ABC):
     """Reward that waits for something external and holds resources such as connections. Use it in one event loop only.
 
-    For example:
+    class Known(AwaitedReward):  # rollout.recipe: [{reward: "my_rewards:Known"}]
+        async def __call__(self, prompt, completions, prompt_ids, completion_ids, **data):
+            return float(await self.index.knows(completions))
 
-        class Known(AwaitedReward):  # rollout.recipe: [{reward: "my_rewards:Known"}]
-            async def __call__(self, prompt, completions, prompt_ids, completion_ids, **data):
-                return float(await self.index.knows(completions))
-
-            async def close(self):
-                await self.index.close()
+        async def close(self):
+            await self.index.close()
     """
 
     @abc.abstractmethod
@@ -64,18 +61,13 @@ class AwaitedReward(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Ingredient:
-    """One reward of a recipe."""
+    """One reward of a recipe. function: bound to `args`. A worker resolves `path` and binds `args` itself."""
 
     name: str
     path: str
     function: Callable[..., Any]
-    """The reward function, already bound to `args`."""
     weight: float | dict[str, float] = 1.0
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments sent to the worker, which resolves `path` itself."""
-
-    def weight_of(self, part: str) -> float:
-        return self.weight.get(part, 1.0) if isinstance(self.weight, dict) else self.weight
 
     @property
     def is_awaited(self) -> bool:
@@ -109,24 +101,23 @@ def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) 
 
 @dataclass
 class Scored:
-    """A reward with its parts."""
+    """A reward with its parts.
+
+    value: the weighted sum, which also holds the parts if there are several. parts: unweighted values by ingredient
+    name, or by NAME/PART if the ingredient returns parts. seconds: computing time by ingredient name.
+    """
 
     value: Reward
-    """The weighted sum. It also holds the parts if there are several."""
     parts: dict[str, float]
-    """Unweighted values by ingredient name, or by NAME/PART if the ingredient returns parts."""
     seconds: dict[str, float]
-    """Computing time by ingredient name."""
 
 
 class Recipe:
     """A weighted sum of rewards. It can be called like a reward function, from any thread; RewardCall awaits `score`.
 
-    For example:
-
-        found = ingredients("rollout.recipe", [{"reward": "megatron_rl.rewards:exact_match", "weight": 2.0}], [])
-        service = RewardService([one.task for one in found if not one.is_awaited], workers=4)
-        scored = await Recipe(found, service).score(arguments, timeout_s=60.0)  # scored.value, scored.parts
+    found = ingredients("rollout.recipe", [{"reward": "megatron_rl.rewards:exact_match", "weight": 2.0}], [])
+    service = RewardService([one.task for one in found if not one.is_awaited], workers=4)
+    scored = await Recipe(found, service).score(arguments, timeout_s=60.0)  # scored.value, scored.parts
     """
 
     def __init__(self, found: list[Ingredient], service: RewardService) -> None:
@@ -134,6 +125,7 @@ class Recipe:
         self.ingredients, self.service = found, service
         self._awaited = [ingredient for ingredient in found if ingredient.is_awaited]
         self._plain = [ingredient for ingredient in found if not ingredient.is_awaited]
+        self._held = [it.function for it in found if isinstance(it.function, AwaitedReward)]
         self.name = ", ".join(ingredient.path for ingredient in found)
 
     def __call__(
@@ -143,15 +135,12 @@ class Recipe:
         if self._awaited:
             path = self._awaited[0].path
             raise RuntimeError(f"reward {path}: is to be awaited; give the workflow's reward_fn to a RewardCall.")
-        own = {"prompt": prompt, "completions": completions}
-        own |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        return self.added(self.service.call_now(own | data)).value
+        data |= {"prompt": prompt, "completions": completions}
+        data |= {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        return self.added(self.service.call_now(data)).value
 
     async def score(self, arguments: dict[str, Any], timeout_s: float) -> Scored:
-        """Compute all parts concurrently, each within `timeout_s`.
-
-        RewardFailed or RewardTimeout names the part that failed.
-        """
+        """Compute all parts concurrently, each within `timeout_s`. RewardFailed or RewardTimeout names the part."""
         if not self._awaited:
             return self.added(await self.service.call(arguments, timeout_s))
         parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in self._awaited]
@@ -159,31 +148,24 @@ class Recipe:
             parts.append(self.service.call(arguments, timeout_s))
         # The first error is raised, and the other parts are cancelled.
         scores = sum(await together(parts), [])
-        found = zip([*self._awaited, *self._plain], scores, strict=True)
-        by_name = {ingredient.name: score for ingredient, score in found}
+        names = [ingredient.name for ingredient in (*self._awaited, *self._plain)]
+        by_name = dict(zip(names, scores, strict=True))
         return self.added([by_name[ingredient.name] for ingredient in self.ingredients])
 
     async def reach(self, patience_s: float) -> None:
-        """Wait until the services of the awaited parts answer.
-
-        InfrastructureFailure names the first service that does not answer within `patience_s`.
-        """
+        """Wait until the services of the awaited parts answer, as the function `reach` does."""
         await reach(self.ingredients, patience_s)
 
     async def close(self) -> None:
         """Release all resources. Called in the event loop of the awaited parts; may be called twice."""
-        for reward in self._awaited_rewards():
+        for reward in self._held:
             await reward.close()
         self.service.close()
 
     def check_deadline(self, timeout_s: float) -> None:
         """Raise ValueError if a workflow's `reward_timeout_s` is too short for a part."""
-        for reward in self._awaited_rewards():
+        for reward in self._held:
             reward.check_deadline(timeout_s)
-
-    def _awaited_rewards(self) -> list[AwaitedReward]:
-        functions = [ingredient.function for ingredient in self.ingredients]
-        return [function for function in functions if isinstance(function, AwaitedReward)]
 
     def added(self, scores: list[Score]) -> Scored:
         """Return the weighted sum of the ingredients' scores. scores: in the order of the ingredients."""
@@ -191,13 +173,14 @@ class Recipe:
         for ingredient, score in zip(self.ingredients, scores, strict=True):
             seconds[ingredient.name] = score.seconds
             own = score.value if isinstance(score.value, dict) else {"": score.value}
-            if isinstance(ingredient.weight, dict) and (unknown := ingredient.weight.keys() - own.keys()):
-                words = (
-                    f"its weights name {sorted(unknown)}, and the parts that it gave are {sorted(filter(None, own))}"
-                )
+            weight = ingredient.weight
+            weights = weight if isinstance(weight, dict) else dict.fromkeys(own, weight)
+            if unknown := weights.keys() - own.keys():
+                given = sorted(filter(None, own))
+                words = f"its weights name {sorted(unknown)}, and the parts that it gave are {given}"
                 raise RewardFailed.by(words, ingredient.name, "")
             for part, number in own.items():
-                value += ingredient.weight_of(part) * number
+                value += weights.get(part, 1.0) * number
                 parts[f"{ingredient.name}/{part}" if part else ingredient.name] = number
         return Scored(Reward(value, parts if len(parts) > 1 else {}), parts, seconds)
 
@@ -205,8 +188,7 @@ class Recipe:
 async def reach(found: Sequence[Ingredient], patience_s: float) -> list[str]:
     """Wait until the services of awaited rewards answer. Return the import paths of rewards that cannot be checked.
 
-    Raises InfrastructureFailure if a service does not answer within `patience_s`. Its message begins with the import
-    path of the first such reward.
+    InfrastructureFailure names the first reward whose service does not answer within `patience_s`.
     """
     unknown = []
     for ingredient in (it for it in found if it.is_awaited):

@@ -1,7 +1,4 @@
-"""Rewards from a server, such as a reward model's scores, requested over HTTP in batches from the rollout process.
-
-docs/workflows.md documents the format of requests and answers.
-"""
+"""Rewards from a server, such as a reward model, requested over HTTP in batches (form: docs/workflows.md)."""
 
 from __future__ import annotations
 
@@ -28,11 +25,9 @@ class Asked:
 class RemoteReward(AwaitedReward):
     """Reward computed by servers. A part of rollout.recipe with `args: {urls: [..]}`.
 
-    For example:
-
-        remote = RemoteReward(["http://127.0.0.1:8000/score"])
-        score = await remote("2+2=", "It is 4.", [], [], answer="4")  # the server's score of prompt, reply and answer
-        await remote.close()
+    remote = RemoteReward(["http://127.0.0.1:8000/score"])
+    score = await remote("2+2=", "It is 4.", [], [], answer="4")  # the server's score of prompt, reply and answer
+    await remote.close()
     """
 
     def __init__(
@@ -45,12 +40,9 @@ class RemoteReward(AwaitedReward):
         token_file: str = "",
         columns: Sequence[str] = ("answer",),
     ) -> None:
-        """Configure the requests.
+        """most_items: maximum size of a batch. patience_s: how long a reply waits for others to join its batch.
 
-        most_items: maximum size of a batch.
-        patience_s: how long a reply waits for others to join its batch.
-        concurrent: maximum number of simultaneous batches per server.
-        timeout_s: limit of one batch, in addition to the recipe's deadline.
+        concurrent, timeout_s: limits of a server's batches and of one batch's time; the recipe's deadline holds too.
         columns: columns of the prompt's row to send in addition to prompt and reply.
         """
         if isinstance(columns, str) or {"prompt", "reply"} & set(columns):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -41,7 +42,7 @@ class RemoteRefusal(RemoteFailure):
 class Circuit:
     """Circuit breaker of one server. After several failures in a row it opens: the server gets no requests for a while.
 
-    After that pause, the server gets one trial request at a time until one succeeds.
+    After that pause, the server gets one request at a time until one succeeds.
     """
 
     url: str
@@ -50,7 +51,6 @@ class Circuit:
     rests_until: float = 0.0
 
     def is_open(self) -> bool:
-        # After the pause, one request at a time is allowed until one succeeds.
         return self.failures >= FAILURES_TO_OPEN and (self.rests() or self.in_flight > 0)
 
     def rests(self) -> bool:
@@ -70,17 +70,13 @@ class Circuit:
 class Servers:
     """Client for interchangeable servers. Use and `close` it in one event loop.
 
-    For example:
-
-        servers = Servers(["http://a:8000/score", "http://b:8000/score"], concurrent=4, timeout_s=30)
-        scores = await servers.ask({"items": items}, lambda answer: answer["scores"])
+    servers = Servers(["http://a:8000/score", "http://b:8000/score"], concurrent=4, timeout_s=30)
+    scores = await servers.ask({"items": items}, lambda answer: answer["scores"])
     """
 
     def __init__(self, urls: Sequence[str], *, concurrent: int, timeout_s: float, token_file: str = "") -> None:
-        """Configure the client. ValueError without a URL.
+        """concurrent: limit of simultaneous requests per server. timeout_s: limit of one request.
 
-        concurrent: maximum number of simultaneous requests per server.
-        timeout_s: limit of one request.
         token_file: file with the servers' bearer token.
         """
         if not urls:
@@ -150,18 +146,20 @@ class Servers:
             # One event for all waiters: another may clear it before this one wakes, which then looks again after the
             # timeout.
             self._has_room.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_RETRY_S):  # nothing signals the end of a pause
                     await self._has_room.wait()
-            except TimeoutError:
-                pass
         raise RemoteFailure("nobody waits for the answer any more.")
 
     async def _post(self, url: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         content = orjson.dumps(body, default=str)
         try:
             async with self._opened().post(url, data=content, headers={"Content-Type": "application/json"}) as answer:
-                status, said = answer.status, await whole(answer)
+                status, said = answer.status, bytearray()
+                async for part in answer.content.iter_any():
+                    said += part
+                    if len(said) > MOST_ANSWER_BYTES:
+                        raise RemoteFailure(f"{answer.url}: gave more than {MOST_ANSWER_BYTES} bytes.")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RemoteFailure(f"{url}: {type(error).__name__}: {error}; is the server up?") from error
         if status != 200:
@@ -196,13 +194,3 @@ async def unreachable(url: str) -> str:
     except (OSError, ValueError) as error:
         return f"{url}: {error}"
     return ""
-
-
-async def whole(answer: aiohttp.ClientResponse) -> bytes:
-    """Return an answer's whole body. RemoteFailure if it exceeds MOST_ANSWER_BYTES."""
-    content = bytearray()
-    async for part in answer.content.iter_any():
-        content += part
-        if len(content) > MOST_ANSWER_BYTES:
-            raise RemoteFailure(f"{answer.url}: gave more than {MOST_ANSWER_BYTES} bytes.")
-    return bytes(content)

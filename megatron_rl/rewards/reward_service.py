@@ -7,7 +7,8 @@ Another worker takes its place (worker_pool.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,22 +34,24 @@ class RewardTimeout(InfrastructureFailure):
 
 
 class RewardFailed(RuntimeError):
-    """A reward function raised. The episode then fails; it never gets a reward of 0 for this."""
+    """A reward function raised. The episode then fails; it never gets a reward of 0 for this.
+
+    reward: the reward's name. place: file:line in its code.
+    """
 
     def __init__(self, message: str, reward: str = "", place: str = "") -> None:
-        """reward: the reward's name. place: file:line in its code."""
         super().__init__(message)
         self.reward, self.place = reward, place
 
-    @classmethod
-    def by(cls, error: str, reward: str, place: str, kind: str = "") -> RewardFailed:
+    @staticmethod
+    def by(error: str, reward: str, place: str, kind: str = "") -> RewardFailed:
         """Return the exception for an error that a reward raised. kind: kind of infrastructure failure, or empty."""
-        found = (RewardLost if kind else cls)(
-            f"{error} (reward {reward}{f', {place}' if place else ''})", reward, place
-        )
-        if isinstance(found, RewardLost):
-            found.kind = kind
-        return found
+        message = f"{error} (reward {reward}{f', {place}' if place else ''})"
+        if not kind:
+            return RewardFailed(message, reward, place)
+        lost = RewardLost(message, reward, place)
+        lost.kind = kind
+        return lost
 
 
 class RewardLost(RewardFailed, InfrastructureFailure):
@@ -66,22 +69,19 @@ class WorkersTraceback(Exception):
 
 @dataclass(frozen=True)
 class Score:
+    """A reward's value, or its parts' values by name, and the time that it took."""
+
     value: float | dict[str, float]
-    """The reward, or the values of its parts by name."""
     seconds: float
 
 
 class RewardService:
-    """Worker processes that compute rewards. One call computes all rewards of a reply, in order.
+    """Worker processes that compute all rewards of a reply in one call, from any thread and event loop.
 
-    It can be used from any thread and event loop.
-
-    For example:
-
-        service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
-        arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
-        [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
-        service.close()
+    service = RewardService([("right", "megatron_rl.rewards:exact_match", {})], workers=4)
+    arguments = {"prompt": "3+4=", "completions": "7", "prompt_ids": [], "completion_ids": [], "answer": "7"}
+    [score] = await service.call(arguments, timeout_s=10.0)  # score.value == 1.0
+    service.close()
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RewardService:
     ) -> None:
         """rewards: name, import path and further arguments of each. stacks: an open file for `show_stacks`."""
         refuse_while_importing("a reward service")
-        self.names = [name for name, _, _ in rewards]
+        self.count, self.name = len(rewards), f"reward {', '.join(name for name, _, _ in rewards)}"
         self.pool = WorkerPool(
             "reward",
             "megatron_rl.rewards.worker:computing",
@@ -114,44 +114,29 @@ class RewardService:
         frame, loop = self.pool.frame(arguments), asyncio.get_running_loop()
         if (queue := self._queues.get(loop)) is None:
             queue = self._queues[loop] = CallQueue(self.pool)
-        try:
+        with self._named_errors(timeout_s):
             content = await queue.ask(frame, timeout_s)
-        except WorkerDied as error:
-            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
-        except TimeoutError as error:
-            raise self._late(timeout_s) from error
         scores = self._scores(content)
         queue.note(sum(score.seconds for score in scores))
         return scores
 
     def call_now(self, arguments: dict[str, Any], timeout_s: float = SYNCHRONOUS_S) -> list[Score]:
-        """Compute like `call`, but blocking. This works with or without a running event loop.
-
-        It does not wait for a free worker: if all are busy, it starts one above the limit.
-        """
-        frame = self.pool.frame(arguments)
-        is_whole = False
-        try:
-            worker = self.pool.acquire_now()
-        except WorkerDied as error:
-            raise RewardLost(f"reward {', '.join(self.names)}: {error}") from error
-        try:
-            content = worker.ask_now(frame, timeout_s)
-            is_whole = worker.is_silent
-        except TimeoutError as error:
-            raise self._late(timeout_s) from error
-        except WorkerDied as error:
-            raise RewardLost(f"reward {', '.join(self.names)}: {self.pool.died()}") from error
-        finally:
-            # Also after an interrupt: its late answer would be taken for the next caller's.
-            self.pool.release(worker) if is_whole else self.pool.discard(worker)
+        """Compute like `call`, but blocking, as WorkerPool.ask_now does."""
+        with self._named_errors(timeout_s):
+            content = self.pool.ask_now(self.pool.frame(arguments), timeout_s)
         return self._scores(content)
 
-    def _late(self, timeout_s: float) -> RewardTimeout:
-        return RewardTimeout(
-            f"reward {', '.join(self.names)}: no reward within {timeout_s:g} s, and its worker was killed. Make it "
-            f"faster, or raise the workflow's reward_timeout_s."
-        )
+    @contextmanager
+    def _named_errors(self, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise RewardTimeout(
+                f"{self.name}: no reward within {timeout_s:g} s, and its worker was killed. Make it faster, or raise "
+                f"the workflow's reward_timeout_s."
+            ) from error
+        except WorkerDied as error:
+            raise RewardLost(f"{self.name}: {error}") from error
 
     def _scores(self, content: bytes) -> list[Score]:
         """Parse and validate a worker's answer, whose form is not trusted."""
@@ -162,11 +147,9 @@ class RewardService:
                 raise RewardFailed.by(words, name, place, kind) from WorkersTraceback(where)
             scores = [Score(as_score(value), float(seconds)) for value, seconds in answer["values"]]
             logged = {name: (float(total), float(count)) for name, (total, count) in answer["logged"].items()}
-            if len(scores) == len(self.names):
-                stats_tracker.add(logged)
-                return scores
         except (AttributeError, ValueError, TypeError, KeyError) as error:
-            raise RewardFailed(
-                f"reward {', '.join(self.names)}: its worker gave no answer that can be read."
-            ) from error
-        raise RewardFailed(f"reward {', '.join(self.names)}: its worker gave {len(scores)} values.")
+            raise RewardFailed(f"{self.name}: its worker gave no answer that can be read.") from error
+        if len(scores) != self.count:
+            raise RewardFailed(f"{self.name}: its worker gave {len(scores)} values.")
+        stats_tracker.add(logged)
+        return scores

@@ -4,12 +4,8 @@ A parent process imports what the workers run, and forks a worker whenever the p
 replaced within milliseconds. The parent exits with all its workers as soon as the pool's end of the control socket
 closes.
 
-Requests and answers are sent as frames: a length in 4 bytes, then the content. Requests are pickled, since they come
-from the run itself. Answers are JSON, since an answer may contain text that a model wrote.
-
-An answer with rewards is `{"values": [[value, seconds], ..]}`, one entry per reward. A value is a number, or an object
-with the numbers of the reward's parts. An answer with an error is `{"error": [reward, message, traceback, file:line,
-kind]}`, where kind is the kind of infrastructure failure or empty. `"logged"` holds what was passed to log_metric.
+Requests and answers are frames as in multiprocessing.connection. Requests are pickled, since they come from the run
+itself. Answers are JSON, since an answer may contain text that a model wrote.
 """
 
 from __future__ import annotations
@@ -18,11 +14,11 @@ import argparse
 import ctypes
 import faulthandler
 import functools
-import importlib
 import inspect
 import json
 import os
 import pickle
+import pkgutil
 import resource
 import selectors
 import shutil
@@ -36,6 +32,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from megatron_rl.api import infrastructure_in
@@ -45,7 +42,8 @@ from megatron_rl.rewards.faults import as_score, place_of, words_of
 from megatron_rl.sandbox.lock import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_space, limit
 from megatron_rl.telemetry import stats_tracker
 
-LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("!i")
+"""Form of the length in front of a frame's content, up to 2 GiB."""
 PR_SET_CHILD_SUBREAPER = 36
 MOST_MESSAGE_BYTES = 8192
 """Maximum size of a control message, which may contain a file path."""
@@ -53,21 +51,23 @@ MOST_PRINTED_BYTES = 256 << 10
 """Maximum output copied to a worker's log file; later output is dropped."""
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Answering = Callable[[Any], dict[str, Any]]
-"""Function that takes a request and returns the answer."""
+"""Returns the answer to a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Settings that a pool passes to its processes at start."""
+    """Settings that a pool passes to its processes at start.
+
+    prepare: import path of a function that takes `given` and returns the answering function, called before any fork.
+    folder: each worker gets a subfolder of it. memory_bytes: memory limit of a worker on top of what it uses at its
+    start; 0 for none.
+    """
 
     prepare: str
-    """Import path of a function that takes `given` and returns the answering function. It is called before any fork."""
     given: dict[str, Any]
     sys_path: list[str]
     folder: str
-    """Folder in which each worker gets its own subfolder."""
     memory_bytes: int
-    """Memory limit of a worker in addition to what it uses at its start; 0 for no limit."""
 
 
 def main() -> None:
@@ -82,9 +82,8 @@ def main() -> None:
     control = socket.socket(fileno=args.control)
     setup: Setup = pickle.load(sys.stdin.buffer)
     sys.path[:] = setup.sys_path
-    module, _, name = setup.prepare.partition(":")
     with importing():
-        answering = vars(importlib.import_module(module))[name](**setup.given)
+        answering = pkgutil.resolve_name(setup.prepare)(**setup.given)
     if args.stacks is not None:  # registered before the forks, so that every worker has it when the signal arrives
         faulthandler.register(signal.SIGUSR2, file=args.stacks, all_threads=False)  # see HangReport
     # Orphans of a worker become this process's children, which it can find and kill.
@@ -164,7 +163,7 @@ class Parent:
                     os.dup2(writer, 2)
                     os.closerange(reader, writer + 1)
                 os.set_inheritable(end, False)
-                work(socket.socket(fileno=end), folder, self._answering, self._setup.memory_bytes, parent)
+                work(Connection(end), folder, self._answering, self._setup.memory_bytes, parent)
             finally:
                 os._exit(1)
         os.close(end)
@@ -172,12 +171,9 @@ class Parent:
             os.close(writer)
             self._printed[number] = Printed(reader, log)
             self._selector.register(reader, selectors.EVENT_READ, number)
-        try:
-            # Both here and in the worker, whoever is first: the worker's group may be killed before the worker has run
-            # at all.
+        # Both here and in the worker, whoever is first: its group may be killed before the worker has run at all.
+        with suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
-        except (PermissionError, ProcessLookupError):
-            pass  # it has done so itself
         self._workers[number] = (pid, folder)
 
     def _end(self, number: str) -> None:
@@ -235,8 +231,8 @@ def children_here() -> set[int]:
     return found
 
 
-def work(end: socket.socket, folder: str, answering: Answering, memory_bytes: int, parent: int) -> None:
-    """Answer requests until the pool closes the socket. The first frame sent says that this worker is ready."""
+def work(end: Connection, folder: str, answering: Answering, memory_bytes: int, parent: int) -> None:
+    """Answer requests until the pool closes its end, which raises EOFError. A first frame says "ready"."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before prctl took effect.
@@ -247,13 +243,17 @@ def work(end: socket.socket, folder: str, answering: Answering, memory_bytes: in
     limit(resource.RLIMIT_CORE, 0)
     if memory_bytes:  # on top of its present size, since a module such as torch maps gigabytes that it never touches
         limit(resource.RLIMIT_AS, address_space() + memory_bytes)
-    send(end, {"ready": os.getpid()})
-    while (request := receive(end)) is not None:
-        send(end, answering(pickle.loads(request)))
-        del request  # it may be large
+    end.send_bytes(json.dumps({"ready": os.getpid()}).encode())
+    while True:
+        end.send_bytes(json.dumps(answering(end.recv())).encode())
 
 
 def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return `{"values": [[value, seconds], ..]}` with an entry per reward, where a value may be an object of parts.
+
+    If a reward raises, return `{"error": [reward, message, traceback, file:line, kind]}`, where kind is the kind of
+    infrastructure failure or empty.
+    """
     values = []
     stats_tracker.take()  # leftovers of a failed call
     for name, reward in rewards.items():
@@ -271,25 +271,3 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
 def logged() -> dict[str, Any]:
     """Return the part of an answer that holds log_metric's sums and counts, as strings because JSON has no NaN."""
     return {"logged": {name: list(map(repr, sums)) for name, sums in stats_tracker.take().items()}}
-
-
-def send(end: socket.socket, message: dict[str, Any]) -> None:
-    content = json.dumps(message).encode()
-    end.sendall(LENGTH.pack(len(content)) + content)
-
-
-def receive(end: socket.socket) -> bytearray | None:
-    """Return the next frame's content; None if the pool is gone."""
-    length = read(end, LENGTH.size)
-    return None if length is None else read(end, LENGTH.unpack(length)[0])
-
-
-def read(end: socket.socket, size: int) -> bytearray | None:
-    content = bytearray(size)
-    view = memoryview(content)
-    while view:
-        received = end.recv_into(view)
-        if received == 0:
-            return None
-        view = view[received:]
-    return content

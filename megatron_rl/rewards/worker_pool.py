@@ -1,8 +1,7 @@
-"""A bounded pool of worker processes. A discarded worker is killed, with all processes it started.
+"""A bounded pool of worker processes. A discarded worker is killed with all processes it started, and replaced.
 
-The event loop writes to a worker's socket and awaits the answer, without threads. A discarded worker makes room for
-another. The process that forks the workers (worker.py) is also replaced if it dies, unless it repeatedly dies soon
-after its start.
+The event loop writes to a worker's socket and awaits the answer, without threads. The process that forks the workers
+(worker.py) is also replaced if it dies, unless it repeatedly dies soon after its start.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ MOST_QUICK_DEATHS, QUICK_S = 3, 60.0
 """A forking process that dies within QUICK_S is replaced at most MOST_QUICK_DEATHS times in a row."""
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 256 << 20, 1 << 20
 RECEIVED_BYTES = 1 << 16
-"""Maximum bytes of one read, enough for many small answers."""
 
 
 class WorkerDied(RuntimeError):
@@ -45,11 +43,9 @@ class WorkerDied(RuntimeError):
 class WorkerPool:
     """Forked workers that answer requests, usable from any thread and event loop.
 
-    For example:
-
-        pool = WorkerPool("reward", "megatron_rl.rewards.worker:computing", {"rewards": rewards}, workers=4)
-        worker = await pool.acquire()
-        content = await worker.ask(pool.frame(request))  # then pool.release(worker), or pool.discard(worker)
+    pool = WorkerPool("reward", "megatron_rl.rewards.worker:computing", {"rewards": rewards}, workers=4)
+    worker = await pool.acquire()
+    content = await worker.ask(pool.frame(request))  # then pool.release(worker), or pool.discard(worker)
     """
 
     def __init__(
@@ -62,20 +58,12 @@ class WorkerPool:
         memory_bytes: int = 0,
         stacks: int | None = None,
     ) -> None:
-        """Start the pool's processes.
+        """kind: the kind of work, named in messages. prepare, given, memory_bytes: as in Setup.
 
-        kind: the kind of work, named in messages.
-        prepare, given, memory_bytes: as in Setup.
         stacks: an open file for `show_stacks`.
         """
-        self.kind = kind
-        self._setup = Setup(
-            prepare=prepare,
-            given=given,
-            sys_path=sys.path,
-            folder=tempfile.mkdtemp(prefix=f"{kind}-"),
-            memory_bytes=memory_bytes,
-        )
+        self.kind, folder = kind, tempfile.mkdtemp(prefix=f"{kind}-")
+        self._setup = Setup(prepare=prepare, given=given, sys_path=sys.path, folder=folder, memory_bytes=memory_bytes)
         self.most, self._stacks = workers, stacks
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
@@ -116,12 +104,15 @@ class WorkerPool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -P keeps the current folder out of the import path, which comes with the setup.
         command = [sys.executable, "-P", "-m", "megatron_rl.rewards", "--control", str(theirs.fileno())]
-        command += [] if self._stacks is None else ["--stacks", str(self._stacks)]
+        given = [theirs.fileno()]
+        if self._stacks is not None:
+            command += ["--stacks", str(self._stacks)]
+            given.append(self._stacks)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": python_path()},
-            pass_fds=[theirs.fileno(), *([] if self._stacks is None else [self._stacks])],
+            pass_fds=given,
             # Ctrl-C in a terminal must only reach the run. This process ends when its socket closes.
             start_new_session=True,
         )
@@ -184,7 +175,11 @@ class WorkerPool:
 
     async def started(self, place: Place, log: str = "") -> Worker:
         """Return the worker at a place that was reserved, starting it if needed. As `acquire`."""
-        worker = await self._wait(place) if isinstance(place, asyncio.Future) else place
+        try:
+            worker = await place if isinstance(place, asyncio.Future) else place
+        except asyncio.CancelledError:  # perhaps just after another call gave it a worker
+            self.give_up(place)
+            raise
         if worker is not None:
             return worker
         worker = self._new_worker(log)
@@ -199,7 +194,6 @@ class WorkerPool:
             if isinstance(error, WorkerDied):
                 raise WorkerDied(self.died()) from error
             raise
-        worker.is_ready = True
         return worker
 
     @property
@@ -207,23 +201,25 @@ class WorkerPool:
         """True if a call waits for a worker."""
         return bool(self._waiting)
 
-    def acquire_now(self) -> Worker:
-        """Return an idle worker without waiting. If all are busy, start one above the limit."""
+    def ask_now(self, frame: bytes, timeout_s: float) -> bytes:
+        """Send a frame and return the content of the answer, blocking, with or without a running event loop.
+
+        It does not wait for a free worker: if all are busy, it starts one above the limit. TimeoutError or WorkerDied.
+        """
         self._revive()
         with self._lock:
-            worker = self._idle.pop() if self._idle else None
-            self._count += worker is None
-        return worker or self._new_worker()
-
-    async def _wait(self, waiter: asyncio.Future[Worker | None]) -> Worker | None:
-        """Return the worker that another call releases, or None if that call only frees a slot."""
+            idle = self._idle.pop() if self._idle else None
+            self._count += idle is None
+        worker, is_whole = idle or self._new_worker(), False
         try:
-            return await waiter
-        except asyncio.CancelledError:
-            # A worker given at the moment of the cancellation is known to nobody else.
-            if waiter.done() and not waiter.cancelled():
-                self.release(waiter.result())
-            raise
+            content = worker.ask_now(frame, timeout_s, is_new=idle is None)
+            is_whole = worker.is_silent
+            return content
+        except WorkerDied as error:
+            raise WorkerDied(self.died()) from error
+        finally:
+            # Also after an interrupt: its late answer would be taken for the next caller's.
+            self.release(worker) if is_whole else self.discard(worker)
 
     def _give(self, waiter: asyncio.Future[Worker | None], worker: Worker | None) -> None:
         """Give a worker or a slot to a waiter of another thread's event loop. Called on that loop."""
@@ -298,8 +294,8 @@ class WorkerPool:
         code = self.process.poll()
         who = "a worker" if code is None else f"the service's process (exit code {code})"
         return (
-            f"{who} died. Its words are in the rollout process's log; of a worker that the kernel killed it has none: "
-            f"look for a lack of memory, or a call of os._exit."
+            f"{who} died. Its output is in the rollout process's log. Without any, the kernel may have killed it: look "
+            f"for a lack of memory, or a call of os._exit."
         )
 
 
@@ -313,7 +309,7 @@ class Worker:
 
     def __init__(self, number: int, end: socket.socket, control: socket.socket) -> None:
         """control: socket of the process that forks and kills the worker."""
-        self.number, self.socket, self.control, self.is_ready = number, end, control, False
+        self.number, self.socket, self.control = number, end, control
         end.setblocking(False)
         self._received = bytearray()
         """Bytes of answers that nobody has taken yet."""
@@ -337,10 +333,18 @@ class Worker:
         return content
 
     def heard(self) -> bytes | None:
-        """Return the content of the next frame that was received as a whole, or None."""
-        if missing_bytes(self._received) > 0:
+        """Return the content of the next frame, or None if it was not received as a whole.
+
+        WorkerDied if it exceeds MOST_ANSWER_BYTES, because the worker can no longer be trusted.
+        """
+        if len(self._received) < LENGTH.size:
             return None
-        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        (length,) = LENGTH.unpack_from(self._received)
+        if not 0 <= length <= MOST_ANSWER_BYTES:
+            raise WorkerDied(f"it announced an answer of {length} bytes")
+        end = LENGTH.size + length
+        if len(self._received) < end:
+            return None
         content = bytes(self._received[LENGTH.size : end])
         del self._received[:end]
         return content
@@ -360,12 +364,11 @@ class Worker:
         """False if the worker has sent more than it was asked for. It can then no longer be trusted."""
         return not self._received
 
-    def ask_now(self, frame: bytes, timeout_s: float) -> bytes:
+    def ask_now(self, frame: bytes, timeout_s: float, *, is_new: bool) -> bytes:
         """Ask like `ask`, but blocking. If the worker is new, first wait until it reports that it is ready."""
         try:
-            if not self.is_ready:
+            if is_new:
                 self._hear_now(time.monotonic() + START_S)
-                self.is_ready = True
             deadline = time.monotonic() + timeout_s
             self.socket.settimeout(timeout_s)
             self.socket.sendall(frame)
@@ -386,19 +389,6 @@ class Worker:
                 raise WorkerDied
             self._received += part
         return content
-
-
-def missing_bytes(received: bytearray) -> int:
-    """Return how many bytes a frame lacks at least; 0 or less if it is complete.
-
-    WorkerDied if an answer exceeds MOST_ANSWER_BYTES, because the worker can no longer be trusted.
-    """
-    if len(received) < LENGTH.size:
-        return 1
-    (length,) = LENGTH.unpack_from(received)
-    if length > MOST_ANSWER_BYTES:
-        raise WorkerDied(f"it announced an answer of {length} bytes")
-    return int(LENGTH.size + length - len(received))
 
 
 Place: TypeAlias = Worker | asyncio.Future[Worker | None] | None

@@ -13,14 +13,14 @@ from megatron_rl.batch import exchange
 from megatron_rl.batch.step_batch import StepBatch
 from megatron_rl.config import TrainConfig
 from megatron_rl.data.prompts import PromptIterator, load_prompts
-from megatron_rl.data.sft_rows import AnswerRows
+from megatron_rl.data.sft_rows import ReplyRows
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch
 
 
 def load_demonstrations(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab: int | None = None
-) -> AnswerRows | None:
+) -> ReplyRows | None:
     """Return the rows of demonstrations.source, or None if it is empty.
 
     Raises ValueError for a row without an answer, or a row that is too long.
@@ -30,7 +30,7 @@ def load_demonstrations(
         return None
     rows = load_prompts(options.source, options.source_args, key=key, import_from=config.run.import_from)
     asked = {"column": options.answer, "setting": f"demonstrations.answer = {options.answer!r}"}
-    return AnswerRows(key, rows, tokenizer, **asked, context=context, vocab=vocab)
+    return ReplyRows(key, rows, tokenizer, **asked, context=context, vocab=vocab)
 
 
 class Demonstrations:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import TrainConfig, WarmStartConfig
 from megatron_rl.data.prompts import PromptIterator
-from megatron_rl.data.sft_rows import AnswerRows
+from megatron_rl.data.sft_rows import ReplyRows
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.run.row_training import answer_training
@@ -29,13 +29,13 @@ def warm_start_rows(
     *,
     context: int,
     vocab: int | None = None,
-) -> AnswerRows:
+) -> ReplyRows:
     """Return the training prompts with their answers.
 
     Raises ValueError, which names the first prompt that has no answer or is too long.
     """
     asked = {"column": "answer", "setting": f"warm_start.updates = {options.updates}"}
-    return AnswerRows("data.train", prompts, tokenizer, **asked, context=context, vocab=vocab)
+    return ReplyRows("data.train", prompts, tokenizer, **asked, context=context, vocab=vocab)
 
 
 class WarmStart:

@@ -1,18 +1,9 @@
 """Built-in workflows. A workflow defines what one episode generates."""
 
-from megatron_rl.workflows.best_of_n import BestOfNWorkflow
-from megatron_rl.workflows.judged import JudgedWorkflow
 from megatron_rl.workflows.multi_agent import DebateWorkflow
 from megatron_rl.workflows.multi_turn import MultiTurnWorkflow, ToolUseWorkflow
-from megatron_rl.workflows.remax import ReMaxWorkflow
 from megatron_rl.workflows.rlvr import RLVRWorkflow
+from megatron_rl.workflows.rlvr_variants import BestOfNWorkflow, JudgedWorkflow, ReMaxWorkflow
 
-__all__ = [
-    "BestOfNWorkflow",
-    "DebateWorkflow",
-    "JudgedWorkflow",
-    "MultiTurnWorkflow",
-    "RLVRWorkflow",
-    "ReMaxWorkflow",
-    "ToolUseWorkflow",
-]
+__all__ = ["BestOfNWorkflow", "DebateWorkflow", "JudgedWorkflow", "MultiTurnWorkflow", "RLVRWorkflow"]
+__all__ += ["ReMaxWorkflow", "ToolUseWorkflow"]

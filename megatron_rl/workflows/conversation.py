@@ -1,31 +1,31 @@
 """Dialogues as tokens: exactly the ids that the server received and generated, never retokenized.
 
-Messages of other roles are rendered and tokenized once (rendering.py), when they are added. A reply's ids are kept as
-generated. A trajectory is therefore exactly the last prompt that a server received, followed by the server's reply.
+Other roles' messages are tokenized once (rendering.py), and replies are kept as generated. A trajectory is therefore
+exactly the last prompt that a server received, followed by the server's reply.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_rl import support as supports
-from megatron_rl.api import InfrastructureFailure
-from megatron_rl.types import TURN_REWARDS, LLMResponse, Reward, Trajectory, route_column
+from megatron_rl.api import InfrastructureFailure, Sampler
+from megatron_rl.config import GenerationConfig
+from megatron_rl.types import TURN_REWARDS, LLMRequest, LLMResponse, Reward, Trajectory, route_column
 
 
 class Conversation:
     """The tokens of one dialogue so far. Entry t of `ids` and of each tensor belongs to token t.
 
-    For example:
-
-        talk = Conversation(template.opening({"messages": messages}))
-        talk.take(reply := await engine.agenerate(LLMRequest(rid=rid, input_ids=list(talk.ids))))
-        talk.earn(0.5)  # this reply's own reward, if the dialogue's replies have such rewards
-        talk.add(template.following([{"role": "user", "content": "Are you sure?"}], reply.output_tokens))
-        trajectory = talk.trajectory(reward=0.5)
+    talk = Conversation(template.opening({"messages": messages}))
+    reply = await talk.ask(engine, gconfig, max_tokens=2048, rid=rid, key=None)
+    talk.earn(0.5)  # this reply's own reward, if the dialogue's replies have such rewards
+    talk.add(template.following([{"role": "user", "content": "Are you sure?"}], reply.output_tokens))
+    trajectory = talk.trajectory(reward=0.5)
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -74,6 +74,21 @@ class Conversation:
         self.logprobs = torch.cat([self.logprobs, logprobs])
         self.versions = torch.cat([self.versions, versions])
 
+    async def ask(
+        self, engine: Sampler, gconfig: GenerationConfig, *, max_tokens: int, rid: str, key: str | None
+    ) -> LLMResponse:
+        """Generate the next reply, in a dialogue of at most `max_tokens` tokens, and append it.
+
+        rid: the dialogue's request id, by which a router finds the server that has its prefix in the KV cache.
+        key: the dialogue's sample key.
+        """
+        metadata = {"sample_key": f"{key}/{self.replies}"} if key is not None else {}
+        # Copy the ids: the conversation's list grows, and the reply is compared with what the request asked.
+        ids, options = list(self.ids), within(gconfig, max_tokens - len(self))
+        reply = await engine.agenerate(LLMRequest(rid=rid, input_ids=ids, gconfig=options, metadata=metadata))
+        self.take(reply)
+        return reply
+
     def take(self, reply: LLMResponse, *, is_trained: bool = True) -> None:
         """Append a reply, whose prompt must be exactly `ids`.
 
@@ -111,14 +126,11 @@ class Conversation:
     def fork(self, length: int) -> Conversation:
         """Return an independent copy of the first `length` tokens. The copy's count of replies starts at 0."""
         # The list and the mask are copied: the same dialogue may continue in two ways at once.
-        copy = Conversation(())
-        copy.ids, copy.loss_mask = self.ids[:length], self.loss_mask[:length].clone()
-        copy.logprobs, copy.versions = self.logprobs[:length], self.versions[:length]
-        copy.routes = None if self.routes is None else self.routes[:length]
-        copy.support = None if self.support is None else self.support[:length]
-        copy.adjustment = None if self.adjustment is None else self.adjustment[:length]
-        copy.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] < length]
-        return copy
+        forked = copy.copy(self)
+        forked.ids, forked.loss_mask = list(self.ids), self.loss_mask.clone()
+        forked.last_reply, forked.is_cut_off, forked.replies = [], False, 0
+        forked.take_back(length)
+        return forked
 
     def take_back(self, length: int) -> None:
         """Remove everything after the first `length` tokens, which must end with a reply."""
@@ -149,13 +161,14 @@ class Conversation:
             logprobs=self.logprobs,
             versions=self.versions,
             reward=reward if isinstance(reward, Reward) else float(reward),
-            tokens=route_column(self.routes, len(self)) | self._supports() | self._turn_rewards(),
+            tokens=(
+                route_column(self.routes, len(self))
+                | supports.columns(self.support, self.adjustment, prompt=0)
+                | self._turn_rewards()
+            ),
             sequence=sequence,
             is_cut_off=self.is_cut_off,
         )
-
-    def _supports(self) -> dict[str, Tensor]:
-        return supports.columns(self.support, self.adjustment, prompt=0)
 
     def _turn_rewards(self) -> dict[str, Tensor]:
         if self.earned is None:
@@ -164,3 +177,10 @@ class Conversation:
         for place, reward in self.earned:
             column[place] += reward
         return {TURN_REWARDS: column.float()}
+
+
+def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
+    """Return the generation options for one reply of at most `room` tokens. room must be at least 1."""
+    longest = min(gconfig.max_new_tokens, room)
+    # GenerationConfig rejects min_new_tokens above max_new_tokens.
+    return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

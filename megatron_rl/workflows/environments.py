@@ -14,7 +14,7 @@ MOST_CALLS = 16
 """Maximum number of tool calls per reply. A reply could hold hundreds, and each may start a process or a request."""
 
 Score = Callable[[], Awaitable[float]]
-"""Coroutine function that returns the reward function's value for the current reply."""
+"""Computes the reward function for the current reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +29,15 @@ class Turn:
 class Environment(abc.ABC):
     """Base class of environments. Each sample of a prompt has its own object.
 
-    For example:
-
-        class Guess(Environment):
-            async def step(self, reply, score):
-                if reply.strip() == self.data["answer"]:
-                    return Turn(reward=1.0)  # without messages the episode is over
-                return Turn(messages=[{"role": "user", "content": "Try again."}])
+    class Guess(Environment):
+        async def step(self, reply, score):
+            if reply.strip() == self.data["answer"]:
+                return Turn(reward=1.0)  # without messages the episode is over
+            return Turn(messages=[{"role": "user", "content": "Try again."}])
     """
 
     SAVES: ClassVar[bool] = False
-    """Whether `save` and `restore` are implemented.
-
-    If they are, and rollout.journal_replies is set, a killed run can resume its dialogues.
-    """
+    """Whether `save` and `restore` exist. With rollout.journal_replies, a killed run then resumes its dialogues."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
@@ -56,10 +51,7 @@ class Environment(abc.ABC):
         raise NotImplementedError
 
     def opening(self) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-        """Return the dialogue's first prompt: `messages` (and `tools`), `prompt` or `input_ids`.
-
-        Define it as `async def opening` if starting the environment takes time.
-        """
+        """Return the first prompt: `messages` (and `tools`), `prompt` or `input_ids`. May be a coroutine function."""
         return self.data
 
     @abc.abstractmethod
@@ -67,22 +59,17 @@ class Environment(abc.ABC):
         """Answer a reply. The workflow may end the episode after any turn if it runs out of turns or tokens."""
 
     async def ended(self) -> float:
-        """Return a final reward, which is added to the turns' rewards and credited to the last reply.
-
-        This is called whether the environment or the workflow ended the episode.
-        """
+        """Return a final reward for the last reply, on top of its turn's, whoever ended the episode."""
         return 0.0
 
     async def close(self) -> None:  # noqa: B027  (most worlds have nothing to close)
-        """Release resources. This is called when the episode has ended or failed."""
+        """Release resources after the episode has ended or failed."""
 
 
 class SelfCorrection(Environment):
     """Tells the policy that its answer is wrong, until the answer is right.
 
     The reward is that of the last try, multiplied by `decay` for each earlier try.
-
-    For example:
 
         MultiTurnWorkflow(reward, gconfig, tokenizer, SelfCorrection, max_tokens=2048, environment_args={"decay": 0.5})
     """
@@ -113,8 +100,7 @@ class SelfCorrection(Environment):
 class ToolUse(Environment):
     """Runs the tools that a reply calls. The reward function scores a reply without calls, which is the answer.
 
-    A tool may also reward the reply that called it, by returning `tools.Rewarded`. ToolUseWorkflow creates one object
-    per dialogue.
+    A tool may also reward the reply that called it, by returning `tools.Rewarded`.
     """
 
     def __init__(self, data: dict[str, Any], *, tools: Sequence[Tool]) -> None:
@@ -133,10 +119,8 @@ class ToolUse(Environment):
             # Treated like a wrong call: run_call returns the error to the policy as the result.
             calls = [*calls[:MOST_CALLS], ToolCall(name="", arguments={}, fault=fault)]
         results = await together(run_call(call, self.tools) for call in calls)
+        pairs = zip(calls, results, strict=True)
         return Turn(
-            messages=[
-                {"role": "tool", "name": call.name, "content": str(result)}
-                for call, result in zip(calls, results, strict=True)
-            ],
+            messages=[{"role": "tool", "name": call.name, "content": str(result)} for call, result in pairs],
             reward=sum((result.reward for result in results if isinstance(result, Rewarded)), 0.0),
         )

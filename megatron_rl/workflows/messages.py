@@ -1,12 +1,13 @@
-"""Normalization of chat messages and tool schemas from data rows to the form that chat templates take.
+"""Converts chat messages and tool schemas from data rows to the form that chat templates take.
 
-Three deviations are normalized. Data frames fill absent fields with None, servers write a call's arguments as text, and
-some trainers write content as a list of parts. Anything else is rejected, and the error names the field.
+Fields that a data frame filled with None are dropped, a call's arguments are read if they are text, and content in
+parts is joined. Anything else is rejected, and the error names the field.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from megatron_rl.config.strict_json import read_json
@@ -17,10 +18,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def normal_messages(messages: Any, field: str = "messages") -> list[Message]:
-    """Return messages in the form that chat templates take. ValueError names the first invalid field.
-
-    Fields that are None are dropped, text parts are joined, and a call's arguments become an object.
-    """
+    """Return messages in the form that chat templates take. ValueError names the first invalid field."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"{field} = {shown(messages)}: must be a list of one message or more.")
     return [normal_message(message, f"{field}[{number}]") for number, message in enumerate(messages)]
@@ -64,10 +62,8 @@ def normal_call(call: Any, field: str) -> Message:
         raise ValueError(f"{field} = {shown(call)}: must have a function with a name and arguments.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):  # still a string, so it is rejected below
             arguments = read_json(arguments)
-        except ValueError:
-            pass  # still a string, so it is rejected below
     if not isinstance(arguments, dict):
         raise ValueError(
             f"{field}.function.arguments = {shown(arguments)}: must be an object, or the text of a JSON object."

@@ -1,7 +1,4 @@
-"""Debates: several agents of one policy answer the same question and read each other's replies.
-
-Each agent gives one trajectory.
-"""
+"""Debates: several agents of one policy answer the same question and read each other's replies."""
 
 from __future__ import annotations
 
@@ -11,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.api import ContextOutgrown, InferenceEngine, RolloutWorkflow, Sampler, together
 from megatron_rl.config import GenerationConfig
-from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.types import LLMResponse, Trajectory
 from megatron_rl.workflows.conversation import Conversation
-from megatron_rl.workflows.multi_turn import within
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
@@ -65,17 +61,11 @@ class DebateWorkflow(RolloutWorkflow):
             Conversation(self.form.opening({"messages": [{"role": "system", "content": system}, *messages]}))
             for system in self.agents.values()
         ]
-        # One rid per dialogue: the router then sends it to the server that has its prefix in the KV cache.
         rids = [uuid.uuid4().hex for _ in talks]
 
         async def speak(number: int) -> LLMResponse:
-            talk = talks[number]
-            metadata = {"sample_key": f"{key}/{number}/{talk.replies}"} if key is not None else {}
-            options = within(self.gconfig, self.max_tokens - len(talk))
-            request = LLMRequest(rid=rids[number], input_ids=list(talk.ids), gconfig=options, metadata=metadata)
-            reply = await engine.agenerate(request)
-            talk.take(reply)
-            return reply
+            own, most = None if key is None else f"{key}/{number}", self.max_tokens
+            return await talks[number].ask(engine, self.gconfig, max_tokens=most, rid=rids[number], key=own)
 
         if (longest := max(map(len, talks))) >= self.max_tokens:
             raise ContextOutgrown(f"max_tokens = {self.max_tokens}: the prompt alone has {longest}; raise it.")

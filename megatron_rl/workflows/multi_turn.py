@@ -12,32 +12,23 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.api import (
-    ContextOutgrown,
-    InferenceEngine,
-    InfrastructureFailure,
-    KeptSteps,
-    RolloutWorkflow,
-    Sampler,
-)
+from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, KeptSteps, RolloutWorkflow, Sampler
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call, described
 from megatron_rl.rewards.faults import shortened
-from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.types import LLMResponse, Trajectory
 from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import Environment, Score, ToolUse, Turn
 from megatron_rl.workflows.rendering import form_of
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.scoring import RewardCall, RewardFn
-from megatron_rl.workflows.tool_formats import FORMATS
-from megatron_rl.workflows.tools import THINK, THOUGHT, Tool
+from megatron_rl.workflows.tools import THINK, THOUGHT, Tool, decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-EDGE_TOKENS = 16
-"""How many tokens at a prompt's end are searched for an opened `<think>`."""
+EDGE_TOKENS = 16  # at a prompt's end, where a thought may be opened
 
 
 class EnvironmentTimeout(InfrastructureFailure):
@@ -77,10 +68,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
         max_tokens: maximum dialogue length including the prompt, at most the model's context. A dialogue that has no
         room for another reply, or has had max_turns replies, ends with the reward earned so far.
-
-        step_timeout_s: time limit of one opening, step (including the reward function), ending or close. If it is
-        exceeded, EnvironmentTimeout is raised. The limit can only cancel an await: an environment that blocks the event
-        loop stalls all episodes.
+        step_timeout_s: time limit of one opening, step (including the reward function), ending or close. It can only
+        cancel an await: an environment that blocks the event loop stalls all episodes.
         """
         check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
         if max_turns < 1:
@@ -115,7 +104,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             length = len(conversation)  # up to the last reply: tokens added after it may have to be removed again
             while True:
                 try:
-                    reply = await self._reply(engine, conversation, rid, key)
+                    reply = await conversation.ask(engine, self.gconfig, max_tokens=self.max_tokens, rid=rid, key=key)
                 except ContextOutgrown:  # the server's context is shorter than max_tokens
                     if conversation.replies == 0:
                         raise
@@ -155,15 +144,6 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 f"{self.step_timeout_s:g} s; raise rollout.workflow_args.step_timeout_s, or have it give up earlier."
             ) from error
 
-    async def _reply(self, engine: Sampler, conversation: Conversation, rid: str, key: str | None) -> LLMResponse:
-        metadata = {"sample_key": f"{key}/{conversation.replies}"} if key is not None else {}
-        options = within(self.gconfig, self.max_tokens - len(conversation))
-        # Copy the ids: the conversation's list grows, and the reply is compared with what the request asked.
-        request = LLMRequest(rid=rid, input_ids=list(conversation.ids), gconfig=options, metadata=metadata)
-        reply = await engine.agenerate(request)
-        conversation.take(reply)
-        return reply
-
     def _shown(self, reply: LLMResponse) -> str:
         """Return the reply's text as the environment sees it."""
         return str(self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True))
@@ -172,8 +152,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 class World:
     """An environment whose steps are journaled, if it can save its state and the episode has a journal.
 
-    Steps that an earlier, killed process completed are not repeated: their results come from the journal. Before the
-    first new step, the environment is restored to the state saved after the last journaled step.
+    The results of steps that an earlier, killed process completed come from the journal. Before the first new step, the
+    environment is restored to the state saved after the last journaled step.
     """
 
     def __init__(self, environment: Environment, key: str | None, steps: KeptSteps | None) -> None:
@@ -204,9 +184,8 @@ class World:
         await self._catch_up()
         found = await self._do("ended")
         if not is_number(found):
-            raise self._wrong(
-                "ended", found, "a number: the reward that the dialogue has earned in addition to its turns' rewards"
-            )
+            wanted = "a number: the reward that the dialogue has earned in addition to its turns' rewards"
+            raise self._wrong("ended", found, wanted)
         return float(found)
 
     async def close(self) -> None:
@@ -262,9 +241,8 @@ def is_number(value: Any) -> bool:
 class ToolUseWorkflow(MultiTurnWorkflow):
     """Dialogues in which the policy calls tools.
 
-    `tools` maps each tool's class, or in a config its import path, to the arguments with which it is created. The
-    tokenizer's chat template must show the tools and ask for calls in the form <tool_call>{"name": ...,
-    "arguments": ...}</tool_call>.
+    `tools` maps each tool's class, or in a config its import path, to its arguments. The tokenizer's chat template must
+    show the tools and ask for calls in the form <tool_call>{"name": ..., "arguments": ...}</tool_call>.
 
         workflow = ToolUseWorkflow(reward, GenerationConfig(), tokenizer, {Calculator: {}}, max_tokens=4096)
         # rollout.workflow_args: {max_tokens: 4096, tools: {"megatron_rl.workflows.tools:Calculator": {}}}
@@ -306,13 +284,6 @@ class ToolUseWorkflow(MultiTurnWorkflow):
 
     def _shown(self, reply: LLMResponse) -> str:
         """Return the reply's whole text, prefixed with `<think>` if the prompt has opened a thought."""
-        text = FORMATS["hermes"].text(self.tokenizer, reply.output_tokens, keeps=(THINK, THOUGHT))
+        text = decoded(self.tokenizer, reply.output_tokens, keeps=(THINK, THOUGHT))
         opened = self.tokenizer.decode(reply.input_tokens[-EDGE_TOKENS:]).rstrip().endswith(THINK)
         return f"{THINK}{text}" if opened else text
-
-
-def within(gconfig: GenerationConfig, room: int) -> GenerationConfig:
-    """Return the generation options for one reply of at most `room` tokens. room must be at least 1."""
-    longest = min(gconfig.max_new_tokens, room)
-    # GenerationConfig rejects min_new_tokens above max_new_tokens.
-    return gconfig.new(n_samples=1, max_new_tokens=longest, min_new_tokens=min(gconfig.min_new_tokens, longest))

@@ -24,18 +24,13 @@ START_S = 30.0
 """Time limit for starting the interpreter, separate from the program's limit because the host may be busy."""
 
 AT_ONCE: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""Slots for running programs: one per core in each event loop.
-
-A program waits for a slot before its time limit starts.
-"""
+"""Slots for running programs: one per core in each event loop. Time limits start when a program has its slot."""
 
 
 class Python(Tool):
-    """Runs a program and returns its output, including the traceback if it failed. Linux on x86_64 only.
+    """Runs a program and returns its output, with the traceback if it raised. Linux on x86_64 only.
 
-    For example:
-
-        await Python(time_s=2.0)(code="print(sum(range(10)))")  # "45"
+    await Python(time_s=2.0)(code="print(sum(range(10)))")  # "45"
     """
 
     name = "python"
@@ -51,19 +46,13 @@ class Python(Tool):
         self.time_s, self.memory_bytes, self.characters = time_s, memory_mib << 20, characters
 
     async def __call__(self, code: Any) -> str:
-        """Run the program and return its output. ToolError if it exceeds its time or output limit.
-
-        A program that raises an exception prints its traceback, which is part of the output.
-        """
+        """Run the program and return its output. ToolError if it exceeds its time or output limit."""
         async with AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)):
-            printed = await self._run(str(code))
+            with closing(lock.Threads()) as threads:
+                printed = await self._run(threads, str(code))
         return middle_left_out(printed.strip(), self.characters) or "(the program printed nothing)"
 
-    async def _run(self, code: str) -> str:
-        with closing(lock.Threads()) as threads:
-            return await self._run_with(threads, code)
-
-    async def _run_with(self, threads: lock.Threads, code: str) -> str:
+    async def _run(self, threads: lock.Threads, code: str) -> str:
         loop, given = asyncio.get_running_loop(), threads.theirs.fileno()
         limits = [str(os.getpid()), str(self.time_s), str(self.memory_bytes), str(given)]
         # Isolated from user settings, without site-packages or bytecode files: only the standard library is available.
@@ -98,8 +87,7 @@ class Python(Tool):
                 process.stdin.write_eof()
                 begun = loop.time()
                 printed = await self._read(process.stdout)
-                # Its CPU-time limit also kills with SIGKILL, but only after all cores together could have used that
-                # time.
+                # Its CPU-time limit also kills with SIGKILL, but only after all cores together could have used it.
                 least_s = lock.cpu_limit_s(self.time_s) / (os.cpu_count() or 1)
                 if await process.wait() == -signal.SIGKILL and loop.time() - begun < least_s:
                     raise failed("was killed by the host; look for a lack of memory, in the kernel's log")
@@ -125,10 +113,8 @@ class Python(Tool):
         except TimeoutError as error:
             raise failed(f"was not ready within {START_S:g} s; the host has too much to do") from error
         if said != lock.READY:
-            raise failed(
-                "ended before it was locked in, which takes Linux on x86_64 with seccomp; run there, or leave the tool "
-                "out"
-            )
+            rule = "which takes Linux on x86_64 with seccomp; run there, or leave the tool out"
+            raise failed(f"ended before it was locked in, {rule}")
 
     async def _read(self, stream: asyncio.StreamReader) -> bytes:
         content = bytearray()

@@ -1,12 +1,11 @@
-"""Rendering and tokenization: prompts, whole dialogues with their replies, and messages that follow a reply.
+"""Produces all token ids for training, sampling and serving: of prompts, replies, and messages that follow a reply.
 
-This module produces all token ids for training, sampling and serving. A prompt and its reply are rendered and tokenized
-as one text. The prompt's ids must be a prefix of the result, because a server receives the prompt alone.
+A prompt and its reply are rendered and tokenized as one text. The prompt's ids must be a prefix of the result, because
+a server receives the prompt alone.
 """
 
 from __future__ import annotations
 
-import abc
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -28,14 +27,10 @@ from megatron_rl.workflows.messages import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_ARGS = "template_args"
-"""Key of the tokenizer's `init_kwargs` that stores the run's template arguments."""
-ROW_ARGS = "chat_template_kwargs"
-"""Data column with the template arguments of one row."""
-REPLY = "THEREPLYSTANDSHERE"
-"""Placeholder for a reply, used to render what follows the reply. No template alters this word."""
-MARK = "THEMESSAGESTANDSHERE"
-"""Placeholder for a message's content, to check that the template shows it."""
+TEMPLATE_ARGS, ROW_ARGS = "template_args", "chat_template_kwargs"
+"""Key of the tokenizer's `init_kwargs` with the run's template arguments, and column with those of a row."""
+REPLY, MARK = "THEREPLYSTANDSHERE", "THEMESSAGESTANDSHERE"
+"""Placeholders, which no template alters, for a reply and for a message's content."""
 BEFORE = ("\n", ".", "a")
 """Possible stand-ins for the preceding text when a text that does not begin a prompt is tokenized."""
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
@@ -48,11 +43,7 @@ THOUGHT_END = "</think>"
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase | None, data: dict[str, Any], *, enable_thinking: bool = False
 ) -> list[int]:
-    """Return the token ids of a prompt given as `input_ids`, as text in `prompt`, or as chat `messages`.
-
-    A text gets the special tokens that its tokenizer adds in front, such as Llama's BOS, unless it already begins with
-    them. Messages and optional `tools` go through the chat template. ValueError if the prompt cannot be rendered.
-    """
+    """Return the ids of a prompt given as `input_ids`, `prompt` or `messages`. ValueError if it cannot be rendered."""
     if "input_ids" in data:
         return [int(token) for token in data["input_ids"]]
     if tokenizer is None:
@@ -67,9 +58,9 @@ def with_replies(
 ) -> tuple[list[int], ...]:
     """Return the ids of a prompt and of each reply to it. A reply is text, or an assistant message.
 
-    A reply's ids are those of prompt and reply as one text, without the prompt's ids, up to the template's end-of-turn
-    token. If the template writes no such token, the tokenizer's EOS is added. ValueError if the prompt's ids are not a
-    prefix of the whole text's, or if the template drops a part of the reply.
+    A reply's ids go up to the template's end-of-turn token. If the template writes no such token, the tokenizer's EOS
+    is added. ValueError if the ids of prompt and reply as one text do not begin with the prompt's, or if the template
+    drops a part of the reply.
     """
     if "messages" in data:
         return ChatTemplate(tokenizer).with_replies(data, replies)
@@ -79,24 +70,8 @@ def with_replies(
     return PlainText(tokenizer).with_replies(data, texts)
 
 
-class Form(abc.ABC):
-    """Interface for converting messages to tokens."""
-
-    @abc.abstractmethod
-    def opening(self, data: dict[str, Any]) -> list[int]:
-        """Return the ids of a dialogue's beginning, up to the first reply."""
-
-    @abc.abstractmethod
-    def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
-        """Return the ids that follow `reply`.
-
-        They are the end-of-turn tokens that the reply lacks, the messages, and the opening of the next reply.
-        calls: the reply's tool calls, whose results are among the messages.
-        """
-
-
-class PlainText(Form):
-    """Form for prompts of text or ids: only the messages' content is tokenized, without a template."""
+class PlainText:
+    """Tokenizes dialogues that begin with text or ids, without a template: only the messages' content counts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -111,7 +86,7 @@ class PlainText(Form):
     def with_replies(self, data: dict[str, Any], replies: Sequence[str]) -> tuple[list[int], ...]:
         prompt, end = self.opening(data), self.tokenizer.eos_token_id
         if "input_ids" in data:
-            return prompt, *([*ids_behind(self.tokenizer, BEFORE, reply), end] for reply in replies)
+            return prompt, *([*ids_after(self.tokenizer, BEFORE, reply), end] for reply in replies)
         wholes = [self._from_the_beginning(data["prompt"] + reply) for reply in replies]
         for reply, whole in zip(replies, wholes, strict=True):
             if whole[: len(prompt)] != prompt:
@@ -122,11 +97,11 @@ class PlainText(Form):
                 )
         return prompt, *([*whole[len(prompt) :], end] for whole in wholes)
 
-    def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
-        return ids_behind(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
+    def following(self, messages: Sequence[Message], reply: Sequence[int]) -> list[int]:
+        return ids_after(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
 
     def _from_the_beginning(self, text: Any) -> list[int]:
-        """Tokenize a text. Add the tokenizer's special tokens in front, unless the text already begins with them."""
+        """Tokenize a text. Add the tokenizer's special tokens, such as BOS, in front unless it begins with them."""
         if not isinstance(text, str):
             raise ValueError(f"prompt = {shown(text)}: must be text.")
         ids = encoded(self.tokenizer, text)
@@ -139,8 +114,8 @@ class PlainText(Form):
         return ids if ids[: len(front)] == front else front + ids
 
 
-class ChatTemplate(Form):
-    """Form for prompts of `messages`, with optional `tools`.
+class ChatTemplate:
+    """Tokenizes dialogues of `messages`, with optional `tools`, by the tokenizer's chat template.
 
     If the template does not show a message unchanged, ValueError names the role or field.
     """
@@ -167,9 +142,7 @@ class ChatTemplate(Form):
         if not arguments:
             return
         found = self.tokenizer.chat_template
-        words = {
-            word for text in (found.values() if isinstance(found, dict) else [found]) for word in WORD.findall(text)
-        }
+        words = set(WORD.findall(" ".join(found.values()) if isinstance(found, dict) else found))
         if unread := sorted(set(arguments) - words):
             raise ValueError(
                 f"{key}.{unread[0]} = {shown(arguments[unread[0]])}: the chat template of "
@@ -177,6 +150,7 @@ class ChatTemplate(Form):
             )
 
     def opening(self, data: dict[str, Any]) -> list[int]:
+        """Return the ids of a dialogue's beginning, up to the first reply."""
         messages, tools, arguments = self._read(data)
         self._check_shown(messages, tools, arguments)
         return encoded(self.tokenizer, self._render(messages, tools, arguments, opens_reply=True))
@@ -189,7 +163,8 @@ class ChatTemplate(Form):
             if reply["role"] != "assistant":
                 raise ValueError(f"reply.role = {reply['role']!r}: must be assistant.")
         ways = [arguments]
-        if not self._asks_for_thoughts(data):
+        set_for_run, set_for_row = self.tokenizer.init_kwargs.get(TEMPLATE_ARGS, {}), data.get(ROW_ARGS) or {}
+        if "enable_thinking" not in set_for_run and "enable_thinking" not in set_for_row:
             # A prompt without thinking may end with an empty thought, which contradicts a reply that has one.
             ways.append(arguments | {"enable_thinking": True})
         first_error = None
@@ -206,8 +181,12 @@ class ChatTemplate(Form):
         raise first_error
 
     def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
+        """Return the ids after `reply`: end-of-turn tokens that it lacks, the messages, the opening of the next reply.
+
+        calls: the reply's tool calls, whose results are among the messages.
+        """
         added, made = answered(normal_messages(list(messages)), [normal_call(call, "tool_calls") for call in calls])
-        closing, ids = self._behind_reply(self._for_template(added), made)
+        closing, ids = self._after_reply(self._for_template(added), made)
         # A complete reply already contains its end-of-turn tokens; one that was cut off needs them added.
         for length in range(min(len(closing), len(reply)), 0, -1):
             if list(reply[-length:]) == ids[:length]:
@@ -219,19 +198,12 @@ class ChatTemplate(Form):
         return messages, normal_tools(data.get("tools")), self.arguments | self._args_of(data.get(ROW_ARGS))
 
     def _args_of(self, given: Any) -> dict[str, Any]:
-        """Return a row's template arguments, validated.
-
-        Entries that are None are dropped, because a data frame fills absent fields with None.
-        """
+        """Validate a row's template arguments. Drop those that are None, as absent fields of a data frame are."""
         if given is not None and (not isinstance(given, Mapping) or TAKEN & set(given)):
             raise ValueError(f"{ROW_ARGS} = {shown(given)}: must be an object of the chat template's own arguments.")
         own = {name: value for name, value in (given or {}).items() if value is not None}
         self._check_read(own, ROW_ARGS)
         return own
-
-    def _asks_for_thoughts(self, data: dict[str, Any]) -> bool:
-        set_for_run = self.tokenizer.init_kwargs.get(TEMPLATE_ARGS, {})
-        return "enable_thinking" in set_for_run or "enable_thinking" in (data.get(ROW_ARGS) or {})
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
         """Change the role `developer` to `system` if the template does not know it."""
@@ -257,18 +229,17 @@ class ChatTemplate(Form):
             text = self._render(marked, named, arguments, opens_reply=not of_reply)
         except ValueError:
             return  # the template rejects the placeholders; the real text is rendered and checked later
-        wanted = [
-            (f"messages[{n}].{field}", mark, f" in a message of the role {message['role']}")
-            for n, message in enumerate(messages)
-            for field, mark in marks(message, n)
+        hidden = [
+            (f"messages[{n}].{field}", f" in a message of the role {role}")
+            for n, field, role in unshown(messages, text)
         ]
-        wanted += [(f"tools[{n}]", f"{MARK}T{n}W", "") for n in range(len(named))]
-        for field, mark, place in wanted:
-            if mark not in text:
-                raise ValueError(
-                    f"{field}: the chat template of {self.tokenizer.name_or_path!r} does not show it{place}; give the "
-                    f"tokenizer a template that does, or write it into another message."
-                )
+        hidden += [(f"tools[{n}]", "") for n, tool in enumerate(named) if tool["function"]["name"] not in text]
+        if hidden:
+            field, place = hidden[0]
+            raise ValueError(
+                f"{field}: the chat template of {self.tokenizer.name_or_path!r} does not show it{place}; give the "
+                f"tokenizer a template that does, or write it into another message."
+            )
 
     def _prompt_and_reply(
         self, messages: list[Message], tools: list[Message] | None, arguments: dict[str, Any], reply: Message
@@ -290,7 +261,8 @@ class ChatTemplate(Form):
                     f"reply.{field} = {shown(words)}: the chat template of {self.tokenizer.name_or_path!r} does not "
                     f"show it as it is; give the tokenizer a template that does, or leave the row out."
                 )
-        thought = next((words for _, words in spoken(reply)), "") if thinks(reply) else ""
+        thinks = THOUGHT_END in reply["content"] or any(reply.get(name, "").strip() for name in THOUGHTS)
+        thought = next((words for _, words in spoken(reply)), "") if thinks else ""
         if thought and EMPTY_THOUGHT.search(whole[: whole.index(thought, len(prompt))]):
             raise ValueError(
                 f"reply {shown(reply['content'])}: the chat template writes an empty thought in front of the reply's "
@@ -310,7 +282,7 @@ class ChatTemplate(Form):
     @cached_property
     def _closing(self) -> str:
         """The text that the template writes after the content of a dialogue's last reply."""
-        return self._text_behind([], REPLY)
+        return self._text_after([], REPLY)
 
     @cached_property
     def _turn_end(self) -> int | None:
@@ -319,10 +291,7 @@ class ChatTemplate(Form):
         return next((token for token in encoded(self.tokenizer, self._closing) if token in own), None)
 
     def _up_to_the_end(self, ids: list[int]) -> list[int]:
-        """Cut a reply off after its end-of-turn token; append EOS if it has none.
-
-        A model never generates what templates write after that token.
-        """
+        """Cut a reply off after its end-of-turn token, where a model stops; append EOS if it has none."""
         end, eos = self._turn_end, self.tokenizer.eos_token_id
         ends = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special} | {end, eos}
         start = len(ids)
@@ -335,30 +304,24 @@ class ChatTemplate(Form):
                     return ids[: place + 1]
         return [*ids, eos]
 
-    def _behind_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
+    def _after_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
         """Return the ids that close a reply if nothing follows, and the ids from a reply's end up to the next reply.
 
         Both are rendered after a short stand-in dialogue. In the real dialogue the template may change earlier replies
         (Qwen3's template drops their thoughts), but generated tokens must stay as they are.
         """
-        try:
-            return self._behind_calls(added, calls) if calls else self._behind_words(added)
-        except ValueError:
-            if not calls:
-                raise
-        return self._behind_words(added)  # for a template that shows tool results but not calls
+        if calls:
+            try:
+                return self._after_calls(added, calls)
+            except ValueError:
+                pass  # the template may show tool results but not calls
+        whole = self._text_after(added, REPLY)
+        return ids_after(self.tokenizer, [REPLY], self._closing), ids_after(self.tokenizer, [REPLY], whole)
 
-    def _behind_words(self, added: list[Message]) -> tuple[list[int], list[int]]:
-        whole = self._text_behind(added, REPLY)
-        return ids_behind(self.tokenizer, [REPLY], self._closing), ids_behind(self.tokenizer, [REPLY], whole)
-
-    def _behind_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """Return the ids of `_behind_reply` for a reply with tool calls.
-
-        The end of a call belongs to the generated reply, so it is not among these ids.
-        """
-        ended = ids_behind(self.tokenizer, [REPLY], self._text_behind([], REPLY, calls))
-        ids = ids_behind(self.tokenizer, [REPLY], self._text_behind(added, REPLY, calls))
+    def _after_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
+        """Return the ids of `_after_reply` for a reply with tool calls. The end of a call is not among them."""
+        ended = ids_after(self.tokenizer, [REPLY], self._text_after([], REPLY, calls))
+        ids = ids_after(self.tokenizer, [REPLY], self._text_after(added, REPLY, calls))
         own = len(self._up_to_the_end(ended))
         is_closed = own <= len(ended)  # otherwise the template writes no end after a call
         own -= 1
@@ -366,7 +329,7 @@ class ChatTemplate(Form):
             raise ValueError("the chat template writes a call otherwise when its result follows.")
         return ended[own:] if is_closed else [], ids[own:]
 
-    def _text_behind(self, added: list[Message], reply: str, calls: list[Message] | None = None) -> str:
+    def _text_after(self, added: list[Message], reply: str, calls: list[Message] | None = None) -> str:
         """Return the text that the template writes after a reply, or after the last argument of its last call."""
         said: Message = {"role": "assistant", "content": "" if calls else reply}
         if calls:
@@ -377,14 +340,12 @@ class ChatTemplate(Form):
         opens = bool(added)
         marked = [with_marks(message, number) for number, message in enumerate(added)]
         shown_text = self._render([*before, *marked], None, self.arguments, opens_reply=opens)
-        for number, message in enumerate(added):
-            for field, mark in marks(message, number):
-                if mark not in shown_text:
-                    raise ValueError(
-                        f"the chat template of {self.tokenizer.name_or_path!r} does not show the {field} of a message "
-                        f"of the role {message['role']} after a reply; give the tokenizer a template that does, or "
-                        f"send it as a user's message."
-                    )
+        if hidden := unshown(added, shown_text):
+            _, field, role = hidden[0]
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path!r} does not show the {field} of a message of the "
+                f"role {role} after a reply; give the tokenizer a template that does, or send it as a user's message."
+            )
         _, found, text = self._render([*before, *added], None, self.arguments, opens_reply=opens).partition(reply)
         if not found:
             raise ValueError("the tokenizer's chat template does not show the content of an assistant's message.")
@@ -404,14 +365,12 @@ class ChatTemplate(Form):
             ) from error
 
 
-def form_of(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False) -> Form:
+def form_of(
+    data: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False
+) -> PlainText | ChatTemplate:
     if "messages" not in data:
         return PlainText(tokenizer)
     return ChatTemplate(tokenizer, enable_thinking=enable_thinking, row_args=data.get(ROW_ARGS))
-
-
-def thinks(reply: Message) -> bool:
-    return THOUGHT_END in reply["content"] or any(reply.get(name, "").strip() for name in THOUGHTS)
 
 
 def spoken(reply: Message) -> list[tuple[str, str]]:
@@ -429,6 +388,12 @@ def marks(message: Message, number: int) -> list[tuple[str, str]]:
     return found + [(f"tool_calls[{call}]", f"{MARK}{number}C{call}W") for call in calls]
 
 
+def unshown(messages: list[Message], text: str) -> list[tuple[int, str, str]]:
+    """Return number, field and role of the messages' parts whose placeholders (`with_marks`) a rendered text lacks."""
+    each = [(number, message["role"], marks(message, number)) for number, message in enumerate(messages)]
+    return [(number, field, role) for number, role, parts in each for field, mark in parts if mark not in text]
+
+
 def with_marks(message: Message, number: int) -> Message:
     words = dict(marks(message, number))
     marked = message | ({"content": words["content"]} if "content" in words else {})
@@ -441,9 +406,9 @@ def with_marks(message: Message, number: int) -> Message:
 
 
 def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return messages and calls in which each tool result has the id of a call. Without results, return no calls.
+    """Return messages and calls in which each tool result has the id of a call. Missing ids and calls are made up.
 
-    A result without a call id gets one. A call is added for each result whose id is not in `calls`.
+    Without tool results, return no calls.
     """
     known, made, named = {call.get("id") for call in calls}, list(calls), []
     for number, message in enumerate(messages):
@@ -457,11 +422,8 @@ def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Me
     return named, made if any(message["role"] == "tool" for message in messages) else []
 
 
-def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
-    """Return the ids that a text has after another text.
-
-    The other text is the first of `before` whose own ids do not change when `text` follows it.
-    """
+def ids_after(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
+    """Return the ids of `text` after the first of `before` whose own ids stay the same when `text` follows it."""
     for other in before:
         try:
             first, ids = encoded(tokenizer, other), encoded(tokenizer, other + text)
@@ -473,16 +435,10 @@ def ids_behind(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: 
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Tokenize a text. ValueError if the tokenizer rejects the text.
-
-    special: add the tokenizer's special tokens around the text. A chat template writes them itself.
-    """
+    """Tokenize a text. ValueError if the tokenizer rejects it. special: with the special tokens around it."""
     try:
-        return list(tokenizer(tokenizable(text), add_special_tokens=special)["input_ids"])
+        # Lone surrogates, which JSON can contain, are replaced: tokenizers reject them.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
     except Exception as error:  # tokenizers raise no specific class
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} cannot take {shown(text)}: {error}.") from error
-
-
-def tokenizable(text: str) -> str:
-    """Replace lone surrogates, which JSON can contain and tokenizers reject."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -27,19 +27,16 @@ logger = logging.getLogger(__name__)
 
 DECODED_HERE = 2048
 """Longest reply, in tokens, that is decoded on the event loop. Longer replies are decoded in a thread."""
-TEXTS_KEPT = 64
-"""Number of prompts whose text is kept."""
+PROMPT_TEXTS_KEPT = 64
 RewardFn = Callable[..., float | dict[str, float]]
-# Arguments that a reward function gets in addition to the prompt's data, and the run's `sample_key`, which it never
-# gets.
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
+"""Columns that a reward function does not get from the prompt's row: its own arguments, and the run's `sample_key`."""
 
 
 def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:
-    """Return a prompt with the hint in front of its text or last message.
+    """Return a prompt with the hint in front of its text or last message. ValueError for a prompt of token ids.
 
-    `{field}` in the hint is replaced by the prompt's field of that name. ValueError for a field that the prompt lacks,
-    and for a prompt of token ids.
+    `{field}` in the hint is replaced by the prompt's field of that name; ValueError if the prompt lacks it.
     """
     if not hint:
         return data
@@ -70,11 +67,7 @@ class RewardCall:
     """
 
     def __init__(
-        self,
-        reward_fn: RewardFn | str,
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        timeout_s: float,
+        self, reward_fn: RewardFn | str, tokenizer: PreTrainedTokenizerBase | None, *, timeout_s: float
     ) -> None:
         if isinstance(reward_fn, str):
             reward_fn = resolve(reward_fn, key="reward_fn", kind="reward", import_from=None)
@@ -105,8 +98,7 @@ class RewardCall:
         prompt, completion = "", reply.text
         if self.tokenizer is not None:
             prompt = self._prompt_text(reply.input_tokens)
-            # Decode the tensor: a list would be checked entry by entry. Decoding a long reply takes milliseconds and
-            # does not hold the GIL.
+            # Decode the tensor: a list would be checked entry by entry. Decoding does not hold the GIL.
             decode = partial(self.tokenizer.decode, reply.sampled.ids, skip_special_tokens=True)
             completion = str(await asyncio.to_thread(decode) if reply.output_len > DECODED_HERE else decode())
         arguments = {"prompt": prompt, "completions": completion, **others}
@@ -128,7 +120,7 @@ class RewardCall:
         text = self._texts.pop(key := array("q", ids).tobytes(), None)
         if text is None:
             text = str(self.tokenizer.decode(ids))
-            if len(self._texts) >= TEXTS_KEPT:
+            if len(self._texts) >= PROMPT_TEXTS_KEPT:
                 self._texts.pop(next(iter(self._texts)))
         self._texts[key] = text
         return text
@@ -151,7 +143,7 @@ class RewardCall:
         return scored.value
 
     def _warn_once(self, failure: RewardFailed) -> None:
-        """Log a failure once per place in the code. Otherwise it would go unseen if a later attempt succeeded."""
+        """Log a failure once per place in the code. Nobody would see it otherwise if a later attempt succeeds."""
         if failure.reward and (failure.reward, failure.place) not in self._warned:
             self._warned.add((failure.reward, failure.place))
             logger.warning(

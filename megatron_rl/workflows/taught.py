@@ -21,16 +21,14 @@ from megatron_rl.workflows.scoring import with_hint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONCURRENT = 32
-"""Maximum number of concurrent requests per server."""
+CONCURRENT = 32  # requests per server
 
 
 class TaughtWorkflow(RolloutWorkflow):
     """Wraps a workflow and adds `teacher_logprobs` from the servers of the prompt's teacher to its trajectories.
 
     If a teacher has no servers, the column is zero, and the trainer's engines compute the log-probabilities later. If a
-    server fails or returns an invalid answer, this attempt at the episode fails. The next attempt reuses the replies of
-    this one.
+    server fails or returns an invalid answer, this attempt at the episode fails; the next one reuses its replies.
 
         workflow = TaughtWorkflow(RLVRWorkflow(...), config.teacher.teachers, tokenizer)
         await workflow.close()
@@ -85,10 +83,7 @@ class TaughtWorkflow(RolloutWorkflow):
         return found
 
     async def _score(self, source: str, trajectory: Trajectory, data: dict[str, Any]) -> Tensor:
-        """Return the teacher's log-probabilities of the trajectory's tokens: `[N]`, float32.
-
-        They are zero before the first token that the policy wrote.
-        """
+        """Return the teacher's log-probabilities, `[N]` float32; zero before the first token that the policy wrote."""
         ids, hint = trajectory.input_ids.tolist(), self.teachers[source].hint
         written = (trajectory.loss_mask | (trajectory.versions >= 0)).nonzero()
         first = int(written[0]) if len(written) else len(ids)

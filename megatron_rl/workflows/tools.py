@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 
@@ -19,12 +18,14 @@ from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config.strict_json import DECODER
 from megatron_rl.rewards.arithmetic import NotArithmetic, evaluate_expression
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BEGIN, END = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
 BLANKS, BETWEEN = re.compile(r"\s*+"), re.compile(r"[\s;,]*+")
 """Match what may follow a call, and what may separate two calls."""
-LONGEST_CALL = 20_000
-"""Maximum length of one call in characters."""
+LONGEST_CALL = 20_000  # characters
 MOST_DIGITS = 30
 """Maximum number of digits of the calculator's numbers: numerators and denominators, including intermediate results."""
 
@@ -34,11 +35,9 @@ class ToolError(Exception):
 
 
 class Rewarded(str):
-    """A tool's result text with a reward for the reply that called it.
+    """A tool's result text with a reward for the reply that called it, as a tool's `__call__` may return it:
 
-    For example, at the end of a tool's `__call__`:
-
-        return Rewarded("3 of 4 tests pass", 0.3)
+    return Rewarded("3 of 4 tests pass", 0.3)
     """
 
     reward: float
@@ -52,26 +51,20 @@ class Rewarded(str):
 class Tool(abc.ABC):
     """Base class of tools. Each sample has its own object, which may keep state.
 
-    For example:
-
-        class Shout(Tool):
-            name, description = "shout", "Repeats a text in capitals."
-            parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-            async def __call__(self, text):
-                return str(text).upper()
+    class Shout(Tool):
+        name, description = "shout", "Repeats a text in capitals."
+        parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+        async def __call__(self, text):
+            return str(text).upper()
     """
 
     name: str
     description: str
-    parameters: dict[str, Any]
-    """JSON schema of the arguments."""
+    parameters: dict[str, Any]  # JSON schema
 
     @abc.abstractmethod
     async def __call__(self, **arguments: Any) -> str:
-        """Run a call and return the text shown to the policy: a `Rewarded` if the call earns a reward.
-
-        ToolError if the call is wrong.
-        """
+        """Return the text shown to the policy, a `Rewarded` if the call earns a reward. ToolError for a wrong call."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -82,13 +75,21 @@ class Tool(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A parsed call. If it could not be parsed, `fault` says why and `arguments` is empty."""
+    """A parsed call. If it could not be parsed, `fault` says why. id: as the policy wrote it, or empty."""
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
     id: str = ""
-    """The call id that the policy wrote; empty if it wrote none."""
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Collection[str]) -> str:
+    """Decode a reply without special tokens, except those in `keeps`."""
+    special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    if not any(special.get(token) in keeps for token in tokens):
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    kept = [token for token in tokens if token not in special or special[token] in keeps]
+    return str(tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def next_mark(text: str, mark: str, place: int) -> int:
@@ -109,10 +110,7 @@ def ends_a_thought(text: str) -> bool:
 
 
 Read = Callable[[int], "tuple[list[ToolCall], int] | None"]
-"""Function that takes the position of a mark and returns the calls that begin there, and their end.
-
-It returns None if the reply was cut off inside the calls.
-"""
+"""Returns the calls that begin at a position, and their end; None if the reply was cut off inside the calls."""
 
 
 def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
@@ -132,10 +130,7 @@ def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
 
 
 def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls.
-
-    A call has the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-    """
+    """Return the text without its calls, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and the calls."""
     last_end = text.rfind(END)
 
     def read(begin: int) -> tuple[list[ToolCall], int] | None:
@@ -162,10 +157,7 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def value_at(text: str, place: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at `place`, and its end position.
-
-    ValueError or RecursionError if there is none.
-    """
+    """Return the JSON value that begins at `place`, and its end. ValueError or RecursionError if there is none."""
     # Decode a slice: an error counts the lines before it, which is quadratic for many errors in a long text.
     value, length = DECODER.raw_decode(text[place : place + LONGEST_CALL])
     return value, place + length
@@ -240,13 +232,9 @@ def middle_left_out(text: str, characters: int) -> str:
 
 
 class Calculator(Tool):
-    """Exact arithmetic with + - * / and brackets, over numbers of at most 30 digits.
+    """Exact arithmetic with + - * / and brackets, over numbers of at most 30 digits, without running code.
 
-    The calculator evaluates a syntax tree and never runs code.
-
-    For example:
-
-        await Calculator()(expression="(12 + 30) / 8")  # "21/4 = 5.25"
+    await Calculator()(expression="(12 + 30) / 8")  # "21/4 = 5.25"
     """
 
     name = "calculator"
@@ -258,16 +246,11 @@ class Calculator(Tool):
     }
 
     async def __call__(self, expression: Any) -> str:
-        value = calculate(str(expression))
+        try:
+            value, _ = evaluate_expression(str(expression), most_digits=MOST_DIGITS)
+        except NotArithmetic as error:
+            raise ToolError(str(error)) from error
         return str(value) if value.denominator == 1 else f"{value} = {float(value):.10g}"
-
-
-def calculate(expression: str) -> Fraction:
-    """Evaluate an arithmetic expression. ToolError if it is not arithmetic, too long or too large."""
-    try:
-        return evaluate_expression(expression, most_digits=MOST_DIGITS)[0]
-    except NotArithmetic as error:
-        raise ToolError(str(error)) from error
 
 
 REFUSALS = (400, 413, 414, 422)
@@ -277,10 +260,8 @@ REFUSALS = (400, 413, 414, 422)
 class Search(Tool):
     """Queries a search service by POST: {"query": ..., "top": n} -> {"results": [{"title": ..., "text": ...}]}.
 
-    For example:
-
-        search = Search("http://127.0.0.1:8321/", top=3)
-        await search(query="height of Mont Blanc")  # examples/search_tool has such a service
+    search = Search("http://127.0.0.1:8321/", top=3)
+    await search(query="height of Mont Blanc")  # examples/search_tool has such a service
     """
 
     name = "search"

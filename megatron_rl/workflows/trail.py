@@ -13,8 +13,6 @@ class Trail(Environment):
     A dialogue has as many turns as boxes; a reply that is not a call ends it. Opening the box that the last note named
     earns 1 / (number of boxes), even after a wrong box was opened. The reward function is not used.
 
-    For example:
-
         world = Trail({"trail": [3, 7, 2], "call": "open "})  # begins at box 3, whose note is 7; box 2's note is 3
         await world.step("open 7\\n", score)  # Turn(messages=[{"role": "tool", "content": "2\\n"}], reward=1 / 3)
     """
@@ -26,15 +24,11 @@ class Trail(Environment):
         self._wanted, self._turns_left = self._notes[trail[0]], len(trail)
 
     async def step(self, reply: str, score: Score) -> Turn:
-        box = self._called(reply.strip())
+        calls = {f"{self.data['call']}{box}": box for box in self._notes}
+        box = calls.get(reply.strip())
         if box is None:
             return Turn()
         earned = (box == self._wanted) / len(self._notes)
         self._wanted, self._turns_left = self._notes[box], self._turns_left - 1
         note = {"role": "tool", "content": f"{self._wanted}\n"}
         return Turn(messages=[note] if self._turns_left else [], reward=earned)
-
-    def _called(self, text: str) -> int | None:
-        """Return the box that a reply opens; None if the reply is not a call."""
-        calls = {f"{self.data['call']}{box}": box for box in self._notes}
-        return calls.get(text)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.api import infrastructure_in
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import reward_servers
-from megatron_rl.rewards.grading import Grading, NoVerdict, RubricGrading
-from megatron_rl.rewards.judge import ENDPOINT, Judge, Rubric
+from megatron_rl.rewards.judge import ENDPOINT, Grading, Judge, NoVerdict, Rubric, RubricGrading
 from megatron_rl.rewards.recipe import Recipe, ingredients
 from megatron_rl.rewards.reward_servers import RemoteFailure
 from megatron_rl.rewards.reward_service import RewardFailed, RewardService

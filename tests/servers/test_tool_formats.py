@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from megatron_rl.agents.tool_formats import FORMATS, text_arguments, tool_format
 from megatron_rl.servers.server_process import SGLANG_CPU, SGLANG_CPU_PACKAGES
-from megatron_rl.workflows.tool_formats import FORMATS, text_arguments, tool_format
 from tests.kit.tokenizers import make_tokenizer
 from tests.kit.waiting import LATE_S, SLOWNESS
 

@@ -15,9 +15,8 @@ from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFail
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import game_worker
 from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
-from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
+from megatron_rl.types import LLMResponse, Trajectory
 from megatron_rl.workflows.conversation import Conversation
-from megatron_rl.workflows.multi_turn import within
 from megatron_rl.workflows.rendering import ChatTemplate
 from megatron_rl.workflows.rlvr import sample_key
 from megatron_rl.workflows.scoring import RewardFn
@@ -139,15 +138,10 @@ class TextGames(RolloutWorkflow):
         talk.add(added)
         if len(talk) >= self.max_tokens:
             raise ContextOutgrown(f"max_tokens = {self.max_tokens}: the prompt alone has {len(talk)}; raise it.")
-        metadata = {"sample_key": f"{key}/{talk.replies}"} if key is not None else {}
-        options = within(self.gconfig, self.max_tokens - len(talk))
-        request = LLMRequest(rid=rid, input_ids=list(talk.ids), gconfig=options, metadata=metadata)
         try:
-            reply = await engine.agenerate(request)
+            return await talk.ask(engine, self.gconfig, max_tokens=self.max_tokens, rid=rid, key=key)
         except ContextOutgrown:  # the server's context is too short
             if talk.replies == 0:
                 raise
             talk.take_back(length)
             return None
-        talk.take(reply)
-        return reply

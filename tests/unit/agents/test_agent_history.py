@@ -13,11 +13,11 @@ from megatron_rl.agents.chat_api import ChatApi
 from megatron_rl.agents.messages_api import MessagesApi
 from megatron_rl.agents.responses_api import ResponsesApi
 from megatron_rl.agents.streamed_text import Progress
+from megatron_rl.agents.tool_formats import tool_format
 from megatron_rl.api import ContextOutgrown
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rollout.groups import without_cut_off
 from megatron_rl.workflows.rendering import ChatTemplate
-from megatron_rl.workflows.tool_formats import tool_format
 from tests.kit.replies import RecordingEngine
 from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer
 

@@ -14,12 +14,12 @@ import pytest
 from megatron_rl.agents import AgentWorkflow
 from megatron_rl.agents.agent_session import AgentSession, ProxyOptions
 from megatron_rl.agents.agent_workers import AgentFailed
+from megatron_rl.agents.tool_formats import tool_format
 from megatron_rl.api import RequestRefused
 from megatron_rl.config import GenerationConfig, RolloutConfig
 from megatron_rl.rollout.executor import RolloutExecutor
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics, metrics_of
 from megatron_rl.workflows.rendering import ChatTemplate
-from megatron_rl.workflows.tool_formats import tool_format
 from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine, check_trajectory
 from tests.kit.tokenizers import CHAT_TEMPLATE, make_tokenizer

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.agents import AgentWorkflow
 from megatron_rl.agents.streamed_text import HALF, split_thoughts, sure_parts
+from megatron_rl.agents.tool_formats import FORMATS
 from megatron_rl.config import GenerationConfig
-from megatron_rl.workflows.tool_formats import FORMATS
 from tests.kit.examples import max_examples
 from tests.kit.optional import later
 from tests.kit.replies import RecordingEngine

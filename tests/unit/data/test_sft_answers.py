@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_rl.config import GenerationConfig, load_config
-from megatron_rl.data.sft_rows import AnswerRows, load_replies
+from megatron_rl.data.sft_rows import ReplyRows, load_replies
 from megatron_rl.data.tokens import load_tokenizer, prompt_lengths
 
 TINY = "configs/models/count_tiny"
@@ -176,16 +176,16 @@ def test_row_in_no_form_is_named(row, message, load):
 
 def test_number_that_a_data_frame_lacks_is_no_answer(load, tokenizer):
     with pytest.raises(ValueError, match="row 1: answer = nan: must be the answer"):
-        AnswerRows("k", [{"prompt": "1?", "answer": float("nan")}], tokenizer, column="answer", setting="s", context=9)
+        ReplyRows("k", [{"prompt": "1?", "answer": float("nan")}], tokenizer, column="answer", setting="s", context=9)
 
 
 def test_token_beyond_the_models_vocabulary_is_refused_with_its_row(load, tokenizer):
     rows = [{"prompt": "1?", "answer": "1"}, {"input_ids": [3, 500], "answer": "1"}]
     asked = {"column": "answer", "setting": "s", "context": 9}
     with pytest.raises(ValueError, match="k, row 2: has the token id 500, and the model's vocabulary has 48"):
-        AnswerRows("k", rows, tokenizer, vocab=48, **asked)
+        ReplyRows("k", rows, tokenizer, vocab=48, **asked)
     with pytest.raises(ValueError, match="k, row 1: has the token id .*, and the model's vocabulary has 3"):
-        AnswerRows("k", rows, tokenizer, vocab=3, **asked)
+        ReplyRows("k", rows, tokenizer, vocab=3, **asked)
     with pytest.raises(ValueError, match="data.train, prompt 2: has the token id 500"):
         prompt_lengths("data.train", rows, tokenizer, GenerationConfig(max_new_tokens=1), context=9, vocab=48)
 
@@ -195,8 +195,8 @@ def test_template_arguments_of_the_config_reach_answers_and_prompts(load, tokeni
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
     loud = load_tokenizer(str(tmp_path), {"loud": True})
-    rows = AnswerRows("k", [{"messages": [USER, ANSWER]}], loud, column="messages", setting="s", context=16)
+    rows = ReplyRows("k", [{"messages": [USER, ANSWER]}], loud, column="messages", setting="s", context=16)
     assert texts(loud, rows.batch([0]))[0][0].startswith("u1??,a1")
     with pytest.raises(ValueError, match="data.template_args.quiet = True: the chat template of .* does not read it"):
-        AnswerRows("k", [{"messages": [USER, ANSWER]}], load_tokenizer(str(tmp_path), {"quiet": True}),
+        ReplyRows("k", [{"messages": [USER, ANSWER]}], load_tokenizer(str(tmp_path), {"quiet": True}),
                    column="messages", setting="s", context=16)  # fmt: skip

@@ -482,7 +482,7 @@ def test_hostile_answers_change_nothing_and_each_is_answered(serve, tmp_path):
         sessions = service.pool.process.pid
         service.close()
         left = [pid for pid in psutil.pids() if session_of(pid) == sessions]
-        assert not left, f"{service.names}: processes {left} are left"
+        assert not left, f"{service.name}: processes {left} are left"
     assert not wrong
     assert state_of(outside) == before
     gc.collect()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from megatron_rl.agents import AgentWorkflow
 from megatron_rl.api import ContextOutgrown
 from megatron_rl.config import GenerationConfig, RolloutConfig, TrainConfig
-from megatron_rl.rewards.grading import Grading, NoVerdict
+from megatron_rl.rewards.judge import Grading, NoVerdict
 from megatron_rl.rollout.factory import make_workflow
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows import (
@@ -28,7 +28,7 @@ from megatron_rl.workflows.conversation import Conversation
 from megatron_rl.workflows.environments import MOST_CALLS, Environment, SelfCorrection, ToolUse, Turn
 from megatron_rl.workflows.multi_turn import EnvironmentTimeout
 from megatron_rl.workflows.rendering import ChatTemplate, PlainText
-from megatron_rl.workflows.tools import Calculator, Search, ToolError, calculate, run_call, split_tool_calls
+from megatron_rl.workflows.tools import Calculator, Search, ToolError, run_call, split_tool_calls
 from tests.kit.examples import max_examples
 from tests.kit.http import Answer, answered_by
 from tests.kit.replies import RecordingEngine, check_trajectory
@@ -306,7 +306,7 @@ def test_calculator_is_exact(expression, value):
 )
 def test_calculator_refuses_all_but_arithmetic(expression):
     with pytest.raises(ToolError):
-        calculate(expression)
+        asyncio.run(Calculator()(expression=expression))
 
 
 @pytest.mark.parametrize(

@@ -30,17 +30,13 @@ HINTS = {
 WORDS = {"true": True, "false": False, "none": None}
 """Python's spellings of JSON's literals, in lower case."""
 MOST_STEPS, MOST_DEPTH = 1000, 32
-"""Maximum number of schemas visited per value, and their maximum depth.
-
-Without these limits, references that form cycles or double at each level could be followed without end.
-"""
+"""Limits of the schemas visited per value and of their depth, because references may form cycles."""
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Convert an argument's text to a value. parameters: schema of all parameters of the tool.
+    """Return the first value that an argument's text may stand for and that its schema accepts; else the text itself.
 
-    The text itself is returned if the argument's schema accepts strings, if there is no such schema, or if it accepts
-    no other value that the text could stand for.
+    A schema that accepts strings accepts the text. parameters: schema of all parameters of the tool.
     """
     schemas = Schemas(parameters)
     schema = schemas.of_argument(name, parameters)
@@ -89,7 +85,7 @@ class Schemas:
         return found
 
     def of_argument(self, name: str, schema: Any, depth: int = 0) -> Any:
-        """Return the schema of argument `name`; None if there is none. schema: that of all parameters."""
+        """Return the schema of argument `name` in the `schema` of all arguments; None if there is none."""
         if not isinstance(schema, dict) or self.is_enough(depth):
             return None
         found = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.workflows.argument_values import Schemas, argument_value
+from megatron_rl.agents.argument_values import Schemas, argument_value
 from megatron_rl.workflows.tools import (
     BEGIN,
     END,
@@ -16,6 +16,7 @@ from megatron_rl.workflows.tools import (
     THOUGHT,
     ToolCall,
     as_call,
+    decoded,
     ends_a_thought,
     faulty,
     next_mark,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 TextArguments = dict[str, Any]
 """Tool name -> schema of the tool's parameters, needed to parse unquoted arguments."""
 Split = Callable[[str, TextArguments], tuple[str, list[ToolCall]]]
+"""Returns a reply's text without its calls, and the calls."""
 
 PYTHON_TAG, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME = re.compile(r"[^\s<>{}\[\]\"'=,;]++")
@@ -40,64 +42,49 @@ NAME = re.compile(r"[^\s<>{}\[\]\"'=,;]++")
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One model family's format for tool calls."""
+    """One model family's format for tool calls.
+
+    sign: a string that only this family's chat template contains.
+    begins: strings that begin a call after other text. is_whole: a reply that is only a JSON object may also be a call.
+    forced: for a grammar, a call's text before the name, between name and arguments, and after the arguments, which are
+    JSON; None for a format that is not JSON.
+    marks: special tokens of the format, which decoding would otherwise drop.
+    """
 
     split: Split
-    """Function that takes a reply's text and returns the text without its calls, and the calls."""
     sign: str
-    """A string that only this family's chat template contains."""
     begins: tuple[str, ...] = (BEGIN,)
-    """Strings that begin a call after other text."""
     is_whole: bool = False
-    """Whether a reply that is only a JSON object may also be a call."""
     forced: tuple[str, str, str] | None = None
-    """Parts of a call for a grammar; None for a format that is not JSON.
-
-    They are the text before the name, between name and arguments, and after the arguments. Name and arguments are JSON.
-    """
     marks: tuple[str, ...] = ()
-    """Special tokens of the format, which decoding would otherwise drop."""
 
     def text(self, tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Sequence[str] = ()) -> str:
         """Decode a reply without special tokens, except the format's own and those in `keeps`."""
-        special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        marks = {*self.marks, *keeps}
-        if not any(special.get(token) in marks for token in tokens):
-            return str(tokenizer.decode(tokens, skip_special_tokens=True))
-        kept = [token for token in tokens if token not in special or special[token] in marks]
-        return str(tokenizer.decode(kept, skip_special_tokens=False))
+        return decoded(tokenizer, tokens, keeps={*self.marks, *keeps})
 
 
 def text_arguments(tools: list[dict[str, Any]] | None) -> TextArguments:
-    """Return each tool's parameter schema, needed to parse unquoted arguments."""
     return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
-
-
-def split_hermes(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
-    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen 2.5 and 3, Hermes)."""
-    return split_tool_calls(text)
 
 
 @dataclass(frozen=True)
 class Tag:
-    """One tag of a text, at positions `begin` to `end`."""
+    """One tag of a text, from `begin` to `end`. is_close: only white space stands before the next tag or the end."""
 
     kind: str
     name: str
     begin: int
     end: int
     is_close: bool
-    """Whether only whitespace separates this tag from the next tag or the end of the text."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A kind of tag that may come next in a call, and the parser's state after that tag."""
+    """A kind of tag that may come next in a call, and the parser's state after it. is_close: as the tag's must be."""
 
     kind: str
     then: str
     is_close: bool = False
-    """Whether only whitespace may stand between this tag and the one after it."""
 
     def fits(self, tag: Tag) -> bool:
         return tag.kind == self.kind and (tag.is_close or not self.is_close)
@@ -107,19 +94,19 @@ class Step:
 class TagForm:
     """A call format made of tags. Values are not quoted, so a value may contain the format's own tags.
 
-    A closing tag ends a value only if the rest of the reply can then be parsed. Therefore `readable` computes from
-    the reply's end backwards where parsing can succeed. Of several possible parses, the one with the shortest values is
-    taken.
+    steps: state -> tags that may come next; in state `value`, any other tags may precede them.
+    is_named_first: the tool's name follows <tool_call> directly, without a tag.
+
+    A closing tag ends a value only if the rest of the reply can then be parsed. Therefore `readable` computes from the
+    reply's end backwards where parsing can succeed. Of several parses, the one with the shortest values is taken.
     """
 
     pattern: re.Pattern[str]
     steps: dict[str, tuple[Step, ...]]
-    """State -> tags that may come next. In state `value`, any other tags may precede them."""
     opens_value: str
     closes_value: str
     rule: str
     is_named_first: bool = False
-    """Whether the tool's name follows <tool_call> directly, without a tag."""
 
     def tags(self, text: str, place: int) -> list[Tag]:
         found = list(self.pattern.finditer(text, place))
@@ -132,10 +119,7 @@ class TagForm:
         return tags
 
     def readable(self, tags: list[Tag]) -> dict[str, list[bool]]:
-        """Return a dict: `[state][i]` says whether the text from tag i on can be parsed in this state.
-
-        The last entry of each list is for the end of the text.
-        """
+        """Return for each state whether the text can be parsed from tag i on; the last entry is for the text's end."""
         count = len(tags)
         can = {name: [False] * (count + 1) for name in (*self.steps, "text", "thought")}
         can["text"][count] = can["thought"][count] = True  # an unclosed thought extends to the end
@@ -157,10 +141,7 @@ class TagForm:
         return can
 
     def paths(self, text: str, begin: int) -> list[list[Tag]] | None:
-        """Return the tags of each call from `begin` on; None if the text cannot be parsed.
-
-        Tags inside values are left out.
-        """
+        """Return the tags of each call from `begin` on, without those in values; None if the text cannot be parsed."""
         tags = self.tags(text, begin)
         can = self.readable(tags)
         if not can["text"][0]:
@@ -183,7 +164,7 @@ class TagForm:
         return found
 
     def calls(self, text: str, path: list[Tag], texts: TextArguments) -> list[ToolCall]:
-        """Return the calls of one block. path: the block's tags."""
+        """Return the calls of the block with the tags `path`."""
         found: list[ToolCall] = []
         key, faults = "", dict[int, str]()
         for tag, following in zip(path, path[1:], strict=False):
@@ -328,8 +309,10 @@ def split_mistral(text: str, _: TextArguments) -> tuple[str, list[ToolCall]]:
 
 
 FORMATS = {
-    "hermes": ToolFormat(
-        split_hermes, '{"name": <function-name>', forced=(f'{BEGIN}\n{{"name": ', ', "arguments": ', f"}}\n{END}")
+    "hermes": ToolFormat(  # Qwen 2.5 and 3 too
+        lambda text, _: split_tool_calls(text),
+        '{"name": <function-name>',
+        forced=(f'{BEGIN}\n{{"name": ', ', "arguments": ', f"}}\n{END}"),
     ),
     "qwen3_coder": ToolFormat(QWEN3_CODER.split, "<function="),
     "glm": ToolFormat(GLM.split, "<arg_key>"),
@@ -339,15 +322,12 @@ FORMATS = {
         forced=('{"name": ', ', "parameters": ', "}"),
         marks=(PYTHON_TAG,),
     ),
-    "mistral": ToolFormat(split_mistral, MISTRAL, (MISTRAL,), marks=(MISTRAL, MISTRAL_ARGUMENTS, "[CALL_ID]")),
+    "mistral": ToolFormat(split_mistral, MISTRAL, (MISTRAL,), marks=(MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID)),
 }
 
 
 def tool_format(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
-    """Return the format called `name`. `auto` picks the first format whose `sign` is in the chat template, else Hermes.
-
-    ValueError for an unknown name.
-    """
+    """Return the format called `name`; for `auto`, the first whose `sign` is in the chat template, or else Hermes."""
     if name == "auto":
         templates = tokenizer.chat_template
         text = " ".join(templates.values()) if isinstance(templates, dict) else str(templates or "")

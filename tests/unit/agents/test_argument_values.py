@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from megatron_rl.workflows.argument_values import argument_value
-from megatron_rl.workflows.tool_formats import FORMATS, text_arguments
+from megatron_rl.agents.argument_values import argument_value
+from megatron_rl.agents.tool_formats import FORMATS, text_arguments
 from tests.kit.waiting import SLOWNESS
 
 INTEGER, STRING, NULL = {"type": "integer"}, {"type": "string"}, {"type": "null"}
