@@ -64,7 +64,7 @@ class KVRows:
         reuse_prefixes: bool,
         guessed_tokens: int = 0,
     ):
-        """guessed_tokens: room that each row needs behind its tokens, for those that a draft head guesses."""
+        """guessed_tokens: extra positions per row, for the tokens that a draft head guesses."""
         self.cache = cache
         self.max_rows = max_rows
         self.context_length = context_length

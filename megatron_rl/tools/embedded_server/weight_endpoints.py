@@ -61,7 +61,7 @@ class WeightEndpoints:
         self.adapter: str | None = None
         """Name of the adapter merged into the weights."""
         self._adapted: list[str] = []
-        """Names of the matrices that it changes."""
+        """Names of the matrices that the adapter changes."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         self._joining: set[str] = set()
         """Names of groups that a thread is trying to join."""
@@ -268,7 +268,7 @@ class WeightEndpoints:
         return success(f"Loaded adapter {name}.")
 
     async def unload_adapter(self, http: web.Request) -> web.Response:
-        """Write the matrices that the adapter has changed as the model has them. The adapter's folder may be gone."""
+        """Restore the matrices that the adapter changed, from the model's files. The adapter's folder may be gone."""
         name = field(await read_object(http), "lora_name", str)
         if name != self.adapter:
             raise ValueError(f"lora_name = {shown(name)}: no such adapter is loaded")
@@ -283,7 +283,7 @@ class WeightEndpoints:
     async def _write_matrices(
         self, folder: Any, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> list[str]:
-        """Write the matrices that an adapter changes, and return their names. folder: where they come from."""
+        """Write the matrices that an adapter changes, and return their names. folder: named in errors."""
         names: list[str] = []
 
         def write() -> None:
@@ -314,7 +314,7 @@ class WeightEndpoints:
         """
         version = field(body, "weight_version", str, None)
 
-        # Check again here: since the request the server may have been paused, or its memory released.
+        # Check again here: since the request arrived, the server may have been paused, or its memory released.
         def run() -> None:
             self.batcher.require("weights")
             flush = self._refuse_flush(body)
@@ -459,8 +459,8 @@ def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None])
     """Yield (name, tensor) as each tensor arrives. memory: as for `Arrival.begin`. Empties `arrivals`.
 
     All transfers run concurrently and are awaited in order. So the caller can write a tensor while later ones arrive.
-    If a broadcast breaks, the error refers to no group: a group's connections close only after its last reference is
-    gone, and other servers may be waiting for data from this one.
+    If a broadcast breaks, the raised error holds no reference to a group. A group's connections close only after its
+    last reference is gone, and until then other servers may wait for data from this one.
     """
     begun: list[tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]] = []
     try:

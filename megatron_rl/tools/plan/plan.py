@@ -33,7 +33,7 @@ REPLIES_SIMULATED = 256
 """Maximum number of replies simulated per step. If a step has more, servers and groups are scaled down together."""
 STEPS_SIMULATED = 6
 GRADIENT_AXES = ("data", "expert data", "embedding")
-"""Axes of the traffic that an update has once, not once per microbatch."""
+"""Axes with traffic once per update, not once per microbatch."""
 LONGEST_FILLING = 16
 """Maximum number of steps simulated before the measured ones, to fill the pipeline."""
 
@@ -185,7 +185,7 @@ class Plan:
         return forward_seconds(model, rows, labels, keys, self.cluster.device, imbalance)
 
     def _draft_s(self, model: Model) -> float:
-        """Return the seconds in which a draft head learns from one microbatch."""
+        """Return the seconds to train the draft head on one microbatch."""
         if model.engine.draft.kind == "none":
             return 0.0
         count = self.batch.updates * self.batch.replicas * self.microbatches
@@ -306,8 +306,8 @@ class Plan:
 
     @property
     def step_range_s(self) -> tuple[float, float]:
-        """Shortest and longest time of a step, if the plan errs as it does for published runs that it was not fitted
-        to."""
+        """Shortest and longest step time in seconds, if the plan's error is as for the published runs held out of its
+        fit."""
         shortest, longest = devices.STEP_RANGE
         return self.split.step_s * shortest, self.split.step_s * longest
 
@@ -337,7 +337,7 @@ class Plan:
 
     @property
     def bound(self) -> tuple[str, float]:
-        """The part of a step that takes longest, and its seconds."""
+        """(name, seconds) of the part of a step that takes longest."""
         split, work, longest = self.split, self.work.values(), self.replies.lengths[-1]
         alone_s = longest * self.decoder.seconds(1, self.tokens.mean + longest / 2)
         # With staleness, other replies are decoded beside the longest one.

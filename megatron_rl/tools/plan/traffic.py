@@ -20,7 +20,7 @@ from megatron_rl.weights.layout import Shares, layers_of_stages, parameters_of_s
 from megatron_rl.weights.mapping import layer_rules
 
 PARTIAL_BYTES = 16
-"""Bytes per label that tensor ranks exchange about the logits of their vocabulary columns (`logprob_partials`)."""
+"""Bytes per label that tensor ranks exchange to combine their vocabulary parts of the logits (`logprob_partials`)."""
 
 
 def publication_seconds(policy: Model, nodes: int, device: Device, gathered: list[Traffic]) -> float:
@@ -52,7 +52,7 @@ class Traffic:
 
     @property
     def link(self) -> str:
-        """A key of Device.links: that of the axis's slowest way."""
+        """Slowest kind of link along the axis, a key of Device.links."""
         return "between nodes" if self.far_bytes else "in a node"
 
     def seconds(self, device: Device) -> float:
@@ -139,7 +139,7 @@ class RankTraffic:
         return self._by_link(sent, routes=False)
 
     def _by_link(self, sent: Counter[str], *, routes: bool) -> list[Traffic]:
-        """Return the bytes by axis, with those that leave the node. routes: `expert` has rows, no gathered weights."""
+        """Return the traffic of each axis. routes: the axis `expert` carries routed rows, not gathered weights."""
         found = []
         for axis, nbytes in sent.items():
             ranks = ranks_along(axis, self.model.engine.parallel, self.rank, self.world_size)

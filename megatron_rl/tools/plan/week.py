@@ -25,7 +25,7 @@ Replies = list[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The settings, in addition to the `Workload`, that determine a run's faults and their cost.
+    """Settings, in addition to the `Workload`, that determine a run's faults and their cost.
 
     For example:
 

@@ -104,9 +104,9 @@ class Ledger:
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
         self._lines: dict[tuple[int, int], str] = {}
-        """{address of a code object, and instruction in it: its text}."""
+        """{(address of a code object, instruction in it): text of its code line}."""
         self._codes: dict[int, CodeType] = {}
-        """Keeps the code objects of `_lines`, so that no other gets an address again."""
+        """Keeps the code objects of `_lines` alive, so that their addresses are not reused."""
 
     # -- where --------------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Ledger:
             phase.flops[op.name] += count(*given, **({} if is_product else kwargs), out_val=made)
 
     def note_launch(self, given: Iterable[Tensor]) -> None:
-        """Record the launch of a kernel that is no operator of torch. given: all tensors that it reads or writes."""
+        """Record the launch of a kernel that is not a torch operator. given: all tensors that it reads or writes."""
         self._count_launches(1)
         given = list(filter(on_device, given))
         self.order.launch("a kernel of Triton", given, given)
@@ -194,7 +194,7 @@ class Ledger:
     def note_sync(self, what: str, until: Clock | None = None) -> None:
         """Count an event at which the host waits for the device.
 
-        until: what it waits for; None for all operations of the current stream.
+        until: clock with the operations it waits for; None for all operations of the current stream.
         """
         self.order.host_waits(until)
         where = f"{what} at {self.line()}"
@@ -362,7 +362,7 @@ def _attention_flops(func, args) -> int:
 
 
 def shown(filename: str, line: int) -> str:
-    """Return the text with which reports show a code line, or '' if it is not in this package or in megatron.core."""
+    """Return a code line as reports show it, or '' if it is neither in this package nor in megatron.core."""
     if filename.startswith(NOT_SHOWN):
         return ""
     if filename.startswith(OURS):

@@ -1,8 +1,8 @@
 """Records allocations and frees on a rehearsed device by code line and part, and finds the peak.
 
-The part that `mark` finally gives a storage counts from the storage's allocation on. For example, a tensor that
-autograd keeps counts as an activation from the forward pass on. So parts, peak and timeline are computed after the rank
-has finished.
+`mark` may assign a storage to a part long after the allocation, but the part then counts from the allocation on. For
+example, a tensor that autograd keeps counts as an activation from the forward pass on. So parts, peak and timeline are
+computed after the rank has finished.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DeviceMemory:
         return True
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Record a storage's new size, if the storage is one of the device's."""
+        """Record a storage's new size. Ignore storages that are not recorded here."""
         if found := self._numbers.get(storage._cdata):
             self._set(found[1], nbytes)
 

@@ -121,7 +121,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     address = torch.UntypedStorage.data_ptr
 
     def data_ptr(self: torch.UntypedStorage) -> int:
-        """Return an address that tells storages apart, which Transformer Engine's attention asks for."""
+        """Return an address that differs between storages: Transformer Engine's attention compares addresses."""
         return self._cdata if self.device.type == "meta" else address(self)
 
     torch.UntypedStorage.data_ptr = data_ptr  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "te_kernels"
 LAUNCHES: dict[Any, Callable[..., int]] = {}
-"""{operator whose call is not a single launch: function of its arguments that returns the number of launches}."""
+"""{operator whose call is not exactly one launch: function of its arguments that returns the number of launches}."""
 CHUNK, BLOCKS, TENSORS = 2048 * 32, 320, (110, 64, 48, 36, 30)
 """Limits of one launch over lists of tensors. CHUNK: elements per block. BLOCKS: number of blocks. TENSORS: number of
 tensors per list, for 1 to 5 lists."""
@@ -96,7 +96,7 @@ def _write(out: Tensor, value: Tensor, adds: bool) -> None:
     launches=lambda x: 0,  # the product that reads x computes them, too
 )
 def column_sums(x):
-    """Return the gradient of a bias."""
+    """Return the column sums of `x`, which are the gradient of a bias."""
     return x.sum(0)
 
 

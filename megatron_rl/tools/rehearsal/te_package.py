@@ -25,7 +25,7 @@ from megatron_rl.tools.rehearsal.te_extension import FUNCTIONS, NAME, Extension
 PACKAGE = "transformer_engine"
 FOLDER = Path(sys.prefix) / "share" / "te"
 IMPORTED = ("pydantic", "triton")
-"""Packages that its sources import, and that this package does not require."""
+"""Packages that Transformer Engine's sources import, and that megatron_rl does not require."""
 
 
 def sources() -> Path:
@@ -51,7 +51,7 @@ def sources() -> Path:
 
 
 def version() -> str:
-    """Return the version of the sources."""
+    """Return the version of Transformer Engine's sources."""
     return next(iter(metadata.distributions(name=PACKAGE, path=[str(sources())]))).version
 
 
@@ -66,7 +66,7 @@ def install() -> None:
 
 
 def load() -> None:
-    """Import Transformer Engine without its libraries, and change what depends on these or on a GPU."""
+    """Import Transformer Engine without its libraries, and replace its functions that need them or a GPU."""
     # Its own __init__ would look for the libraries, and import its modules for JAX.
     package: Any = ModuleType(PACKAGE)
     package.__version__, package.__path__ = version(), [str(sources() / PACKAGE)]
