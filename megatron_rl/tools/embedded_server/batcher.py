@@ -5,7 +5,7 @@ One thread runs `Batcher.run`. Only that thread touches the model, the cache and
 batcher is paused or a weight update is pending. The request then waits in the queue, and finally runs in a row:
 
     submit -> door -> waiting -> running -> finished
-                        ^------- retracted: others need its row, or a pause sends it back
+                        ^------- retracted: others need its row, or a pause returns it to the queue
 
 Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token in every
 row whose prompt is complete, or several if a draft head guesses them.
@@ -257,8 +257,8 @@ class Batcher:
     def weights_changed(self, version: str | None) -> None:
         """Record a weight update: start a new epoch, and set the weight version unless it is None.
 
-        New requests then reuse no keys of the old weights. If the version changes, each request's current version span
-        ends.
+        New requests then reuse no keys of the old weights. If the version changes, the tokens generated so far are
+        recorded as sampled with the old version.
         """
         self.kv_rows.epoch += 1
         self.hits.forget()

@@ -1,7 +1,7 @@
 """The connections of the embedded server, limited so that no client can lock out the others.
 
 A connection is a stranger until the guard has accepted a complete request on it. The number of strangers is limited,
-and so is the number of all connections. Above a limit, a new connection replaces the oldest stranger of the peer with
+and so is the number of all connections. Above a limit, a new connection replaces the oldest stranger from the host with
 the most strangers, or an idle known client. A stranger must send a request within HEADERS_S. A client that does not
 read its response is disconnected. The run's own clients have the token and send at once, so they always get in.
 

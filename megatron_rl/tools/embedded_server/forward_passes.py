@@ -78,7 +78,7 @@ def guesses(
     """
     rows, params, cache = [r.row for r in batch], [r.params for r in batch], kv_rows.cache
     width = min(max(1, *(r.filled - r.drafted for r in batch)), most)
-    # While many requests ran, nothing was guessed, and the head has missed more than `width` positions.
+    # If nothing was guessed while many requests ran, the head has missed more than `width` positions.
     if behind := [r for r in batch if r.filled - r.drafted > width]:
         spans = [Span(r.row, r.drafted, r.filled - width - r.drafted) for r in behind]
         model.draft_spans(_following(model, behind, spans), spans, cache)

@@ -19,7 +19,7 @@ GUESS = 0.07
 FIRST_SHARE, FIRST_WEIGHT = 0.6, 30
 """Prior for a new head: share of right guesses, and the number of guesses that the prior counts as."""
 KEPT = 0.5
-"""Weight of earlier guesses after new weights have arrived."""
+"""Factor by which earlier guesses count less after an update of the model's weights."""
 
 
 class Hits:

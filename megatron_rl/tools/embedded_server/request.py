@@ -69,7 +69,7 @@ class Request:
     """Weight version when the request finished."""
     created_s: float = field(default_factory=time.monotonic)
     started_s: float = 0.0
-    """Time when the request first got a cache row. This and the next two are time.monotonic() values, 0 until set."""
+    """time.monotonic() when the request first got a cache row; 0 until then."""
     first_token_s: float = 0.0
     finished_s: float = 0.0
 

@@ -226,7 +226,7 @@ def uniform(key: int) -> float:
 
 
 def times(keys: Sequence[int], count: int) -> Tensor:
-    """Return standard exponential times `[B, count + 1]` float64: one per token id, then the shared one."""
+    """Return standard exponential times `[B, count + 1]` float64: those of ids below `count`, then the shared one."""
     # The shared time is drawn first, so that no time depends on the size of the vocabulary.
     rows = [np.random.Generator(np.random.SFC64(key)).standard_exponential(count + 1) for key in keys]
     return torch.from_numpy(np.stack(rows)).roll(-1, 1)

@@ -349,7 +349,7 @@ class Decoder:
         return self._forward(tokens, positions, attend, cache, rows)
 
     def _span_attention(self, spans: Sequence[Span], cache: KVCache) -> tuple[Tensor, Tensor, Attend]:
-        """Return position and row of each packed token `[T]`, and the attention of these tokens to their rows."""
+        """Return each packed token's position and row, both `[T]`, and the function that computes its attention."""
         positions = torch.cat([torch.arange(s.start, s.start + s.count, device=self.device) for s in spans])
         rows = torch.repeat_interleave(
             torch.tensor([s.row for s in spans], device=self.device),
@@ -392,7 +392,7 @@ class Decoder:
     def _row_attention(
         self, positions: list[int], rows: list[int], cache: KVCache, width: int
     ) -> tuple[Tensor, Tensor, Attend]:
-        """Return position and row of each token `[B * width]`, and the attention of these tokens to their rows."""
+        """Return each token's position and row, both `[B * width]`, and the function that computes its attention."""
         low, high, longest = rows[0], rows[-1] + 1, max(positions) + width
         gapless = high - low == len(rows)
         steps = torch.arange(width, device=self.device)

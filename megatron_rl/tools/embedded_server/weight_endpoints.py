@@ -436,7 +436,7 @@ class Arrival:
     def begin(
         self, memory: Mapping[str, torch.Tensor | None]
     ) -> tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]:
-        """Start the broadcasts. Return (name, tensor to fill) and the pending works: one per tensor, or one for all.
+        """Start the broadcasts. Return [(name, tensor to fill)], and the broadcasts: one per tensor, or one for all.
 
         memory: {tensor name: memory to receive into}. If the memory is None, missing or on another device, or if the
         bucket is flattened, a new tensor is allocated.

@@ -40,8 +40,10 @@ Lengths are mapped to a normal distribution first.
 
 @dataclass(frozen=True)
 class Chances:
-    """The random draws of one run. Each kind of event has its own generator, so an additional failure does not change
-    the reply lengths."""
+    """The random draws of one run.
+
+    Each kind of event has its own generator, so an additional failure does not change the reply lengths.
+    """
 
     seed: int
 

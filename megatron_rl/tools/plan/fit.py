@@ -367,7 +367,6 @@ def _cut(config: TrainConfig, changes: dict[str, Any]) -> dict[str, str]:
 
 
 def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
-    """Return the changes as command line overrides."""
     words = []
     for key, value in changes.items():
         if key == "megatron":

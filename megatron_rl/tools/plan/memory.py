@@ -97,11 +97,11 @@ class Model:
 
 
 def models_of(config: TrainConfig) -> list[Model]:
-    """Return the policy and, if configured, its reference, teachers, critic and reward model. Read their
-    config.json."""
+    """Read config.json of the policy and, if configured, of reference, teachers, critic and reward model."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor, megatron=config.megatron)]
-    if config.algo.kl_coefficient > 0 and config.lora.rank == 0:  # with LoRA the policy without adapters serves as such
+    # With LoRA, the policy without adapters is the reference, so there is no second model.
+    if config.algo.kl_coefficient > 0 and config.lora.rank == 0:
         found.append(Model("reference model", arch, config.actor, is_trained=False, megatron=config.megatron))
     for path in config.teacher.engine_paths:
         teacher = read_architecture(path).with_head("policy")
@@ -335,8 +335,10 @@ def buffer_bytes(model: Model, shares: Shares, gradient: float) -> float:
 
 
 def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
-    """Return the bytes of a checkpoint that one rank writes. Replicas share the writing. shares: the rank's
-    parameters."""
+    """Return the bytes of a checkpoint that one rank writes. Replicas share the writing.
+
+    shares: the rank's trained parameters.
+    """
     has_main_weights = model.itemsize == 2 or model.engine.optimizer.distributed
     # Weights, two moments and main weights. Optimizer states are always float32 in a checkpoint.
     return (model.itemsize + 8 + 4 * has_main_weights) * _of_replica(shares, model.engine, world_size)

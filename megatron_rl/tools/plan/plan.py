@@ -313,7 +313,7 @@ class Plan:
 
     @property
     def tokens_per_s_of_gpu(self) -> float:
-        """Tokens of a step's trajectories, prompts and replies, per second and GPU of servers and trainer.
+        """Prompt and reply tokens of a step's trajectories, per second and per GPU of servers and trainer together.
 
         Each prompt counts once per reply. This is NeMo-RL's definition.
         """

@@ -103,10 +103,10 @@ class Server:
         """Factor that multiplies the time of a token."""
         self.cache_age = 0
         self.running: list[tuple[float, int, Group, int, int]] = []
-        """A heap of replies: (`count` at the reply's end, number, group, length, tokens it had when it was sent to this
-        server)."""
+        """A heap of replies: (`count` at the reply's end, serial number, group, length, tokens it had when it was sent
+        to this server)."""
         self.queue: deque[tuple[int, Group, int, int]] = deque()
-        """Waiting replies: (number, group, length, tokens it had when it was sent to this server)."""
+        """Waiting replies: (serial number, group, length, tokens it had when it was sent to this server)."""
 
     @property
     def load(self) -> int:

@@ -38,7 +38,7 @@ def expert_parameters(model: Model) -> float:
 
 
 def attention_flops(model: Model, keys: float) -> float:
-    """Return the FLOPs of one row outside matrix products with parameters.
+    """Return the FLOPs of one row that involve no parameters: those of attention and of a delta net's state.
 
     keys: mean number of keys that each row attends to, before sliding windows limit it.
     """
@@ -67,7 +67,7 @@ def forward_flops(model: Model, rows: float, labels: float, keys: float) -> floa
 
 
 def passes(model: Model, config: TrainConfig) -> float:
-    """Return the number of forward passes over the step's tokens. A backward pass counts as two."""
+    """Return how many forward passes a model makes over a step's tokens. A backward pass counts as two."""
     if model.name in ("reference model", "reward model"):
         return 1.0
     if model.name == "teacher model":  # a trajectory has one teacher; all teachers are assumed to get equally many
@@ -190,8 +190,7 @@ class Decoder:
     """Number of nodes that the server's GPUs are on."""
 
     def seconds(self, replies: float, sequence_tokens: float) -> float:
-        """Return the seconds to decode one token of each of `replies` replies that have `sequence_tokens` tokens
-        each."""
+        """Return the seconds of one decoding step of `replies` replies, each of which has `sequence_tokens` tokens."""
         # Each decoding step reads all weights once, and the keys and values of each reply.
         weights = self.model.itemsize * self._weights_read(replies) / self.gpus
         read = weights + replies * sequence_tokens * self.kv_per_token
@@ -203,8 +202,7 @@ class Decoder:
         return max(memory_s, flops / (peak * devices.DECODE_EFFICIENCY)) + fixed_s
 
     def _weights_read(self, replies: float) -> float:
-        """Return the number of parameters read to decode a batch's next tokens. A small batch does not use all
-        experts."""
+        """Return the number of parameters that a decoding step reads. A small batch does not use all experts."""
         arch, total = self.model.arch, float(self.model.parameters)
         if not arch.tied:
             total -= arch.hidden * arch.vocab  # only single rows of the embedding are read

@@ -56,7 +56,7 @@ class Traffic:
         return "between nodes" if self.far_bytes else "in a node"
 
     def seconds(self, device: Device) -> float:
-        """Return the transfer time if nothing else uses the links, which work at the same time."""
+        """Return the transfer time if nothing else uses the links. The two kinds of links work at the same time."""
         near_s, far_s = (self.nbytes - self.far_bytes) / device.node_link, self.far_bytes / devices.CLUSTER_LINK
         return max(near_s, far_s) / devices.LINK_SHARE
 

@@ -73,7 +73,7 @@ class Days(Run):
         self.job = job
         self._of_updates, self._of_publications = chances.of("updates"), chances.of("publications")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        """A heap of (time, number, action): faults and recoveries, which happen independently of the loop."""
+        """A heap of (time, serial number, action): faults and recoveries, which happen independently of the loop."""
         self._down: dict[Server, float] = {}
         """{server that is down: time at which its restart is complete}."""
         self._published = dict.fromkeys(self.servers, 0.0)

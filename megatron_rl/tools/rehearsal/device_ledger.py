@@ -121,7 +121,7 @@ class Ledger:
         frame = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            key = id(code), frame.f_lasti  # not the code itself, whose hash is that of all its instructions
+            key = id(code), frame.f_lasti  # not the code itself: hashing it would hash all its instructions
             text = self._lines.get(key)
             if text is None:
                 self._codes[id(code)] = code
@@ -307,7 +307,7 @@ class Ledger:
     def _order_collective(
         self, kind: str, group: dist.ProcessGroup, ins: list[Tensor], outs: list[Tensor], peer: Any, is_async: bool
     ) -> Clock:
-        """Tell the stream order which tensors a collective reads and writes. Return the clock of its end."""
+        """Record in `order` which tensors a collective reads and writes. Return the clock of its end."""
         number = self.group_number(group)
         name = f"group {number} ({self.groups[number][0].lower()})"
         if kind in ("send", "recv"):

@@ -150,8 +150,7 @@ class DeviceMemory:
 
 
 class NotedBackwards:
-    """A replacement for torch's autograd engine. When a backward pass begins, it marks
-    the memory that the graph holds as activations."""
+    """Wraps torch's autograd engine. When a backward pass begins, marks the graph's memory as activations."""
 
     def __init__(self, engine: Any, memory: DeviceMemory) -> None:
         self.engine, self.memory = engine, memory

@@ -232,7 +232,7 @@ class FakeCuda(TorchDispatchMode):
             return
         if value is None:
             self.ledger.note_assumed(f"numbers copied to the host are 0, at {self.ledger.line()}")
-            # Untouched pages take no memory. Bytes are those of storages that leave the device, in pages that are 0.
+            # Untouched pages take no memory. uint8 tensors are storages from the device; their pages are 0 already.
             if not is_large(target) and target.dtype is not torch.uint8:
                 target.zero_()
         else:

@@ -1,8 +1,9 @@
 """Imports Transformer Engine's own Python with fake kernels (te_extension) in place of its compiled libraries.
 
 The package `transformer-engine` on PyPI has only Python sources, 1.2 MB, and needs no CUDA. `make` installs it into the
-folder `share/te` of the Python environment, where Megatron-Core does not find it: without the libraries it would fail.
-If Transformer Engine is installed with its libraries, its sources are used instead, and the libraries are not loaded.
+folder `share/te` of the Python environment, where Megatron-Core does not find it, because Megatron-Core fails if the
+libraries are missing. If Transformer Engine is installed with its libraries, its sources are used instead, and the
+libraries are not loaded.
 """
 
 from __future__ import annotations
@@ -85,5 +86,5 @@ def load() -> None:
     sys.modules[f"{PACKAGE}.pytorch.cpp_extensions"].__getattr__ = extension.__getattr__  # type: ignore[method-assign]
     attention: Any = importlib.import_module(f"{PACKAGE}.pytorch.attention.dot_product_attention.utils")
     choose = attention.get_attention_backend
-    # The kernel depends on the class of the tensors, among which FakeTensor is unknown.
+    # Transformer Engine chooses a kernel by the tensors' class, and does not know FakeTensor.
     attention.get_attention_backend = lambda params: choose(replace(params, qkv_type=torch.Tensor))
