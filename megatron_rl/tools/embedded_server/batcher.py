@@ -122,7 +122,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._accepted: set[Request] = set()
-        """Requests that have passed the door and are not finished."""
+        """Accepted requests that are not finished."""
         self._commands: deque[_Command] = deque()
         self._stopping = False
         self._has_ended = False
@@ -138,8 +138,8 @@ class Batcher:
     def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
         """Run `function` in the batcher's thread between two turns.
 
-        exclusive: wait until all accepted requests have finished, and hold new requests at the door meanwhile. On a
-        paused batcher an exclusive call runs at once.
+        exclusive: first wait until all accepted requests have finished, and accept no new ones meanwhile. On a paused
+        batcher an exclusive call runs at once.
         """
         return self._hand_over(_Command(function, exclusive), self._commands)
 

@@ -89,7 +89,7 @@ class DraftingDecoder(Decoder):
         return self._draft(torch.tensor(following, device=self.device), states, at, attend)
 
     def guessed_logits(self, states: Tensor) -> Tensor:
-        """Return float32 logits `[T, RACING]` of the token ids below RACING, from the head's states `[T, H]`.
+        """Return float32 logits `[T, min(RACING, V)]` of the first token ids, from the head's states `[T, H]`.
 
         Other tokens are never guessed: the whole output layer would cost several times as much as the rest of the head.
         """

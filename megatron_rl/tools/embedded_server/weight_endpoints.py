@@ -215,7 +215,7 @@ class WeightEndpoints:
             raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
     async def _receive_aside(self, arrivals: list[Arrival], body: dict[str, Any]) -> None:
-        """Receive buckets while the server generates, then write them between two turns.
+        """Receive buckets while the server generates, then write them between two of the batcher's turns.
 
         RuntimeError if a broadcast breaks; the weights are then unchanged.
         """
@@ -308,7 +308,7 @@ class WeightEndpoints:
         return flush
 
     def _update(self, change: Callable[[], None], body: dict[str, Any]) -> Future:
-        """Call `change` between two turns, once all accepted requests have finished, or at once if paused.
+        """Call `change` in the batcher's thread: when all accepted requests have finished, or at once if paused.
 
         If `change` raises after it has changed a weight, the weight version becomes INCOMPLETE.
         """
@@ -459,8 +459,8 @@ def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None])
     """Yield (name, tensor) as each tensor arrives. memory: as for `Arrival.begin`. Empties `arrivals`.
 
     All transfers run concurrently and are awaited in order. So the caller can write a tensor while later ones arrive.
-    If a broadcast breaks, the raised error holds no reference to a group. A group's connections close only after its
-    last reference is gone, and until then other servers may wait for data from this one.
+    RuntimeError if a broadcast breaks. The error holds no reference to a group, because a group closes its connections
+    only after its last reference is gone, and until then other servers would wait for data from this one.
     """
     begun: list[tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]] = []
     try:

@@ -244,7 +244,7 @@ class Activations:
         return (convolution + pairs + rows + state + behind + 40 * values) / self.config.parallel.tensor
 
     def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
-        """Return the bytes per row that core attention keeps, including its result, which the output matrix keeps.
+        """Return the bytes per row that core attention keeps, including its result, the input of the output matrix.
 
         query, key, value, result: widths in elements per row. projected: bytes of the projection's output, which
         contains the values.

@@ -277,7 +277,7 @@ class Plan:
         if batch.requests > REPLIES_SIMULATED:
             servers = max(1, servers * REPLIES_SIMULATED // batch.requests)
             groups = max(1, round(groups * servers / self.servers))
-        share = groups / batch.prompts * self.servers / servers  # simulated over real work of a server, due to rounding
+        share = groups / batch.prompts * self.servers / servers  # simulated / real work of a server, due to rounding
         work = Workload(
             servers=servers,
             slots=self.slots,
@@ -306,8 +306,7 @@ class Plan:
 
     @property
     def step_range_s(self) -> tuple[float, float]:
-        """Shortest and longest step time in seconds, if the plan's error is as for the published runs held out of its
-        fit."""
+        """Shortest and longest step time in seconds, given the plan's errors for published runs (STEP_RANGE)."""
         shortest, longest = devices.STEP_RANGE
         return self.split.step_s * shortest, self.split.step_s * longest
 
@@ -357,7 +356,7 @@ class Plan:
 
     @property
     def is_served(self) -> bool:
-        """True if servers have memory for a reply. Servers that run already have it, whatever server_args says."""
+        """True if a server has memory for at least one reply. Assumed for servers that already run."""
         return self.server.fits or bool(self.config.rollout.servers)
 
     @property
@@ -366,7 +365,10 @@ class Plan:
 
 
 def spread_lengths(replies: ReplyTokens, groups: int, samples: int) -> Iterator[list[int]]:
-    """Yield groups of `samples` reply lengths, endlessly. Each step (`groups` groups) has evenly spaced quantiles."""
+    """Yield groups of `samples` reply lengths, endlessly.
+
+    The lengths of each step, which is `groups` groups, are evenly spaced quantiles in random order.
+    """
     count, chance = groups * samples, random.Random(0)
     lengths = replies.spread(count)
     while True:

@@ -86,8 +86,8 @@ class Group:
 class Server:
     """A simulated server.
 
-    `count` advances by one for each token decoded per running reply. A reply that starts at count c with n tokens left
-    is done at count c + n.
+    `count` is the number of decoding steps so far, each of which adds one token to every running reply. A reply that
+    starts at count c with n tokens left is done at count c + n.
     """
 
     def __init__(self, work: Workload) -> None:

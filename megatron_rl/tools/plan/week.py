@@ -114,7 +114,7 @@ class Days(Run):
             wait=self._waited_s / self.now,
         )
 
-    # -- the loop's methods that faults change
+    # The loop's methods that faults change
 
     def place(self, group: Group, replies: Replies) -> None:
         if self.serving():
@@ -165,7 +165,7 @@ class Days(Run):
         super()._requeue_stale()
         self._stale += sum(sum(group.lengths) for group in list(self.again)[before:])
 
-    # -- faults
+    # Faults
 
     def _again_and_again(self, per_s: float, chance: Random, what: Callable[[Random], None]) -> None:
         """Schedule an event repeatedly, without end, as a Poisson process of rate `per_s`."""

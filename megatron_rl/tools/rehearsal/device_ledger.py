@@ -108,7 +108,7 @@ class Ledger:
         self._codes: dict[int, CodeType] = {}
         """Keeps the code objects of `_lines` alive, so that their addresses are not reused."""
 
-    # -- where --------------------------------------------------------------------------------------------------------
+    # Phase and code line
 
     def enter(self, phase: str) -> None:
         """Assign all following entries to `phase`. PhaseTimers call this, with '' between two phases."""
@@ -131,7 +131,7 @@ class Ledger:
             frame = frame.f_back
         return ELSEWHERE
 
-    # -- the device ---------------------------------------------------------------------------------------------------
+    # The device
 
     def note_kernel(self, func, args, kwargs, made: Any) -> None:
         """Record an operation's kernel launches, its FLOPs, and the memory of its results."""
@@ -194,7 +194,7 @@ class Ledger:
     def note_sync(self, what: str, until: Clock | None = None) -> None:
         """Count an event at which the host waits for the device.
 
-        until: clock with the operations it waits for; None for all operations of the current stream.
+        until: clock of the operations that the host waits for; None for all operations of the current stream.
         """
         self.order.host_waits(until)
         where = f"{what} at {self.line()}"
@@ -241,7 +241,7 @@ class Ledger:
         """Count a value that the rehearsal had to assume."""
         self.assumed[what] += 1
 
-    # -- other ranks --------------------------------------------------------------------------------------------------
+    # Other ranks
 
     def group_number(self, group: dist.ProcessGroup) -> int:
         name = group.group_name

@@ -103,7 +103,7 @@ class DeviceMemory:
         _, number = self._numbers.pop(key)
         self._set(number, 0)
 
-    # -- results ------------------------------------------------------------------------------------------------------
+    # Results
 
     def report(self) -> dict[str, Any]:
         """Return the peak (its phase, code line, and bytes by line and part), each phase's peak, and the timeline."""

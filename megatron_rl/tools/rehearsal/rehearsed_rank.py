@@ -28,7 +28,7 @@ from megatron_rl.tools.rehearsal.triton_launches import stand_in_for_triton
 
 
 def main(folder: str) -> None:
-    """Rehearse the ranks listed in `folder/orders.json`. The process must have loaded the shim, but not torch."""
+    """Rehearse the ranks listed in `folder/orders.json`. The shim must have been loaded before torch."""
     orders = json.loads((Path(folder) / "orders.json").read_text())
     rehearse_orders(Path(folder), prepare(orders[0][0]["memory_bytes"]))
 

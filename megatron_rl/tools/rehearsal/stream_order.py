@@ -89,7 +89,7 @@ class StreamOrder:
         self.current = 0
         """Number of the current stream."""
         self.streams: list[Any] = []
-        """The Stream objects, by number. Communicators have None."""
+        """The Stream objects, by number; None for the streams of communicators."""
         self.has_host_uses = False
         """True after a stream's first copy from or to page-locked memory, which the host may use meanwhile."""
         self.page_locked: list[range] = []
@@ -109,7 +109,7 @@ class StreamOrder:
         self._clocks.append({})
         return len(self._names) - 1
 
-    # -- waiting ------------------------------------------------------------------------------------------------------
+    # Waiting
 
     def clock(self, stream: int | None = None) -> Clock:
         """Return a copy of a stream's clock (None: the current stream's). An event stores such a copy."""
@@ -127,7 +127,7 @@ class StreamOrder:
         for clock in self._clocks:
             advance(self._host, clock)
 
-    # -- using --------------------------------------------------------------------------------------------------------
+    # Uses of memory
 
     def note(self, op: Operation, args: Any, kwargs: Any, made: Any) -> None:
         """Record an operator's call: on the current stream if one of its tensors is on the device, else on the host."""
@@ -141,7 +141,7 @@ class StreamOrder:
         read = [tensor for tensor in given if all(tensor is not other for other in written)]
         if results or any(map(on_device, given)):
             self.launch(op.name, filter(on_device, read), [*filter(on_device, written), *new])
-            # A kernel's launch reads scalars of the host, and a copy's other end is recorded by `copy`.
+            # A launch reads host scalars at once, and the host tensor of a copy is recorded by `copy`.
             read, written = [] if op.name in COPIES else read, []
         if self.has_host_uses:
             self.on_host(op.name, *([tensor for tensor in part if not on_device(tensor)] for part in (read, written)))
@@ -214,7 +214,7 @@ class StreamOrder:
     def _name(self, stream: int) -> str:
         return "the host" if stream == HOST else self._names[stream]
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    # Memory
 
     def _memory(self, tensor: Tensor) -> Memory | None:
         return self._memories.get(tensor.untyped_storage()._cdata)

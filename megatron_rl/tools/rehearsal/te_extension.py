@@ -64,7 +64,7 @@ def _missing(name: str) -> Callable[..., Any]:
     return raise_
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
+# Products
 
 
 @_function
@@ -138,7 +138,7 @@ def te_general_grouped_gemm(
     return bias
 
 
-# -- norm and rotation -------------------------------------------------------------------------------------------------
+# Norm and rotation
 
 
 @_function
@@ -184,7 +184,7 @@ def fused_rope_backward(gradient, freqs, start_positions, qkv_format, interleave
     return kernels.rotate(gradient, freqs, True)
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# Attention
 
 
 @_function
@@ -258,7 +258,7 @@ def fused_attn_bwd(
     return [*kernels.attention_backward(d_o, q, k, v, *of_segments), None, None]
 
 
-# -- lists of tensors --------------------------------------------------------------------------------------------------
+# Lists of tensors
 
 
 @_function

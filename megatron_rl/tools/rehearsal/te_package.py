@@ -68,7 +68,7 @@ def install() -> None:
 
 def load() -> None:
     """Import Transformer Engine without its libraries, and replace its functions that need them or a GPU."""
-    # Its own __init__ would look for the libraries, and import its modules for JAX.
+    # The package's own __init__ would look for the libraries, and import the modules for JAX.
     package: Any = ModuleType(PACKAGE)
     package.__version__, package.__path__ = version(), [str(sources() / PACKAGE)]
     package.__spec__ = importlib.machinery.ModuleSpec(PACKAGE, None, is_package=True)
