@@ -56,9 +56,9 @@ def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Pl
 
 
 def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster, trainer_gpus: int = 0) -> list[Plan]:
-    """Return a plan for each split to try. Raises ValueError if every split leaves some replica without a prompt.
+    """Return a plan for each split to try. trainer_gpus: the only number of trainer GPUs to try; 0 tries all.
 
-    trainer_gpus: the only number of trainer GPUs to try; 0 tries all.
+    Raises ValueError if the config cannot run on the cluster, or if every split leaves some replica without a prompt.
     """
     models = models_of(config)
     check_models(models, config)
