@@ -5,10 +5,10 @@ One thread runs `Batcher.run`. Only that thread touches the model, the cache and
 batcher is paused or a weight update is pending. The request then waits in the queue, and finally runs in a row:
 
     submit -> door -> waiting -> running -> finished
-                        ^------- retracted: others need its row, or a pause sends it back
+                        ^------- retracted: others need its row, or a pause returns it to the queue
 
-Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token of every ready row,
-or several if a draft head guesses them.
+Each turn admits requests, prefills at most `prefill_tokens_per_turn` tokens, then decodes one token in every
+row whose prompt is complete, or several if a draft head guesses them.
 Tests assert that tokens and log-probabilities do not depend on the batch, on prefix reuse or on retraction.
 """
 
@@ -61,7 +61,7 @@ class Stats:
     finished_requests: int = 0
     guessed_passes: int = 0
     right_guesses: int = 0
-    """As in Request, summed over requests."""
+    """guessed_passes and right_guesses: as in Request, summed over all requests."""
     tokens_per_s: float = 0.0
 
 
@@ -75,8 +75,8 @@ class Batcher:
         batcher.stop()
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
-    draft_tokens: number of tokens that the model's draft head guesses before each pass. 0 without a draft head.
-    tokens_per_pass: maximum number of tokens that a pass reads, guesses included. Fewer are guessed if that is faster.
+    draft_tokens: maximum number of tokens that the draft head guesses per request before each pass. 0: no draft head.
+    tokens_per_pass: fewer tokens are guessed if a pass would read more than this many, guesses included.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._accepted: set[Request] = set()
-        """Requests that have passed the door and are not finished."""
+        """Accepted requests that are not finished."""
         self._commands: deque[_Command] = deque()
         self._stopping = False
         self._has_ended = False
@@ -138,8 +138,8 @@ class Batcher:
     def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
         """Run `function` in the batcher's thread between two turns.
 
-        exclusive: wait until all accepted requests have finished, and hold new requests at the door meanwhile. On a
-        paused batcher an exclusive call runs at once.
+        exclusive: first wait until all accepted requests have finished, and accept no new ones meanwhile. On a paused
+        batcher an exclusive call runs at once.
         """
         return self._hand_over(_Command(function, exclusive), self._commands)
 
@@ -220,9 +220,9 @@ class Batcher:
     # Called in the batcher's thread
 
     def flush_now(self) -> bool:
-        """Drop all cached keys and values. Return False and drop nothing unless `can_flush`.
+        """Forget all cached prefixes and return True.
 
-        That is, no request may be running and, unless the batcher is paused, none may be waiting.
+        Return False and forget nothing if a request is running, or if one is waiting and the batcher is not paused.
         """
         if not self.can_flush():
             return False
@@ -233,7 +233,7 @@ class Batcher:
         return not self._running and (self.paused or not (self._waiting or self._door))
 
     def release(self, tags: Iterable[str]) -> None:
-        """Free parts of MEMORY. Unless `can_flush`, raise ValueError and free nothing."""
+        """Free parts of MEMORY. If `can_flush` is False, raise ValueError and free nothing."""
         if not self.can_flush():
             raise ValueError(
                 f"release_memory_occupation: {self.running_requests} running and {self.waiting_requests} queued "
@@ -257,8 +257,8 @@ class Batcher:
     def weights_changed(self, version: str | None) -> None:
         """Record a weight update: start a new epoch, and set the weight version unless it is None.
 
-        New requests then reuse no keys of the old weights. If the version changes, each request's current version span
-        ends.
+        New requests then reuse no keys of the old weights. If the version changes, the tokens generated so far are
+        recorded as sampled with the old version.
         """
         self.kv_rows.epoch += 1
         self.hits.forget()
@@ -416,7 +416,7 @@ class Batcher:
         request.retractions += 1
         self._waiting.appendleft(request)
 
-    # The next tokens of each
+    # Decoding
 
     def _decode(self) -> None:
         ready = [r for r in self._running if r.filled == len(r.tokens) - 1]
@@ -425,7 +425,7 @@ class Batcher:
         ready = [r for r in ready if r.room > 0]
         if not ready:
             return
-        # If the requests have grown too long to fit together, this retracts the youngest. Those then have no row.
+        # If the requests have grown too long to fit together, this retracts the youngest, which then have no row.
         self._fit(len(self._running), max(len(r.tokens) for r in ready) + self.draft_tokens, least_rows=1)
         batch = sorted((r for r in ready if r.row is not None), key=lambda r: r.row)
         guessed: list[list[int]] = [[] for _ in batch]
@@ -436,7 +436,7 @@ class Batcher:
             guessed = guesses(self.model, self.kv_rows, batch, count, self.draft_tokens + 1)
             self._count_guesses(batch, passes=1)
         hidden = decode(self.model, self.kv_rows, batch, guessed)  # [B, 1 + count, H]
-        # In one product: reading the output layer takes most of the time of a product with few rows.
+        # One product for all tokens: with few rows, most of its time goes to reading the output layer.
         logits = self.model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         places = list(range(len(batch)))
         for number in range(count + 1):

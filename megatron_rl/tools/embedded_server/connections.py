@@ -1,7 +1,7 @@
 """The connections of the embedded server, limited so that no client can lock out the others.
 
 A connection is a stranger until the guard has accepted a complete request on it. The number of strangers is limited,
-and so is the number of all connections. Above a limit, a new connection replaces the oldest stranger of the peer with
+and so is the number of all connections. Above a limit, a new connection replaces the oldest stranger from the host with
 the most strangers, or an idle known client. A stranger must send a request within HEADERS_S. A client that does not
 read its response is disconnected. The run's own clients have the token and send at once, so they always get in.
 
@@ -32,14 +32,14 @@ MOST_CONNECTIONS = 16_384
 MOST_STRANGERS = 512
 HEADERS_S = 10.0
 PROMPT_S = 1.0
-"""Age up to which strangers are not closed to make room for other connections, unless there are too many strangers.
+"""Grace period of a new stranger, because the server may not have read its request yet.
 
-The server may not have read the request of such a new stranger yet.
+During this time the stranger is closed only if there are too many strangers.
 """
 LOOK_EVERY_S = 1.0
 FIRST_RESPONSE_S = 30.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""Minimum rate of a client: it must read a response within FIRST_RESPONSE_S plus its size divided by this rate."""
+"""A client must read a response within FIRST_RESPONSE_S plus the unread size divided by this rate."""
 NO_FILE_LEFT_S = 0.2
 
 
@@ -53,7 +53,7 @@ class _Connection:
     requests: int = 0
     """Requests in progress: 0 or 1."""
     is_heard: bool = False
-    """True if the current request has no body, and so is already being answered."""
+    """True while a request without a body is being answered. The server then waits for nothing more from the client."""
     response_until_s: float | None = None
 
 

@@ -1,7 +1,7 @@
 """Reads the parts of a Hugging Face `config.json` that the embedded server's forward pass needs.
 
-Only Llama-like models and Qwen3's mixture-of-experts models are supported, whereas the trainer's Architecture supports
-more. Other models raise ValueError.
+Supports Llama-like models and Qwen3's mixture-of-experts models; the trainer's Architecture supports more. Other models
+raise ValueError.
 """
 
 import math

@@ -51,7 +51,8 @@ def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
 
 
 def _decoded(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
-    """Decode a run of a weight's elements. Return the changed places, and their values as bits of the weight's dtype.
+    """Decode a run of a weight's elements. Return the indices of the changed elements, and their values
+    as bits of the weight's dtype.
 
     ValueError for an unknown dtype. A dtype other than the weight's is allowed only if the run sends all its elements.
     """

@@ -1,8 +1,8 @@
 """A decoder with a draft head, which guesses tokens from the decoder's hidden states.
 
-The head is one layer after an idea of EAGLE (arXiv 2401.15077), in the form of a multi-token prediction layer. The
-trainer trains it (engine/draft_head.py) and publishes its tensors under names that begin with `draft.`. Embedding and
-output layer are the decoder's.
+The head is one layer, built like a multi-token prediction layer. The idea is EAGLE's (arXiv 2401.15077). The trainer
+trains the head (engine/draft_head.py) and publishes its tensors under names that begin with `draft.`. The head uses the
+decoder's embedding and output layer.
 """
 
 from collections.abc import Sequence
@@ -53,11 +53,11 @@ class DraftingDecoder(Decoder):
         )
 
     def _folders(self, folder: Path) -> list[tuple[Path, str]]:
-        # A published folder has the head's tensors in the model's own files.
+        # A published folder has the head's tensors in the model's own files. Otherwise they are in their own folder.
         return [(folder, ""), (folder / FOLDER, PREFIX)]
 
     def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache, following: Tensor | None = None) -> Tensor:
-        """Do what Decoder.prefill does, and write the head's keys and values. following: the token after each token."""
+        """Do what Decoder.prefill does, and write the head's keys and values. following: each token's successor."""
         assert following is not None, "the head reads the next token, too"
         positions, rows, attend = self._span_attention(spans, cache)
         hidden = self._forward(tokens, positions, attend, cache, rows)
@@ -79,25 +79,26 @@ class DraftingDecoder(Decoder):
         *,
         width: int = 1,
     ) -> Tensor:
-        """Run the draft head on `width` positions of each row. Return its states `[B * width, H]`, for `logits`.
+        """Run the draft head on `width` positions of each row. Return its states `[B * width, H]`.
 
-        following: the tokens after these positions. states: `[B * width, H]`, the model's at these positions, or the
-        head's own guess of them. Other arguments as in `decode`.
+        `guessed_logits` turns the returned states into logits. following: the tokens after these positions. states:
+        `[B * width, H]` hidden states at these positions, computed by the model or guessed by the head. Other arguments
+        as in `decode`.
         """
         at, _, attend = self._row_attention(positions, rows, cache, width)
         return self._draft(torch.tensor(following, device=self.device), states, at, attend)
 
     def guessed_logits(self, states: Tensor) -> Tensor:
-        """Return float32 logits `[T, RACING]` of the head's states `[T, H]`, for the tokens that are guessed.
+        """Return float32 logits `[T, min(RACING, V)]` of the first token ids, from the head's states `[T, H]`.
 
-        The whole output layer would cost several times as much as the rest of the head.
+        Other tokens are never guessed: the whole output layer would cost several times as much as the rest of the head.
         """
         return linear(states, self.head[:RACING]).float()
 
     def draft_spans(self, following: Tensor, spans: Sequence[Span], cache: KVCache) -> None:
-        """Write the draft head's keys and values of positions that only the model has read, from the cache's states.
+        """Write the head's keys and values of positions that it has skipped, from the hidden states in the cache.
 
-        following: the tokens after these positions, packed.
+        following: `[T]`, the tokens after these positions, packed.
         """
         positions, rows, attend = self._span_attention(spans, cache)
         self._draft(following, cache.states[rows, positions], positions, attend)

@@ -1,12 +1,13 @@
-"""The forward passes of a turn: prefill of many rows at once, and decoding of the ready rows.
+"""The forward passes of a turn: prefill of many rows at once, and decoding of the rows whose prompt is complete.
 
-Only the batcher's thread calls them. The batcher chooses the requests and handles the new tokens. `prefill` records in
-`KVRows` what it wrote. `prefill` skips a prompt's last token, because `decode` reads that token.
+Only the batcher's thread calls these functions. The batcher chooses the requests and handles the new tokens. `prefill`
+records in `KVRows` what it wrote. It skips a prompt's last token, because `decode` reads that token.
 
-With a draft head, `guesses` proposes some tokens per request, and one pass of the model reads all of them. The token
-after each is then sampled as if there were no guesses, with the random numbers of its position. A guess is accepted if
-it is that token. So replies are the same with and without a draft head, whatever it guesses, and their distribution
-needs no correction. The head uses the same random numbers, so it mostly guesses right if its distribution is right.
+With a draft head, `guesses` proposes some tokens per request, and one pass of the model reads all of them. At each
+position a token is then sampled as if there were no guesses, with that position's random numbers. A guess is accepted
+if it equals the sampled token. So replies are the same with and without a draft head, and their distribution needs no
+correction. The head samples its guesses with the same random numbers, so they are mostly right if its distribution is
+close to the model's.
 """
 
 from collections.abc import Sequence
@@ -73,11 +74,11 @@ def guesses(
 ) -> list[list[int]]:
     """Return `count` guesses of the next tokens of each request. `batch` must be sorted by row.
 
-    most: maximum number of positions that the head reads for each request in one go.
+    most: maximum number of positions per request that the head reads in one pass.
     """
     rows, params, cache = [r.row for r in batch], [r.params for r in batch], kv_rows.cache
     width = min(max(1, *(r.filled - r.drafted for r in batch)), most)
-    # While many requests ran, nothing was guessed, and the head has missed more than `width` positions.
+    # If nothing was guessed while many requests ran, the head has missed more than `width` positions.
     if behind := [r for r in batch if r.filled - r.drafted > width]:
         spans = [Span(r.row, r.drafted, r.filled - width - r.drafted) for r in behind]
         model.draft_spans(_following(model, behind, spans), spans, cache)
@@ -88,7 +89,7 @@ def guesses(
     following: list[int] = []
     for request, start in zip(batch, starts, strict=True):
         known = request.tokens[start + 1 : start + 1 + width]
-        following += known + [0] * (width - len(known))  # of positions that are not filled, and not read below
+        following += known + [0] * (width - len(known))  # padding: the states of these positions are not used
     at = torch.tensor(starts, device=model.device)[:, None] + torch.arange(width, device=model.device)
     known_states = cache.states[torch.tensor(rows, device=model.device)[:, None], at].flatten(0, 1)
     states = model.draft(following, known_states, starts, rows, cache, width=width)
@@ -118,7 +119,7 @@ def next_tokens(
 ) -> tuple[list[int], list[float]]:
     """Sample one token per request from logits `[B, V]`; return the tokens and their log-probabilities.
 
-    Supports are added to the requests that ask for them. Logits are changed in place by requests that adjust them.
+    Requests with `tells_support` get the token's support appended. Penalties and biases change `logits` in place.
     """
     for row, request in zip(logits, batch, strict=True):
         if request.params.adjusts_logits:

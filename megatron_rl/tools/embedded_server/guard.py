@@ -2,8 +2,8 @@
 
 If the server has a token, clients must send it, except for OPEN_PATHS. Only a server on a loopback address may have no
 token. Without a token, any process on the host may generate, but none may change the server. Requests from web pages
-are then refused. They are recognized because a browser sends the page's own Origin or, after DNS rebinding, its own
-Host.
+are then refused. They are recognized by the Origin header, which names the page, or after DNS rebinding by the Host
+header, which names the page's host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 60.0
 MOST_IN_WINDOW = 20
 MOST_KINDS = 256
-"""LogRate logs MOST_IN_WINDOW lines of the same message per WINDOW_S seconds, for at most MOST_KINDS messages."""
+"""Maximum number of different messages that LogRate counts. Of each, MOST_IN_WINDOW lines pass per WINDOW_S seconds."""
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
 """Paths that need no token."""
 GENERATION_PATHS = (
@@ -55,8 +55,8 @@ def guard(token: str | None, host: str, connections: Connections) -> Callable:
                     response: web.StreamResponse = refusal
                 else:
                     _refuse_head(http, token)
-                    # A token makes a client known. Without tokens a complete request does; `Bodies` reports those
-                    # that have a body.
+                    # A token makes a client known. Without tokens a complete request does. `Bodies`
+                    # calls `welcome` for a request with a body.
                     is_known = not http.can_read_body if token is None else http.path not in OPEN_PATHS
                     if is_known:
                         connections.welcome(http)

@@ -1,8 +1,8 @@
 """Chooses the number of tokens to guess before a pass, by the share of earlier guesses that were right.
 
-The times are those of SmolLM2-135M on a CPU (benchmarks/bench_draft.py). With few tokens a pass takes as long as
-reading the weights, with many as long as the arithmetic. A single token is faster: oneDNN then multiplies a matrix by a
-vector. The rule reads no clock, so it does the same on each machine.
+The time of a pass is estimated as the time to read the weights, plus arithmetic for each token, plus the guesses. The
+constants were measured with SmolLM2-135M on a CPU (benchmarks/bench_draft.py). No clock is read, so the choice is the
+same on each machine.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 DOUBLED_AT = 24
 """Number of tokens whose arithmetic takes as long as reading the weights."""
 SINGLE = 0.7
-"""Time of reading the weights for a single token, relative to that for several."""
+"""Time to read the weights in a pass over one token, relative to a pass over several.
+
+For one token, oneDNN multiplies a matrix by a vector, which is faster.
+"""
 GUESS = 0.07
-"""Time of a guess, relative to that of reading the weights."""
+"""Time to guess one token for each request, relative to the time to read the weights."""
 FIRST_SHARE, FIRST_WEIGHT = 0.6, 30
-"""Share of right guesses that is assumed of a new head, and the number of guesses that it counts as. The first guesses
-of a new head thus show how good it is."""
+"""Prior for a new head: share of right guesses, and the number of guesses that the prior counts as."""
 KEPT = 0.5
-"""Weight of earlier guesses after new weights have arrived."""
+"""Factor by which earlier guesses count less after an update of the model's weights."""
 
 
 class Hits:
-    """The share of guesses that were right, of those whose predecessors were right.
+    """Share of guesses that were right. A guess counts only if all guesses before it in the same pass were right.
 
     For example:
 
@@ -42,20 +44,20 @@ class Hits:
         self._tried += tried
 
     def forget(self) -> None:
-        """Forget a part of what was counted, because weights have changed."""
+        """Move the counts part of the way back to the prior, because weights have changed."""
         self._right = KEPT * self._right + (1 - KEPT) * FIRST_SHARE * FIRST_WEIGHT
         self._tried = KEPT * self._tried + (1 - KEPT) * FIRST_WEIGHT
 
     def best_count(self, requests: int, most: int) -> int:
-        """Return how many tokens to guess for each request, at most `most`, so that tokens arrive fastest."""
+        """Return the number of guesses per request, at most `most`, with the highest expected tokens per second."""
         return max(range(max(most, 0) + 1), key=lambda count: self._tokens(count) / pass_time(requests, count))
 
     def _tokens(self, count: int) -> float:
-        """Return the expected number of tokens of a request from one pass over `count` guesses."""
+        """Return the expected number of tokens that a request gains from one pass over `count` guesses."""
         return sum(self.share**number for number in range(count + 1))
 
 
 def pass_time(requests: int, count: int) -> float:
-    """Return the time of a pass with `count` guesses for each request, relative to that of reading the weights."""
+    """Return the time of a pass with `count` guesses per request, relative to the time to read the weights."""
     tokens = requests * (1 + count)
     return (1 if tokens > 1 else SINGLE) + tokens / DOUBLED_AT + GUESS * count

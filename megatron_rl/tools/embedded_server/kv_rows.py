@@ -64,7 +64,7 @@ class KVRows:
         reuse_prefixes: bool,
         guessed_tokens: int = 0,
     ):
-        """guessed_tokens: room that each row needs behind its tokens, for those that a draft head guesses."""
+        """guessed_tokens: extra positions per row, for the tokens that a draft head guesses."""
         self.cache = cache
         self.max_rows = max_rows
         self.context_length = context_length
@@ -202,7 +202,7 @@ def _power_of_two(value: int) -> int:
 
 
 def _common_prefix(a: list[int], b: list[int], limit: int) -> int:
-    """Return the length of the common prefix, at most `limit`. Bisection compares whole slices, which runs in C."""
+    """Return the length of the common prefix, at most `limit`. Uses bisection, because slices are compared in C."""
     low, high = 0, min(len(a), limit)
     if a[:high] == b[:high]:
         return high

@@ -60,7 +60,7 @@ LETTERS_PER_TOKEN = 32
 """Assumed upper bound of characters per token. A longer text is refused before tokenization, which would be slow."""
 MAX_SCALARS = 64
 MOST_SUPPORT = 4096
-"""Maximum top_k of a request for the tokens that were sampled from, as SGLang's default --sampling-mask-max-tokens."""
+"""Maximum top_k of a request with return_sampling_mask. SGLang's default for --sampling-mask-max-tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Limits:
     context_length: int
     tells_routes: bool = False
     tells_weights: bool = False
-    """True if returned expert routes include the router's weights of the experts."""
+    """True if returned expert routes include the router's weight for each expert."""
 
     @property
     def letters(self) -> int:

@@ -33,7 +33,7 @@ class Text:
 
     For example:
 
-        text = Text.load(folder)  # None where there is no tokenizer
+        text = Text.load(folder)  # None if the folder has no tokenizer
         ids = text.render([{"role": "user", "content": "2 + 2?"}], options={})
         text.decode(ids)
     """

@@ -31,7 +31,7 @@ class Request:
     routes_from: int | None = None
     """First position whose expert routes are returned (None: no routes)."""
     tells_support: bool = False
-    """Return the tokens that each token was sampled from, and its log-probability over them."""
+    """True to return, per output token, the tokens it was sampled from and its log-probability among them."""
     on_progress: Callable[["Request"], None] | None = None
     """Called in the batcher's thread after every token."""
     done: Future = field(default_factory=Future)
@@ -69,7 +69,7 @@ class Request:
     """Weight version when the request finished."""
     created_s: float = field(default_factory=time.monotonic)
     started_s: float = 0.0
-    """Time when the request first got a cache row. This and the next two come from time.monotonic(), 0 until set."""
+    """time.monotonic() when the request first got a cache row; 0 until then."""
     first_token_s: float = 0.0
     finished_s: float = 0.0
 

@@ -22,7 +22,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_run_arguments(args: argparse.Namespace) -> None:
-    """Check these arguments.
+    """Check the arguments of `add_run_arguments`.
 
     ValueError if no trainer could use the registration, or if other hosts could reach a server without a token.
     """

@@ -1,11 +1,12 @@
 """Sampling of the next token, with SGLang's sampling parameters.
 
 Token k of a request uses random numbers that depend only on (seed, k), so a reply does not depend on the rest of the
-batch. The tokens run a race: each arrives after an exponential time, with its probability as its rate, and the first
-one is sampled. A draft head whose race has the same times mostly has the same winner, if its distribution is similar.
+batch. Sampling is an exponential race: each token gets a random exponential time, with its probability as the rate,
+and the token with the shortest time is sampled. A draft head uses the same random numbers. So it mostly samples the
+same token, if its distribution is similar.
 
-A token's log-probability is taken from softmax(logits / temperature), before top-k, top-p and min-p. On
-request, a token's support is told too: the tokens that were left to choose from, and the log-probability over them.
+A token's log-probability is taken from softmax(logits / temperature), before top-k, top-p and min-p. On request, a
+token's support is returned too: the tokens that these filters kept, and the log-probability among them.
 """
 
 import math
@@ -26,11 +27,13 @@ _MASK64 = (1 << 64) - 1
 GREEDY_BELOW = 1e-6
 """Below this temperature, sampling is greedy, as in SGLang. Dividing by a smaller temperature would overflow."""
 HOTTEST = 1e37
-"""Maximum temperature; higher ones are lowered to it. Sampling at it is uniform. It and its inverse fit in float32."""
+"""Maximum temperature; higher ones are lowered to this. Sampling is then uniform. 1 / HOTTEST still fits in float32."""
 RACING = 4096
-"""Tokens with ids below this have times of their own. The others share one, and a uniform number decides among them.
-The distribution is the same for any value. Most tokenizers number tokens by frequency, so these are the frequent ones.
-A draft head guesses only these."""
+"""Each token id below this has its own random time. All others share one time, and a uniform number chooses among them.
+
+The distribution is the same for any value. Most tokenizers number tokens by frequency, so the frequent tokens have
+their own times. A draft head guesses only ids below this.
+"""
 MOST_BIASES = MOST_STOP_IDS = 1024
 MOST_STOP_LETTERS = 256
 """Maximum length of a stop string. Stop strings are searched for after every token."""
@@ -223,8 +226,8 @@ def uniform(key: int) -> float:
 
 
 def times(keys: Sequence[int], count: int) -> Tensor:
-    """Return standard exponential times `[B, count + 1]` float64. The first `count` are the same for any `count`."""
-    # The shared time comes first, so that it does not depend on the size of the vocabulary either.
+    """Return standard exponential times `[B, count + 1]` float64: those of ids below `count`, then the shared one."""
+    # The shared time is drawn first, so that no time depends on the size of the vocabulary.
     rows = [np.random.Generator(np.random.SFC64(key)).standard_exponential(count + 1) for key in keys]
     return torch.from_numpy(np.stack(rows)).roll(-1, 1)
 
@@ -233,8 +236,8 @@ def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], st
     """Apply penalties, logit_bias and min_new_tokens to one row `[V]` in place.
 
     As in SGLang, this happens before the logits are divided by the temperature, only generated tokens count, and the
-    repetition penalty comes after the two others and before logit_bias. The numbers and their order are the trainer's
-    (`Adjusting.changes`), so that both have the same bits.
+    repetition penalty comes after the two others and before logit_bias. The trainer uses the same `Adjusting.changes`,
+    so its logits are bitwise equal.
     """
     adjusting = params.adjusting
     if adjusting.size:
@@ -251,12 +254,10 @@ def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], st
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int], wants: Sequence[int] = ()
 ) -> tuple[list[int], list[float], list[tuple[list[int], float]]]:
-    """Sample one token per row of `[B, V]` float32 logits. Return the ids and their log-probabilities.
+    """Sample one token per row of `[B, V]` float32 logits. Return the ids, their log-probabilities and supports.
 
-    keys: those of `key_of`, one per row.
-
-    The third part has, for each row of `wants`, its support and the log-probability over this. A row that contains NaN
-    gets a NaN log-probability and an arbitrary id inside the vocabulary.
+    keys: results of `key_of`, one per row. wants: indices of the rows for which the result of `support_of` is returned.
+    A row that contains NaN gets a NaN log-probability and an arbitrary id inside the vocabulary.
     """
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
     chosen, kept = choose(logits, params, keys, temperatures)
@@ -273,9 +274,10 @@ def sample(
 def choose(
     logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int], temperatures: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row of `[B, V]` logits. Return the ids `[B]` and the weights `[B, V]` that they came from.
+    """Sample one token per row of `[B, V]` logits. Return the ids `[B]` and the filtered probabilities `[B, V]`.
 
-    temperatures: those of `params`, if they are at hand as a tensor.
+    The probabilities of excluded tokens are 0, and the others are not rescaled. temperatures: `[B]` float64; None takes
+    them from `params`.
     """
     if temperatures is None:
         temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
@@ -295,12 +297,12 @@ def choose(
 
 
 def support_of(logits: Tensor, kept: Tensor, token: int, params: SamplingParams) -> tuple[list[int], float]:
-    """Return the tokens with a weight in `kept` `[V]`, the sampled one first, and its log-probability over them."""
+    """Return the ids with nonzero `kept` `[V]`, first the sampled `token`, and its log-probability among them."""
     if params.greedy:
         return [token], 0.0
     others = [other for other in kept.nonzero()[:, 0].tolist() if other != token]
     support = [token, *others]
-    # In the order in which the trainer has them, so that its log-probabilities are the same bits.
+    # In the trainer's order, so that the trainer's log-probabilities are bitwise equal.
     only, first = logits[support][None], torch.zeros(1, dtype=torch.int64, device=logits.device)
     return support, float(packed_logprobs(only, first, temperature=params.temperature))
 

@@ -1,7 +1,7 @@
 """`megatron-rl serve MODEL --backend sglang`: one real SGLang server under a supervisor, registered for a run.
 
 The registration is valid only while the server answers: its lease expires during a restart. For a server that spans
-several nodes (SGLang's --nnodes), run this command on each node. Only the head node registers. If one node's process
+several nodes (SGLang's --nnodes), run this command on each node. Only node 0 registers. If one node's process
 ends, all of them end, because SGLang's processes cannot rejoin.
 """
 

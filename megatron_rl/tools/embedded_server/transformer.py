@@ -82,12 +82,12 @@ class KVCache:
 
 
 PADDED_SHARE = 0.75
-"""Prompts at least this fraction as long as the longest are padded to its length, to compute attention in one batch."""
+"""Prompts at least this fraction as long as their group's longest are padded to its length, for one attention call."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """`count` tokens of one row, from position `start`, in a packed prefill."""
+    """`count` tokens of one row, starting at position `start`, in a packed prefill."""
 
     row: int
     start: int
@@ -141,9 +141,9 @@ class Decoder:
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
         self.watch: Callable[[int, str, Tensor], object] = lambda layer, place, states: None
-        """Called with each layer's number and intermediate results, in the order in which they are computed."""
+        """Called with each intermediate result, in order: (layer number, name of the result, values)."""
         self.changes = 0
-        """Number of times that a weight was changed, or that its memory was given away to be written."""
+        """Number of changes of weights so far. Each call of `memory_of` that returns memory counts as one."""
         self._checksums: dict[str, str] = {}
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self.embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -222,7 +222,8 @@ class Decoder:
     def weight(self, name: str) -> Tensor | None:
         """Return a weight by its HF name, or None.
 
-        The head of a tied model is its embedding. It can be read but not written: like SGLang, `write` ignores it.
+        The output layer of a tied model is its embedding. It can be read but not written: as in SGLang, `write` ignores
+        it.
         """
         return self.embedding if self.config.tied and name == "lm_head.weight" else self.parameters.get(name)
 
@@ -276,7 +277,7 @@ class Decoder:
     def load(self, folder: Path) -> None:
         """Read all weights of an HF folder. ValueError, before the first write, if names or shapes differ.
 
-        A multi-token-prediction layer is left out, as transformers does.
+        A multi-token-prediction layer is skipped, as in transformers.
         """
         owner = {}
         for own, prefix in self._folders(folder):
@@ -300,7 +301,7 @@ class Decoder:
             self.write(name, handle.get_tensor(there))
 
     def _folders(self, folder: Path) -> list[tuple[Path, str]]:
-        """Return the folders with a model's files, each with the prefix of its tensors' names here."""
+        """Return (folder, prefix) for each folder with weight files. The prefix is put before its tensors' names."""
         return [(folder, "")]
 
     def draw(self) -> None:
@@ -348,7 +349,7 @@ class Decoder:
         return self._forward(tokens, positions, attend, cache, rows)
 
     def _span_attention(self, spans: Sequence[Span], cache: KVCache) -> tuple[Tensor, Tensor, Attend]:
-        """Return position and row of each packed token `[T]`, and the attention of these tokens to their rows."""
+        """Return each packed token's position and row, both `[T]`, and the function that computes its attention."""
         positions = torch.cat([torch.arange(s.start, s.start + s.count, device=self.device) for s in spans])
         rows = torch.repeat_interleave(
             torch.tensor([s.row for s in spans], device=self.device),
@@ -391,7 +392,7 @@ class Decoder:
     def _row_attention(
         self, positions: list[int], rows: list[int], cache: KVCache, width: int
     ) -> tuple[Tensor, Tensor, Attend]:
-        """Return position and row of each token `[B * width]`, and the attention of these tokens to their rows."""
+        """Return each token's position and row, both `[B * width]`, and the function that computes its attention."""
         low, high, longest = rows[0], rows[-1] + 1, max(positions) + width
         gapless = high - low == len(rows)
         steps = torch.arange(width, device=self.device)
@@ -461,7 +462,7 @@ class Decoder:
     def _layer(
         self, i: int, layer: Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
-        """Run layer `i`. Return the hidden states `[T, H]` behind it, and the routes `[T, slots]` of a mixture."""
+        """Run layer `i`. Return the hidden states `[T, H]` after it, and the routes `[T, slots]` of a mixture."""
         c, see, slots = self.config, self.watch, None
         cos, sin = rotation
         rotated = c.num_heads + c.num_kv_heads

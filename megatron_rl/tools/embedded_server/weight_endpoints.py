@@ -61,7 +61,7 @@ class WeightEndpoints:
         self.adapter: str | None = None
         """Name of the adapter merged into the weights."""
         self._adapted: list[str] = []
-        """Names of the matrices that it changes."""
+        """Names of the matrices that the adapter changes."""
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         self._joining: set[str] = set()
         """Names of groups that a thread is trying to join."""
@@ -215,7 +215,7 @@ class WeightEndpoints:
             raise ValueError(f"{update} must run between begin_weight_update() and end_weight_update()")
 
     async def _receive_aside(self, arrivals: list[Arrival], body: dict[str, Any]) -> None:
-        """Receive buckets while the server generates, then write them between two turns.
+        """Receive buckets while the server generates, then write them between two of the batcher's turns.
 
         RuntimeError if a broadcast breaks; the weights are then unchanged.
         """
@@ -268,7 +268,7 @@ class WeightEndpoints:
         return success(f"Loaded adapter {name}.")
 
     async def unload_adapter(self, http: web.Request) -> web.Response:
-        """Write the matrices that the adapter has changed as the model has them. The adapter's folder may be gone."""
+        """Restore the matrices that the adapter changed, from the model's files. The adapter's folder may be gone."""
         name = field(await read_object(http), "lora_name", str)
         if name != self.adapter:
             raise ValueError(f"lora_name = {shown(name)}: no such adapter is loaded")
@@ -283,7 +283,7 @@ class WeightEndpoints:
     async def _write_matrices(
         self, folder: Any, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> list[str]:
-        """Write the matrices that an adapter changes, and return their names. folder: where they come from."""
+        """Write the matrices that an adapter changes, and return their names. folder: named in errors."""
         names: list[str] = []
 
         def write() -> None:
@@ -308,13 +308,13 @@ class WeightEndpoints:
         return flush
 
     def _update(self, change: Callable[[], None], body: dict[str, Any]) -> Future:
-        """Call `change` between two turns, once all accepted requests have finished, or at once if paused.
+        """Call `change` in the batcher's thread: when all accepted requests have finished, or at once if paused.
 
         If `change` raises after it has changed a weight, the weight version becomes INCOMPLETE.
         """
         version = field(body, "weight_version", str, None)
 
-        # Check again here: since the request the server may have been paused, or its memory released.
+        # Check again here: since the request arrived, the server may have been paused, or its memory released.
         def run() -> None:
             self.batcher.require("weights")
             flush = self._refuse_flush(body)
@@ -436,7 +436,7 @@ class Arrival:
     def begin(
         self, memory: Mapping[str, torch.Tensor | None]
     ) -> tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]:
-        """Start the broadcasts. Return (name, tensor to fill) and the pending works: one per tensor, or one for all.
+        """Start the broadcasts. Return [(name, tensor to fill)], and the broadcasts: one per tensor, or one for all.
 
         memory: {tensor name: memory to receive into}. If the memory is None, missing or on another device, or if the
         bucket is flattened, a new tensor is allocated.
@@ -459,8 +459,8 @@ def arriving(arrivals: list[Arrival], memory: Mapping[str, torch.Tensor | None])
     """Yield (name, tensor) as each tensor arrives. memory: as for `Arrival.begin`. Empties `arrivals`.
 
     All transfers run concurrently and are awaited in order. So the caller can write a tensor while later ones arrive.
-    If a broadcast breaks, the error refers to no group: a group's connections close only after its last reference is
-    gone, and other servers may be waiting for data from this one.
+    RuntimeError if a broadcast breaks. The error holds no reference to a group, because a group closes its connections
+    only after its last reference is gone, and until then other servers would wait for data from this one.
     """
     begun: list[tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]] = []
     try:

@@ -2,8 +2,8 @@
 
 Covers megatron.core's local layers with this package's norms and attention (model.transformer_impl = local), as
 measured on CPU in tests/megatron/test_plan_memory.py. Also covers Transformer Engine's layers, as rehearsed in
-test_plan_rehearsed.py. Those keep less: neither a norm's float32 input nor the cosines and sines that rotate queries
-and keys. Of a feed-forward block they keep only gate, up and their product.
+test_plan_rehearsed.py. Transformer Engine's layers keep less: neither a norm's float32 input nor the cosines and sines
+that rotate queries and keys. Of a feed-forward block they keep only gate, up and their product.
 
 On CUDA, bfloat16 attention uses the variable-length kernel. float32 runs on CUDA are meant for checks only; their
 attention may keep all scores, which are not counted here. Routed tokens are assumed to spread evenly over the experts.
@@ -28,7 +28,8 @@ DELTA_CHUNK = 64
 class Run:
     """Consecutive layers that are recomputed together, or a single layer. Sizes are bytes per row.
 
-    kept: activations kept for the backward pass. formed_again: activations that recomputation adds during that pass.
+    kept: activations kept for the backward pass. formed_again: activations that recomputation adds during the backward
+    pass.
     """
 
     kept: float
@@ -243,7 +244,7 @@ class Activations:
         return (convolution + pairs + rows + state + behind + 40 * values) / self.config.parallel.tensor
 
     def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
-        """Return the bytes per row that core attention keeps, including its result, which the output matrix keeps.
+        """Return the bytes per row that core attention keeps, including its result, the input of the output matrix.
 
         query, key, value, result: widths in elements per row. projected: bytes of the projection's output, which
         contains the values.

@@ -32,13 +32,18 @@ UPDATE_SLOWNESS = 0.1
 PUBLICATION_SPREAD = 0.25
 """Standard deviation of the logarithm of a publication's duration. The median is the planned duration. Assumed."""
 OF_PROMPTS = 0.5
-"""Share of the variance of reply lengths, on a normal scale, that lies between prompts. Assumed."""
+"""Share of the variance of reply lengths that lies between prompts, not between replies to one prompt. Assumed.
+
+Lengths are mapped to a normal distribution first.
+"""
 
 
 @dataclass(frozen=True)
 class Chances:
-    """The random draws of one run. Each kind of event has its own generator, so an additional failure does not change
-    the reply lengths."""
+    """The random draws of one run.
+
+    Each kind of event has its own generator, so an additional failure does not change the reply lengths.
+    """
 
     seed: int
 

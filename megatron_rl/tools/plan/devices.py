@@ -20,11 +20,11 @@ class Device:
     float32_flops: float
     """Without TF32, which torch disables by default."""
     node_link: float
-    """Bytes per second that a GPU can send over NVLink within a node: half of the data sheet's sum of both ways."""
+    """Bytes per second that a GPU can send over NVLink within a node. Data sheets sum both ways."""
 
     @property
     def links(self) -> dict[str, float]:
-        """Bytes per second that a GPU can send, by way."""
+        """{kind of link: bytes per second that a GPU can send over it}."""
         return {"in a node": self.node_link, "between nodes": CLUSTER_LINK}
 
     def flops(self, dtype: str) -> float:
@@ -46,7 +46,7 @@ FRAGMENTATION = 0.05
 SERVER_MEMORY_SHARE = 0.85
 """Share of a server GPU for weights and KV cache, if server_args has no --mem-fraction-static."""
 PREFILL_EFFICIENCY, DECODE_EFFICIENCY = 0.4, 0.4
-"""Share of peak FLOPS that servers reach at most."""
+"""Maximum share of peak FLOPS that servers reach in prefill, and in decoding."""
 DISK_BANDWIDTH = 5e9
 """Bytes per second of a shared file system, for rollout.publication = disk or delta."""
 CLUSTER_LINK = 50e9
@@ -63,33 +63,33 @@ MEAN_REPLY = 0.5
 # Fitted to published runs: half of the rows of benchmarks/data/published_runs.csv. `benchmarks/bench_plan.py` shows the
 # errors of both halves, and fits the constants with --fit.
 MATRIX_EFFICIENCY, HALF_SIZE = 0.565, 280.0
-"""Share of peak FLOPS of a trainer's large matrix products. A product with HALF_SIZE rows, or with so many columns on a
-rank, reaches half of it."""
+"""Share of peak FLOPS that a trainer's large matrix products reach. A product with only HALF_SIZE rows, or only
+HALF_SIZE columns per rank, reaches half of that."""
 ATTENTION_EFFICIENCY = 0.5
-"""Share of peak FLOPS of a trainer's causal attention."""
+"""Share of peak FLOPS that a trainer's causal attention reaches."""
 LAYER_S, MIXTURE_S = 4e-4, 1.4e-3
-"""Time of a layer's forward pass over a microbatch in addition to its products: norms, launches. MIXTURE_S: in addition
-for a mixture of experts: routing, sorting rows, waiting for their counts."""
+"""Seconds of a layer's forward pass over a microbatch in addition to its matrix products. LAYER_S: for norms and kernel
+launches. MIXTURE_S: further seconds of a mixture of experts, for routing, sorting rows and waiting for their counts."""
 ROUTING_IMBALANCE = 1.6
-"""Rows of the busiest expert rank over the mean."""
+"""Rows of the busiest expert rank, divided by the mean over all expert ranks."""
 LINK_SHARE = 0.78
 """Share of a link's bandwidth that collectives and publications reach."""
 DECODE_BANDWIDTH = 0.58
-"""Share of peak memory bandwidth reached in decoding."""
+"""Share of peak memory bandwidth that servers reach in decoding."""
 DECODE_LAYER_S, DECODE_REPLY_S = 3.5e-5, 4.6e-5
-"""Time of a decoding step in addition to its reads: of each layer, including all-reduces in a node; of each reply."""
+"""Seconds of a decoding step in addition to memory reads: per layer (with all-reduces in a node), and per reply."""
 ALL_REDUCE_S = 1.25e-4
-"""Further time of a layer in a decoding step, for its all-reduces over each node of the server but one."""
+"""Further seconds per layer of a decoding step for each additional node of the server, for all-reduces."""
 GROUP_S, IPC_S, IPC_TENSOR_S = 1.0, 6.0, 2.3e-4
-"""Time of a publication in addition to the whole model's way over one link. GROUP_S: to servers on other GPUs. IPC_S,
-and IPC_TENSOR_S for each tensor: to servers on the trainer's GPUs."""
+"""Seconds of a publication in addition to sending the whole model over one link. GROUP_S: with servers on other GPUs.
+IPC_S, and IPC_TENSOR_S per tensor: with servers on the trainer's GPUs."""
 
 # Assumed, because published runs give the means of lengths only.
 REPLY_SPREAD, ENDLESS = 0.8, 0.01
 """Reply lengths are log-normal. REPLY_SPREAD: standard deviation of the logarithm. ENDLESS: share of replies that run
 to the maximum length."""
 STEP_RANGE = (0.85, 1.4)
-"""Least and greatest ratio of a published step time to the planned one, among the runs that are held out of the fit."""
+"""Lowest and highest ratio of real to planned step time, among the published runs that were held out of the fit."""
 
 
 def assumptions(device: Device) -> dict[str, str]:

@@ -14,11 +14,11 @@ from megatron_rl.weights.layout import Shares, parameters_of_mtp_layer
 FLOAT32_STATES = 16
 """Bytes of a parameter's float32 weight, gradient and two moments."""
 CHUNK_TENSORS, CHUNKS_OF_TERM = 6, 4
-"""The soft cross-entropy's float32 tensors of a chunk of logits, and the factor by which its chunks are smaller than
-the policy's. The latter is copied from ops/head.py, whose import needs compiled operators."""
+"""CHUNK_TENSORS: number of float32 tensors that the soft cross-entropy holds for a chunk of logits. CHUNKS_OF_TERM: its
+chunks have this factor fewer rows than the policy's; copied from ops/head.py, whose import needs compiled operators."""
 PASSES = 3.0
-"""Cost of a forward and a backward pass, in forward passes. Of the output layer these are the logits of both
-distributions, and a product of their difference."""
+"""Cost of a forward and a backward pass, in forward passes. For the output layer: the logits of both distributions, and
+one product with their difference for the gradient."""
 
 
 def draft_parameters(
@@ -64,12 +64,12 @@ def draft_pass_bytes(
     cast = itemsize * draft_parameters(arch, engine, parallel.pipeline - 1).total  # weights, or their gradients
     layer, config = _layer(arch, engine)
     kept, _ = Activations(layer, config, megatron, uses_kernel=itemsize == 2).of_stage(0, round(own), 1)
-    # The states of all rows, twice; at each depth, of its own rows the states, embeddings, layer's input and gradients.
+    # The states of all rows, twice. At each depth, for the rank's own rows: states, embeddings, layer input, gradients.
     return 2 * rows * width + engine.draft.depths * (6 * own * width + kept) + logits + cast
 
 
 def draft_flops_of_row(arch: Architecture, engine: EngineConfig, keys: float) -> float:
-    """Return the FLOPs of one row of a forward pass through the head's layer, on all tensor ranks together.
+    """Return the FLOPs of one row in a forward pass through the head's layer, summed over tensor ranks.
 
     keys: mean number of keys that the row attends to.
     """
@@ -85,7 +85,7 @@ def draft_flops_of_row(arch: Architecture, engine: EngineConfig, keys: float) ->
 
 
 def _layer(arch: Architecture, engine: EngineConfig) -> tuple[Architecture, EngineConfig]:
-    """Return the head's layer as a model of one layer, and the options with which it is computed."""
+    """Return the head's layer as a model of one layer, and the engine options that apply to it."""
     if engine.draft.kind == "mtp":
         return arch.mtp_layer(), replace(engine, parallel=replace(engine.parallel, pipeline=1, virtual_pipeline=1))
     dense = replace(arch, layers=1, windows=(None,), mixture=None, qk_norm=False, wide_qk_norm=False)

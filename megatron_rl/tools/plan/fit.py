@@ -23,7 +23,7 @@ NODE_COUNTS_TRIED = 5
 MOST_SPLITS = 32
 """Maximum number of splits tried. If more are possible, evenly spaced ones are tried."""
 OTHERS = 3
-"""Number of other layouts that a plan names."""
+"""Number of alternative layouts that a plan lists."""
 LAYOUT = ("parallel.tensor", "parallel.pipeline", "parallel.expert")
 SELECTIVE = {"recompute_granularity": "selective"}
 ON_CPU = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
@@ -56,9 +56,9 @@ def best_plan(config: TrainConfig, tokens: PromptTokens, cluster: Cluster) -> Pl
 
 
 def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster, trainer_gpus: int = 0) -> list[Plan]:
-    """Return a plan for each split to try. Raises ValueError if every split leaves some replica without a prompt.
+    """Return a plan for each split to try. trainer_gpus: the only number of trainer GPUs to try; 0 tries all.
 
-    trainer_gpus: the only number of trainer GPUs to try; 0 tries all.
+    Raises ValueError if the config cannot run on the cluster, or if every split leaves some replica without a prompt.
     """
     models = models_of(config)
     check_models(models, config)
@@ -144,7 +144,7 @@ def counted(count: int, noun: str) -> str:
 def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None, against: tuple[list[str], Plan] | None = None) -> str:
     """Return the message that says why the plan cannot run, and what would fit.
 
-    against: what would fit if keys of the command line were changed, too. Used if `nearest` is None.
+    against: what would fit if keys set on the command line were changed, too. Used if `nearest` is None.
     """
     device = plan.cluster.device
     if not plan.has_gpus_for_both:
@@ -235,10 +235,10 @@ def _nearest(
 
 
 def other_layouts(plan: Plan, given: Collection[str] = ()) -> list[tuple[list[str], Plan]]:
-    """Return the best OTHERS layouts near a plan's own by tokens per second and GPU: overrides, and the plan with them.
+    """Return the OTHERS layouts near a plan's own with the most tokens per second and GPU, as (overrides, plan).
 
-    Tries half and twice the size of each axis, and of a server, with the plan's numbers of GPUs on both sides. All
-    fit, and the config accepts them. Keys in `given` are not changed.
+    Tries half and twice the size of each axis and of a server, with as many trainer and server GPUs as in the plan.
+    Returns only layouts that fit and that the config accepts. Keys in `given` are not changed.
     """
     config, cluster, arch = plan.config, plan.cluster, plan.models[0].arch
 
@@ -301,12 +301,12 @@ def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[st
 
 
 def _is_cut(config: TrainConfig) -> bool:
-    """Return whether the user has cut the pipeline, which suits one number of stages only."""
+    """Return whether the config says how to cut the pipeline into stages, which fixes the number of stages."""
     return any(config.megatron.get(key) for key in PIPELINE_CUTS)
 
 
 def _free(options: dict[str, list[Any]], config: TrainConfig, given: Collection[str]) -> dict[str, list[Any]]:
-    """Return the options without those values that would change a key in `given`."""
+    """Return the options without the values that would change a key in `given`."""
     kept = {name.removeprefix("critic.") for name in given}
 
     def is_free(key: str, value: Any) -> bool:
@@ -318,7 +318,7 @@ def _free(options: dict[str, list[Any]], config: TrainConfig, given: Collection[
 
 
 def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
-    """Return the config with some keys changed. Other trained or scoring models that share an axis' size follow it."""
+    """Return the config with some keys changed. Critic and reward model follow if their axis had the same size."""
     critic, reward_model = config.critic, config.reward_model
 
     def layout(own: ParallelConfig) -> ParallelConfig:
@@ -367,7 +367,6 @@ def _cut(config: TrainConfig, changes: dict[str, Any]) -> dict[str, str]:
 
 
 def _overrides(config: TrainConfig, changes: dict[str, Any]) -> list[str]:
-    """Return the changes as command line overrides."""
     words = []
     for key, value in changes.items():
         if key == "megatron":

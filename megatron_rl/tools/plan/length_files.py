@@ -1,7 +1,7 @@
 """Reads a file with the token counts of the user's own trajectories, for a plan or a rehearsal.
 
-Each line is one trajectory: the number of tokens of its prompt, then that of its reply. If the second number is
-missing, the reply may have any length up to generation.max_new_tokens.
+Each line is one trajectory: the number of tokens of its prompt, then of its reply. If the second number is missing, the
+reply may have any length up to generation.max_new_tokens.
 
     812 1530
     344 96

@@ -33,7 +33,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES, MOST_ROWS, PARTS, TILE_ROWS = 1 << 30, 4096, 4, 256
 """Chunk sizes of the head's float32 logits. Copied from ops/head.py, whose import needs compiled operators."""
 SUPPORT_WORK_BYTES = 32
-"""Bytes per id while the head computes a chunk: places, logits and their gradient, and copies of these."""
+"""Bytes per support token while the head computes a chunk: indices, logits and their gradient, and copies of these."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Model:
 
 
 def models_of(config: TrainConfig) -> list[Model]:
-    """Return the policy and, if configured, its reference, teachers, critic and reward model. Read their
-    config.json."""
+    """Read config.json of the policy and, if configured, of reference, teachers, critic and reward model."""
     arch = read_architecture(config.model.path).with_head("policy")
     found = [Model("policy", arch, config.actor, megatron=config.megatron)]
-    if config.algo.kl_coefficient > 0 and config.lora.rank == 0:  # with LoRA the policy without adapters serves as such
+    # With LoRA, the policy without adapters is the reference, so there is no second model.
+    if config.algo.kl_coefficient > 0 and config.lora.rank == 0:
         found.append(Model("reference model", arch, config.actor, is_trained=False, megatron=config.megatron))
     for path in config.teacher.engine_paths:
         teacher = read_architecture(path).with_head("policy")
@@ -217,14 +217,15 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
 
 
 def places_of_support(generation: GenerationConfig) -> int:
-    """Return the number of tokens that a row has of those it was sampled from, or whose logits change."""
+    """Return the maximum number of token ids stored per row: its support, or the tokens whose logits change."""
     return generation.support_size or generation.computed_size or generation.changed_size
 
 
 def support_bytes(generation: GenerationConfig, rows: int, own: int) -> float:
-    """Return the bytes of the tokens that each token was sampled from, and of what changes their logits.
+    """Return the bytes of the supports (the tokens that each token was sampled from) and of their logits' changes.
 
-    rows: those of a microbatch, on every context rank. own: the rank's part, which the head copies and computes.
+    rows: rows of a microbatch, all of which every context rank holds. own: this rank's part, which the head copies and
+    computes.
     """
     ids, numbers = places_of_support(generation), 1 + generation.adjustment_size
     return 4.0 * numbers * ids * (rows + own) + SUPPORT_WORK_BYTES * ids * min(MOST_ROWS, own)
@@ -320,10 +321,11 @@ def memory_of_stage(
 
 
 def buffer_bytes(model: Model, shares: Shares, gradient: float) -> float:
-    """Return the bytes beside the weights when the distributed optimizer's last buffers are made.
+    """Return the bytes needed in addition to the weights while the distributed optimizer allocates its last buffers.
 
-    Each chunk's dense parameters, and then its experts, are copied into a buffer of weights, and are freed after all of
-    them are copied. A buffer of gradients comes with it. shares: the rank's trained parameters. gradient: bytes of one.
+    For each chunk, first its dense parameters and then its experts are copied into a weight buffer, and the originals
+    are freed after all of them are copied. A gradient buffer is allocated with each weight buffer. shares: the rank's
+    trained parameters. gradient: bytes per gradient element.
     """
     chunks = model.engine.parallel.virtual_pipeline
     earlier = gradient * shares.total * (chunks - 1) / chunks
@@ -333,8 +335,10 @@ def buffer_bytes(model: Model, shares: Shares, gradient: float) -> float:
 
 
 def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
-    """Return the bytes of a checkpoint that one rank writes. Replicas share the writing. shares: the rank's
-    parameters."""
+    """Return the bytes of a checkpoint that one rank writes. Replicas share the writing.
+
+    shares: the rank's trained parameters.
+    """
     has_main_weights = model.itemsize == 2 or model.engine.optimizer.distributed
     # Weights, two moments and main weights. Optimizer states are always float32 in a checkpoint.
     return (model.itemsize + 8 + 4 * has_main_weights) * _of_replica(shares, model.engine, world_size)
@@ -382,7 +386,7 @@ class TrainerMemory:
 
     @cached_property
     def moments(self) -> dict[str, dict[str, float]]:
-        """Return the bytes of all tensors by part, at each moment of a step."""
+        """{moment of a step: {part: bytes}}, for all tensors."""
         found: dict[str, dict[str, float]] = {}
         for name, memory in self.by_model.items():
             there = {name: memory} if self.offload else self.by_model
@@ -434,11 +438,11 @@ class ServerMemory:
 
     @property
     def replies(self) -> int:
-        """Number of full-length replies, each with a longest prompt of its own, whose KV caches fit together."""
+        """Number of full-length replies, each with its own prompt of maximum length, whose KV caches fit together."""
         return self.replies_of(self.longest_sequence)
 
     def replies_of(self, tokens: float) -> int:
-        """Return the number of replies of so many tokens, with their prompts, whose KV caches fit together."""
+        """Return the number of replies whose KV caches fit together. tokens: length of each, with its prompt."""
         return self.replicas * max(0, int(self.kv_room / (self.state_per_reply + self.kv_per_token * tokens)))
 
     @property

@@ -33,7 +33,7 @@ REPLIES_SIMULATED = 256
 """Maximum number of replies simulated per step. If a step has more, servers and groups are scaled down together."""
 STEPS_SIMULATED = 6
 GRADIENT_AXES = ("data", "expert data", "embedding")
-"""Axes of the traffic that an update has once, not once per microbatch."""
+"""Axes with traffic once per update, not once per microbatch."""
 LONGEST_FILLING = 16
 """Maximum number of steps simulated before the measured ones, to fill the pipeline."""
 
@@ -185,7 +185,7 @@ class Plan:
         return forward_seconds(model, rows, labels, keys, self.cluster.device, imbalance)
 
     def _draft_s(self, model: Model) -> float:
-        """Return the seconds in which a draft head learns from one microbatch."""
+        """Return the seconds to train the draft head on one microbatch."""
         if model.engine.draft.kind == "none":
             return 0.0
         count = self.batch.updates * self.batch.replicas * self.microbatches
@@ -277,7 +277,7 @@ class Plan:
         if batch.requests > REPLIES_SIMULATED:
             servers = max(1, servers * REPLIES_SIMULATED // batch.requests)
             groups = max(1, round(groups * servers / self.servers))
-        share = groups / batch.prompts * self.servers / servers  # simulated over real work of a server, due to rounding
+        share = groups / batch.prompts * self.servers / servers  # simulated / real work of a server, due to rounding
         work = Workload(
             servers=servers,
             slots=self.slots,
@@ -306,14 +306,13 @@ class Plan:
 
     @property
     def step_range_s(self) -> tuple[float, float]:
-        """Shortest and longest time of a step, if the plan errs as it does for published runs that it was not fitted
-        to."""
+        """Shortest and longest step time in seconds, given the plan's errors for published runs (STEP_RANGE)."""
         shortest, longest = devices.STEP_RANGE
         return self.split.step_s * shortest, self.split.step_s * longest
 
     @property
     def tokens_per_s_of_gpu(self) -> float:
-        """Tokens of a step's trajectories, prompts and replies, per second and GPU of servers and trainer.
+        """Prompt and reply tokens of a step's trajectories, per second and per GPU of servers and trainer together.
 
         Each prompt counts once per reply. This is NeMo-RL's definition.
         """
@@ -337,7 +336,7 @@ class Plan:
 
     @property
     def bound(self) -> tuple[str, float]:
-        """The part of a step that takes longest, and its seconds."""
+        """(name, seconds) of the part of a step that takes longest."""
         split, work, longest = self.split, self.work.values(), self.replies.lengths[-1]
         alone_s = longest * self.decoder.seconds(1, self.tokens.mean + longest / 2)
         # With staleness, other replies are decoded beside the longest one.
@@ -357,7 +356,7 @@ class Plan:
 
     @property
     def is_served(self) -> bool:
-        """True if servers have memory for a reply. Servers that run already have it, whatever server_args says."""
+        """True if a server has memory for at least one reply. Assumed for servers that already run."""
         return self.server.fits or bool(self.config.rollout.servers)
 
     @property
@@ -366,7 +365,10 @@ class Plan:
 
 
 def spread_lengths(replies: ReplyTokens, groups: int, samples: int) -> Iterator[list[int]]:
-    """Yield groups of `samples` reply lengths, endlessly. Each step (`groups` groups) has evenly spaced quantiles."""
+    """Yield groups of `samples` reply lengths, endlessly.
+
+    The lengths of each step, which is `groups` groups, are evenly spaced quantiles in random order.
+    """
     count, chance = groups * samples, random.Random(0)
     lengths = replies.spread(count)
     while True:

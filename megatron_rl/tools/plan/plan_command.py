@@ -65,9 +65,9 @@ def make_plan(
 
 
 def check_as_started(config: TrainConfig) -> None:
-    """Raise ValueError for what a run refuses when it starts, as far as config.json files show it.
+    """Raise ValueError if the run would refuse to start, as far as the config and the config.json files show it.
 
-    Also raises it for a run that learns from data, with the RL run to plan or rehearse in its place.
+    Also raises ValueError for a run that learns from data. The message says which RL run to plan or rehearse instead.
     """
     if config.learns_from_data:
         key, longest = config.chosen_data.partition(" ")[0], config.data.max_tokens

@@ -86,8 +86,8 @@ class Group:
 class Server:
     """A simulated server.
 
-    `count` advances by one for each token decoded per running reply. A reply that starts at count c with n tokens left
-    is done at count c + n.
+    `count` is the number of decoding steps so far, each of which adds one token to every running reply. A reply that
+    starts at count c with n tokens left is done at count c + n.
     """
 
     def __init__(self, work: Workload) -> None:
@@ -103,10 +103,10 @@ class Server:
         """Factor that multiplies the time of a token."""
         self.cache_age = 0
         self.running: list[tuple[float, int, Group, int, int]] = []
-        """A heap of replies: (`count` at the reply's end, number, group, length, tokens it had when it was sent to this
-        server)."""
+        """A heap of replies: (`count` at the reply's end, serial number, group, length, tokens it had when it was sent
+        to this server)."""
         self.queue: deque[tuple[int, Group, int, int]] = deque()
-        """Waiting replies: (number, group, length, tokens it had when it was sent to this server)."""
+        """Waiting replies: (serial number, group, length, tokens it had when it was sent to this server)."""
 
     @property
     def load(self) -> int:

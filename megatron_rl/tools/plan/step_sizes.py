@@ -233,7 +233,7 @@ def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds
 
 
 def usual_microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: float) -> float:
-    """Return the expected microbatches of a replica with so many trajectories in an update.
+    """Return the expected number of microbatches per update. trajectories: those of one replica in the update.
 
     Lengths at evenly spaced quantiles are packed best-fit decreasing. A shared prompt counts once per group.
     """

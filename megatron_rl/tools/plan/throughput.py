@@ -31,14 +31,14 @@ def matrix_parameters(model: Model) -> float:
 
 
 def expert_parameters(model: Model) -> float:
-    """Return the number of those parameters that are in routed experts."""
+    """Return the number of matrix parameters that one token uses in routed experts."""
     if (mixture := model.arch.mixture) is None:
         return 0.0  # an expert is a gate, an up and a down projection
     return float(sum(mixture.layers) * mixture.per_token * 3 * mixture.ffn * model.arch.hidden)
 
 
 def attention_flops(model: Model, keys: float) -> float:
-    """Return the FLOPs of one row outside matrix products with parameters.
+    """Return the FLOPs of one row that involve no parameters: those of attention and of a delta net's state.
 
     keys: mean number of keys that each row attends to, before sliding windows limit it.
     """
@@ -60,13 +60,14 @@ def head_flops(model: Model) -> float:
 def forward_flops(model: Model, rows: float, labels: float, keys: float) -> float:
     """Return the FLOPs of a forward pass: `rows` through the layers, `labels` rows through the head.
 
-    keys: mean number of keys that each row attends to: causal attention, so half a sequence, and no masked products.
+    keys: mean number of keys that each row attends to. With causal attention this is half a sequence; masked products
+    do not count.
     """
     return rows * (2 * matrix_parameters(model) + attention_flops(model, keys)) + labels * head_flops(model)
 
 
 def passes(model: Model, config: TrainConfig) -> float:
-    """Return the number of forward passes over the step's tokens. A backward pass counts as two."""
+    """Return how many forward passes a model makes over a step's tokens. A backward pass counts as two."""
     if model.name in ("reference model", "reward model"):
         return 1.0
     if model.name == "teacher model":  # a trajectory has one teacher; all teachers are assumed to get equally many
@@ -107,13 +108,13 @@ def rows_of_step(config: TrainConfig, batch: BatchPlan, tokens: PromptTokens) ->
 
 
 def causal_keys(config: TrainConfig, tokens: PromptTokens) -> float:
-    """Return the mean number of keys that a row attends to: half a sequence, and long sequences have more rows."""
+    """Return the mean number of keys that a row attends to: half a sequence, weighted by the sequences' lengths."""
     lengths = [tokens.mean + reply for reply in replies_of(config, tokens).lengths]
     return sum(length * length for length in lengths) / sum(lengths) / 2
 
 
 def product_efficiency(rows: float, width: float) -> float:
-    """Return the share of peak FLOPS of a matrix product with so many rows, and so many columns on a rank."""
+    """Return the share of peak FLOPS that a matrix product reaches. width: its columns on one rank."""
     return devices.MATRIX_EFFICIENCY / ((1 + devices.HALF_SIZE / rows) * (1 + devices.HALF_SIZE / width))
 
 
@@ -121,7 +122,7 @@ def forward_seconds(model: Model, rows: float, labels: float, keys: float, devic
     """Return the seconds of one microbatch's forward pass on a rank of the stage with most layers, without traffic.
 
     rows, labels: of the replica's microbatch, before context ranks share them. imbalance: rows of the busiest expert
-    rank over the mean.
+    rank, divided by the mean over expert ranks.
     """
     arch, parallel = model.arch, model.engine.parallel
     own = rows / parallel.context
@@ -144,10 +145,10 @@ def forward_seconds(model: Model, rows: float, labels: float, keys: float, devic
 
 
 def draft_seconds(model: Model, rows: float, labels: float, keys: float, device: Device) -> float:
-    """Return the seconds in which a draft head learns from one microbatch, on a rank of the last stage.
+    """Return the seconds to train a draft head on one microbatch, on a rank of the last stage.
 
-    rows: of the replica's microbatch, with a shared prompt once for each of its replies. labels, keys: as
-    `forward_seconds` has them.
+    rows: of the replica's microbatch, with a shared prompt once for each of its replies. labels, keys: as in
+    `forward_seconds`.
     """
     arch, engine = model.arch, model.engine
     if engine.draft.kind == "none":
@@ -164,7 +165,7 @@ def draft_seconds(model: Model, rows: float, labels: float, keys: float, device:
 
 
 def with_bubble(model: Model, microbatches: float) -> float:
-    """Return the time of a pipeline over the time of its microbatches on one stage."""
+    """Return the time of a pipeline, divided by the time of its microbatches on one stage."""
     parallel = model.engine.parallel
     # Idle over ideal time of interleaved 1F1B: (stages - 1) / (chunks x microbatches), arXiv 2104.04473, 2.2.2.
     return 1 + (parallel.pipeline - 1) / (parallel.virtual_pipeline * microbatches)
@@ -189,8 +190,7 @@ class Decoder:
     """Number of nodes that the server's GPUs are on."""
 
     def seconds(self, replies: float, sequence_tokens: float) -> float:
-        """Return the seconds to decode one token of each of `replies` replies that have `sequence_tokens` tokens
-        each."""
+        """Return the seconds of one decoding step of `replies` replies, each of which has `sequence_tokens` tokens."""
         # Each decoding step reads all weights once, and the keys and values of each reply.
         weights = self.model.itemsize * self._weights_read(replies) / self.gpus
         read = weights + replies * sequence_tokens * self.kv_per_token
@@ -202,8 +202,7 @@ class Decoder:
         return max(memory_s, flops / (peak * devices.DECODE_EFFICIENCY)) + fixed_s
 
     def _weights_read(self, replies: float) -> float:
-        """Return the number of parameters read to decode a batch's next tokens. A small batch does not use all
-        experts."""
+        """Return the number of parameters that a decoding step reads. A small batch does not use all experts."""
         arch, total = self.model.arch, float(self.model.parameters)
         if not arch.tied:
             total -= arch.hidden * arch.vocab  # only single rows of the embedding are read

@@ -20,7 +20,7 @@ from megatron_rl.weights.layout import Shares, layers_of_stages, parameters_of_s
 from megatron_rl.weights.mapping import layer_rules
 
 PARTIAL_BYTES = 16
-"""Bytes per label that tensor ranks exchange about the logits of their vocabulary columns (`logprob_partials`)."""
+"""Bytes per label that tensor ranks exchange to combine their vocabulary parts of the logits (`logprob_partials`)."""
 
 
 def publication_seconds(policy: Model, nodes: int, device: Device, gathered: list[Traffic]) -> float:
@@ -52,11 +52,11 @@ class Traffic:
 
     @property
     def link(self) -> str:
-        """A key of Device.links: that of the axis's slowest way."""
+        """Slowest kind of link along the axis, a key of Device.links."""
         return "between nodes" if self.far_bytes else "in a node"
 
     def seconds(self, device: Device) -> float:
-        """Return the transfer time if nothing else uses the links, which work at the same time."""
+        """Return the transfer time if nothing else uses the links. The two kinds of links work at the same time."""
         near_s, far_s = (self.nbytes - self.far_bytes) / device.node_link, self.far_bytes / devices.CLUSTER_LINK
         return max(near_s, far_s) / devices.LINK_SHARE
 
@@ -139,7 +139,7 @@ class RankTraffic:
         return self._by_link(sent, routes=False)
 
     def _by_link(self, sent: Counter[str], *, routes: bool) -> list[Traffic]:
-        """Return the bytes by axis, with those that leave the node. routes: `expert` has rows, no gathered weights."""
+        """Return the traffic of each axis. routes: the axis `expert` carries routed rows, not gathered weights."""
         found = []
         for axis, nbytes in sent.items():
             ranks = ranks_along(axis, self.model.engine.parallel, self.rank, self.world_size)
@@ -148,7 +148,7 @@ class RankTraffic:
                 far = 0.0
             elif axis == "expert" and routes:  # a rank sends equally much to each other rank
                 far = (len(ranks) - near) / (len(ranks) - 1)
-            elif axis in ("pipeline", "embedding"):  # a rank sends to one other
+            elif axis in ("pipeline", "embedding"):  # a rank sends to one other rank
                 far = 1.0
             else:  # NCCL has a ring for each rank of the node, and in each of them another rank sends to the next node
                 far = 1 / near
@@ -162,7 +162,7 @@ class RankTraffic:
 
     @property
     def _alone(self) -> ParallelConfig:
-        """The same layout with a single rank per stage, which holds all parameters of the stage."""
+        """The model's layout, but with a single rank per stage, which holds all parameters of the stage."""
         return replace(self.model.engine.parallel, tensor=1, expert=1, expert_tensor=1, sequence=None)
 
     @property
@@ -174,7 +174,7 @@ class RankTraffic:
             return self.model.trained_of_stage(stage, parallel)
         return parameters_of_stage(self.model.arch, parallel, stage, self.model.megatron)
 
-    # -- activations --------------------------------------------------------------------------------------------------
+    # Activations
 
     def _passes(self, rows: float, labels: float, *, is_training: bool) -> Counter[str]:
         arch, parallel, megatron = self.model.arch, self.model.engine.parallel, self.model.megatron
@@ -257,8 +257,8 @@ class RankTraffic:
     ) -> Counter[str]:
         """Return the bytes of column-parallel matrices followed by a row-parallel matrix.
 
-        inputs: input width of the column-parallel ones; output: output width of the row-parallel one. once: width of a
-        further tensor that is all-gathered, and whose gradient is reduce-scattered.
+        inputs: input width of the column-parallel matrices. output: output width of the row-parallel matrix. once:
+        width of a further tensor that is all-gathered, and whose gradient is reduce-scattered.
         """
         if self.model.engine.parallel.sequence_parallel:
             # The backward pass gathers the inputs again to compute the gradients of trained weights.
@@ -305,7 +305,7 @@ class RankTraffic:
             sent["pipeline"] = hops * rows / (parallel.tensor if is_split else 1) * arch.hidden * b
         return sent
 
-    # -- parameters ---------------------------------------------------------------------------------------------------
+    # Parameters
 
     @property
     def _gradient_bytes(self) -> float:

@@ -25,7 +25,7 @@ Replies = list[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The settings, in addition to the `Workload`, that determine a run's faults and their cost.
+    """Settings, in addition to the `Workload`, that determine a run's faults and their cost.
 
     For example:
 
@@ -73,7 +73,7 @@ class Days(Run):
         self.job = job
         self._of_updates, self._of_publications = chances.of("updates"), chances.of("publications")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        """A heap of (time, number, action): faults and recoveries, which happen independently of the loop."""
+        """A heap of (time, serial number, action): faults and recoveries, which happen independently of the loop."""
         self._down: dict[Server, float] = {}
         """{server that is down: time at which its restart is complete}."""
         self._published = dict.fromkeys(self.servers, 0.0)
@@ -114,7 +114,7 @@ class Days(Run):
             wait=self._waited_s / self.now,
         )
 
-    # -- the loop's methods that faults change
+    # The loop's methods that faults change
 
     def place(self, group: Group, replies: Replies) -> None:
         if self.serving():
@@ -165,7 +165,7 @@ class Days(Run):
         super()._requeue_stale()
         self._stale += sum(sum(group.lengths) for group in list(self.again)[before:])
 
-    # -- faults
+    # Faults
 
     def _again_and_again(self, per_s: float, chance: Random, what: Callable[[Random], None]) -> None:
         """Schedule an event repeatedly, without end, as a Poisson process of rate `per_s`."""

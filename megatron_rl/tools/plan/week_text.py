@@ -44,8 +44,10 @@ class Scale:
 
 
 def simulate_days(plan: Plan, days: float, *, seed: int = 0) -> tuple[float, Record]:
-    """Return the samples trained per second, and the full record. Plans simulated with equal seeds have the same
-    random faults and reply lengths."""
+    """Return the samples trained per second, and the full record.
+
+    Plans that are simulated with the same seed have the same random faults and reply lengths.
+    """
     chances, samples = Chances(seed), plan.batch.requests / plan.batch.prompts
     record = Days(workload(plan, chances), job(plan), chances).run(days * DAY_S)
     simulated = max(1, plan.batch.prompts // Scale.of(plan).groups)

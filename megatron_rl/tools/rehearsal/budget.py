@@ -17,7 +17,7 @@ TARGETS = {
     "kernels of a layer, of Transformer Engine's": 1.3,
     "GiB beside weights, gradients, optimizer and activations": 2.0,
 }
-"""{figure: its maximum}."""
+"""{figure of an update: its maximum}."""
 
 
 def budget(found: dict[str, Any], world: World, device: Device) -> dict[str, Any]:

@@ -104,11 +104,11 @@ class Ledger:
         self._pinned: weakref.WeakSet = weakref.WeakSet()
         self._group_numbers: dict[str, int] = {}
         self._lines: dict[tuple[int, int], str] = {}
-        """{address of a code object, and instruction in it: its text}."""
+        """{(address of a code object, instruction in it): text of its code line}."""
         self._codes: dict[int, CodeType] = {}
-        """Keeps the code objects of `_lines`, so that no other gets an address again."""
+        """Keeps the code objects of `_lines` alive, so that their addresses are not reused."""
 
-    # -- where --------------------------------------------------------------------------------------------------------
+    # Phase and code line
 
     def enter(self, phase: str) -> None:
         """Assign all following entries to `phase`. PhaseTimers call this, with '' between two phases."""
@@ -121,7 +121,7 @@ class Ledger:
         frame = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            key = id(code), frame.f_lasti  # not the code itself, whose hash is that of all its instructions
+            key = id(code), frame.f_lasti  # not the code itself: hashing it would hash all its instructions
             text = self._lines.get(key)
             if text is None:
                 self._codes[id(code)] = code
@@ -131,7 +131,7 @@ class Ledger:
             frame = frame.f_back
         return ELSEWHERE
 
-    # -- the device ---------------------------------------------------------------------------------------------------
+    # The device
 
     def note_kernel(self, func, args, kwargs, made: Any) -> None:
         """Record an operation's kernel launches, its FLOPs, and the memory of its results."""
@@ -158,7 +158,7 @@ class Ledger:
             phase.flops[op.name] += count(*given, **({} if is_product else kwargs), out_val=made)
 
     def note_launch(self, given: Iterable[Tensor]) -> None:
-        """Record the launch of a kernel that is no operator of torch. given: all tensors that it reads or writes."""
+        """Record the launch of a kernel that is not a torch operator. given: all tensors that it reads or writes."""
         self._count_launches(1)
         given = list(filter(on_device, given))
         self.order.launch("a kernel of Triton", given, given)
@@ -194,7 +194,7 @@ class Ledger:
     def note_sync(self, what: str, until: Clock | None = None) -> None:
         """Count an event at which the host waits for the device.
 
-        until: what it waits for; None for all operations of the current stream.
+        until: clock of the operations that the host waits for; None for all operations of the current stream.
         """
         self.order.host_waits(until)
         where = f"{what} at {self.line()}"
@@ -241,7 +241,7 @@ class Ledger:
         """Count a value that the rehearsal had to assume."""
         self.assumed[what] += 1
 
-    # -- other ranks --------------------------------------------------------------------------------------------------
+    # Other ranks
 
     def group_number(self, group: dist.ProcessGroup) -> int:
         name = group.group_name
@@ -307,7 +307,7 @@ class Ledger:
     def _order_collective(
         self, kind: str, group: dist.ProcessGroup, ins: list[Tensor], outs: list[Tensor], peer: Any, is_async: bool
     ) -> Clock:
-        """Tell the stream order which tensors a collective reads and writes. Return the clock of its end."""
+        """Record in `order` which tensors a collective reads and writes. Return the clock of its end."""
         number = self.group_number(group)
         name = f"group {number} ({self.groups[number][0].lower()})"
         if kind in ("send", "recv"):
@@ -362,7 +362,7 @@ def _attention_flops(func, args) -> int:
 
 
 def shown(filename: str, line: int) -> str:
-    """Return the text with which reports show a code line, or '' if it is not in this package or in megatron.core."""
+    """Return a code line as reports show it, or '' if it is neither in this package nor in megatron.core."""
     if filename.startswith(NOT_SHOWN):
         return ""
     if filename.startswith(OURS):

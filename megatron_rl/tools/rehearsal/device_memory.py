@@ -1,8 +1,8 @@
 """Records allocations and frees on a rehearsed device by code line and part, and finds the peak.
 
-The part that `mark` finally gives a storage counts from the storage's allocation on. For example, a tensor that
-autograd keeps counts as an activation from the forward pass on. So parts, peak and timeline are computed after the rank
-has finished.
+`mark` may assign a storage to a part long after the allocation, but the part then counts from the allocation on. For
+example, a tensor that autograd keeps counts as an activation from the forward pass on. So parts, peak and timeline are
+computed after the rank has finished.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DeviceMemory:
         return True
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Record a storage's new size, if the storage is one of the device's."""
+        """Record a storage's new size. Ignore storages that are not recorded here."""
         if found := self._numbers.get(storage._cdata):
             self._set(found[1], nbytes)
 
@@ -103,7 +103,7 @@ class DeviceMemory:
         _, number = self._numbers.pop(key)
         self._set(number, 0)
 
-    # -- results ------------------------------------------------------------------------------------------------------
+    # Results
 
     def report(self) -> dict[str, Any]:
         """Return the peak (its phase, code line, and bytes by line and part), each phase's peak, and the timeline."""
@@ -150,8 +150,7 @@ class DeviceMemory:
 
 
 class NotedBackwards:
-    """A replacement for torch's autograd engine. When a backward pass begins, it marks
-    the memory that the graph holds as activations."""
+    """Wraps torch's autograd engine. When a backward pass begins, marks the graph's memory as activations."""
 
     def __init__(self, engine: Any, memory: DeviceMemory) -> None:
         self.engine, self.memory = engine, memory

@@ -104,7 +104,7 @@ class FakeCuda(TorchDispatchMode):
             return answer(func, *args, **kwargs)
         return self.run(func, args, kwargs)
 
-    # -- running without computing ------------------------------------------------------------------------------------
+    # Running without computing
 
     def run(self, func, args, kwargs) -> Any:
         """Return an operation's result, with its values if they are known, and record the call."""
@@ -137,7 +137,7 @@ class FakeCuda(TorchDispatchMode):
         made.known = value
         return made
 
-    # -- known values -------------------------------------------------------------------------------------------------
+    # Known values
 
     def _known_result(self, func, args, kwargs) -> Any:
         """Execute an operation on the known values of its arguments; return None if one of them is unknown."""
@@ -178,7 +178,7 @@ class FakeCuda(TorchDispatchMode):
         self.ledger.note_assumed("routes of experts: even")
         return values, places
 
-    # -- operations with special handling -----------------------------------------------------------------------------
+    # Operations with special handling
 
     def _read_number(self, func, tensor: Tensor) -> Any:
         if on_device(tensor):
@@ -232,7 +232,7 @@ class FakeCuda(TorchDispatchMode):
             return
         if value is None:
             self.ledger.note_assumed(f"numbers copied to the host are 0, at {self.ledger.line()}")
-            # Untouched pages take no memory. Bytes are those of storages that leave the device, in pages that are 0.
+            # Untouched pages take no memory. uint8 tensors are storages from the device; their pages are 0 already.
             if not is_large(target) and target.dtype is not torch.uint8:
                 target.zero_()
         else:

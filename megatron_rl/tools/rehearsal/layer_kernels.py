@@ -4,7 +4,7 @@ The reference consists of Transformer Engine's modules. Its first half is LayerN
 the model has them, rotation, attention, Linear. Its second half is LayerNormLinear, SwiGLU, Linear. In a mixture, the
 second half is RMSNorm, the router, permutation, sorting by expert, GroupedLinear, weighted SwiGLU, GroupedLinear, and
 the inverse sorting and permutation. The router is a matrix product and one kernel, in each direction. Each half has a
-residual.
+residual connection.
 
 Matrix products accumulate into the gradient buffers, SwiGLU is one kernel in each direction, and both layers use
 torch's attention. The reference has neither collectives nor the token counts that collectives need.

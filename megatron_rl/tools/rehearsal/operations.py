@@ -60,8 +60,10 @@ def operation(func: OpOverload) -> Operation:
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return all tensors in arguments or results. This runs several times per operation, and is faster than
-    tree_leaves."""
+    """Return all tensors in arguments or results.
+
+    This runs several times per operation, and is faster than tree_leaves.
+    """
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

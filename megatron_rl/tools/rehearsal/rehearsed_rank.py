@@ -28,7 +28,7 @@ from megatron_rl.tools.rehearsal.triton_launches import stand_in_for_triton
 
 
 def main(folder: str) -> None:
-    """Rehearse the ranks listed in `folder/orders.json`. The process must have loaded the shim, but not torch."""
+    """Rehearse the ranks listed in `folder/orders.json`. The shim must have been loaded before torch."""
     orders = json.loads((Path(folder) / "orders.json").read_text())
     rehearse_orders(Path(folder), prepare(orders[0][0]["memory_bytes"]))
 
@@ -67,8 +67,10 @@ def leave(work: Callable[[], None]) -> NoReturn:
 
 
 def prepare(memory_bytes: int) -> Ledger:
-    """Prepare the simulated device and a rank's imports before forking. Return an empty ledger, which each fork
-    copies."""
+    """Prepare the simulated device and a rank's imports, before forking.
+
+    Returns an empty ledger. Each fork fills its own copy.
+    """
     ledger = Ledger()
     stand_in_for_device(ledger, memory_bytes=memory_bytes)
     install()
@@ -119,8 +121,8 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
 
 
 def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
-    """Return an order's config. Options that need a package which is not installed are replaced, and the ledger notes
-    this."""
+    """Return an order's config. If an option needs a package that is not installed, replace it and note this in the
+    ledger."""
     from megatron_rl.engine.megatron_overrides import missing_for_flex
 
     config, changed = load_config(order["config"], order["overrides"]), []

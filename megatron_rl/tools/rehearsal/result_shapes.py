@@ -99,7 +99,7 @@ class ResultShapes:
         return self._wrapped(made, form.device)
 
     def _wrapped(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """Return FakeTensor(self.fake, meta, device), but in an eighth of the time."""
+        """Make a FakeTensor from a meta tensor, eight times as fast as FakeTensor(self.fake, meta, device)."""
         attributes = self._attributes.get(device)
         if attributes is None:
             made = FakeTensor(self.fake, meta, device)

@@ -43,8 +43,7 @@ class _Runtime:
 def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     """Replace the functions of torch.cuda that need a driver.
 
-    The current device is the environment variable LOCAL_RANK, which may be set later. memory_bytes: memory of the
-    device.
+    The index of the current device is read from LOCAL_RANK, which may be set later. memory_bytes: memory of the device.
     """
     cuda = torch.cuda
 
@@ -78,7 +77,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
         "synchronize": synchronize,
         "default_generators": collections.defaultdict(lambda: torch.default_generator),
         "_lazy_call": lambda function, **_: function(),
-        "_exchange_device": lambda index: index,  # of torch.cuda.device, which packages enter around their kernels
+        "_exchange_device": lambda index: index,  # for torch.cuda.device, which packages enter around kernels
         "_maybe_exchange_device": lambda index: index,
     }
     answers |= streams_of(ledger.order, ledger.note_sync)
@@ -121,7 +120,7 @@ def stand_in_for_device(ledger: Ledger, *, memory_bytes: int) -> None:
     address = torch.UntypedStorage.data_ptr
 
     def data_ptr(self: torch.UntypedStorage) -> int:
-        """Return an address that tells storages apart, which Transformer Engine's attention asks for."""
+        """Return an address that differs between storages: Transformer Engine's attention compares addresses."""
         return self._cdata if self.device.type == "meta" else address(self)
 
     torch.UntypedStorage.data_ptr = data_ptr  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The program that runs a rehearsal's ranks. It loads the shim before torch, and then everything else."""
+"""Program that runs a rehearsal's ranks. Loads the shim, which makes torch see a CUDA device, before torch."""
 
 import ctypes
 import sys

@@ -166,8 +166,10 @@ def watch_microbatches(ledger: Ledger, run: RehearsedRun) -> None:
 
 @dataclass(kw_only=True)
 class RehearsedBatch(StepBatch):
-    """A step's trajectories on a rank without peers. The rank has the tokens of all ranks. From these it derives what
-    the other ranks would send."""
+    """A step's trajectories on a rank without peers.
+
+    The rank has the tokens of all ranks, and derives from them what the other ranks would send.
+    """
 
     whole: TrajectoryBatch
 
@@ -201,8 +203,7 @@ class RehearsedBatch(StepBatch):
     def _noted(
         self, own: list[TrajectoryBatch], parts_of: Callable[[StepBatch], list[TrajectoryBatch]]
     ) -> list[TrajectoryBatch]:
-        """Return `own`, after adding each of its parts to SHARES_OF_ALL. parts_of: returns a rank's parts, given its
-        batch."""
+        """Add each part of `own` to SHARES_OF_ALL, and return `own`. parts_of: returns the parts of a rank's batch."""
         groups = self.plan.groups
         for rank in range(groups.data.size):
             of_rank = replace(groups, data=replace(groups.data, rank=rank))

@@ -1,18 +1,19 @@
-"""Checks that something orders the uses of memory on a rehearsed device's streams.
+"""Finds race conditions between a rehearsed device's streams: uses of the same memory without a defined order.
 
 Operations on one stream run one after the other. Operations on two streams run in any order, unless one stream waits
-for the other, for an event of it, or the host has waited in between. A *fault* is a pair of operations on the same
-bytes in no order, at least one of which writes, or memory that is given back while a stream may still use it. The host
-counts as one more stream: it executes its own operations at once, and launched operations wait for all of them.
+for the other or for one of its events, or the host waits in between. There are two kinds of *fault*: two operations on
+the same bytes without a defined order, at least one of which writes, and memory that is freed while a stream may still
+use it. The host counts as one more stream. It executes its own operations at once, and operations that it launches
+later run after them.
 
     stream "a"        write x, record event e
-    default stream                              read x            a fault
-    default stream                              wait for e, read x            none
+    default stream                              read x                a fault
+    default stream                              wait for e, read x    no fault
 
-A clock is what an operation may rely on: {number of a stream: number of its operations that are done by then}.
+A clock says which operations are certainly done: {stream number: number of its operations that are done}.
 
-A backward pass is taken to run on the stream that called it, because torch orders the streams of a backward pass by
-itself. Reads of host memory are seen if they go through an operator or `tolist`, not if they go through numpy.
+A backward pass is assumed to run on the stream that called it, because torch itself orders the streams of a backward
+pass. Reads of host memory are recorded if they go through an operator or `tolist`, but not if they go through numpy.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Clock = dict[int, int]
 HOST = -1
 """The host's number among the streams."""
 COPIES = ("aten::copy_", "aten::_to_copy")
-"""Operations whose host tensors are noted by `copy`, because they may be read or written later."""
+"""Operations whose host tensors `StreamOrder.copy` records, because the device may read or write them later."""
 
 
 def advance(clock: Clock, other: Clock) -> None:
-    """Let a clock include everything that another one includes."""
+    """Add the operations that are done in `other` to `clock`, in place."""
     for stream, time in other.items():
         if time > clock.get(stream, 0):
             clock[stream] = time
@@ -46,7 +47,7 @@ def advance(clock: Clock, other: Clock) -> None:
 
 @dataclass(slots=True)
 class Use:
-    """The last operation of one stream that read, or wrote, one span of a storage."""
+    """The last operation of one stream that read or wrote one span of a storage."""
 
     time: int
     name: str
@@ -57,7 +58,7 @@ class Use:
 
 
 Span = tuple[int, int, bool]
-"""First byte in the storage, byte after the last, whether they were written."""
+"""(first byte in the storage, byte after the last, True if written or False if read)."""
 
 
 @dataclass(slots=True)
@@ -66,29 +67,29 @@ class Memory:
 
     storage: weakref.ref
     owner: int
-    """The stream to which the memory goes back when it is freed. HOST for host memory."""
+    """Stream that may reuse the memory as soon as it is freed. HOST for host memory."""
     address: int
     """Address of host memory, 0 on the device."""
     uses: dict[int, dict[Span, Use]] = field(default_factory=lambda: defaultdict(dict))
     latest: Clock = field(default_factory=dict)
-    """The time of each stream's last use."""
+    """Time of each stream's last use."""
     recorded: set[int] = field(default_factory=set)
-    """Streams for which the allocator waits before others get the memory."""
+    """Streams given to Tensor.record_stream. The allocator waits for them before the memory is reused."""
     kept: set[int] = field(default_factory=set)
-    """Streams of asynchronous collectives: torch keeps a reference to the storage until they have ended."""
+    """Streams of asynchronous collectives on the storage. torch keeps the storage alive until they have ended."""
 
 
 class StreamOrder:
-    """The streams of a rank, what each may rely on, and the faults found. find_line: returns the current code line."""
+    """The streams of a rank with their clocks, and the faults found. find_line: returns the current code line."""
 
     def __init__(self, find_line: Callable[[], str]) -> None:
         self.find_line = find_line
         self.faults: Counter[str] = Counter()
-        """{the two uses of a fault, with their lines: how often}."""
+        """{text that names the two uses and their code lines: count}."""
         self.current = 0
         """Number of the current stream."""
         self.streams: list[Any] = []
-        """The Stream objects, by number. Communicators have None."""
+        """The Stream objects, by number; None for the streams of communicators."""
         self.has_host_uses = False
         """True after a stream's first copy from or to page-locked memory, which the host may use meanwhile."""
         self.page_locked: list[range] = []
@@ -102,31 +103,31 @@ class StreamOrder:
         self.add("the default stream", None)
 
     def add(self, name: str, stream: Any) -> int:
-        """Return the number of a new stream."""
+        """Add a stream and return its number."""
         self.streams.append(stream)
         self._names.append(name)
         self._clocks.append({})
         return len(self._names) - 1
 
-    # -- waiting ------------------------------------------------------------------------------------------------------
+    # Waiting
 
     def clock(self, stream: int | None = None) -> Clock:
-        """Return a copy of a stream's clock (the current stream's if None), as an event records it."""
+        """Return a copy of a stream's clock (None: the current stream's). An event stores such a copy."""
         return dict(self._clocks[self.current if stream is None else stream])
 
     def wait(self, clock: Clock, stream: int | None = None) -> None:
-        """Let a stream (the current one if None) wait for an event."""
+        """Make a stream (None: the current one) wait for the operations in `clock`."""
         advance(self._clocks[self.current if stream is None else stream], clock)
 
     def host_waits(self, clock: Clock | None = None) -> None:
-        """Let the host wait for an event, or without one for the current stream."""
+        """Make the host wait for the operations in `clock` (None: all operations of the current stream)."""
         advance(self._host, self._clocks[self.current] if clock is None else clock)
 
     def host_waits_for_all(self) -> None:
         for clock in self._clocks:
             advance(self._host, clock)
 
-    # -- using --------------------------------------------------------------------------------------------------------
+    # Uses of memory
 
     def note(self, op: Operation, args: Any, kwargs: Any, made: Any) -> None:
         """Record an operator's call: on the current stream if one of its tensors is on the device, else on the host."""
@@ -140,13 +141,13 @@ class StreamOrder:
         read = [tensor for tensor in given if all(tensor is not other for other in written)]
         if results or any(map(on_device, given)):
             self.launch(op.name, filter(on_device, read), [*filter(on_device, written), *new])
-            # A kernel's launch reads scalars of the host, and a copy's other end is recorded by `copy`.
+            # A launch reads host scalars at once, and the host tensor of a copy is recorded by `copy`.
             read, written = [] if op.name in COPIES else read, []
         if self.has_host_uses:
             self.on_host(op.name, *([tensor for tensor in part if not on_device(tensor)] for part in (read, written)))
 
     def launch(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor], stream: int | None = None) -> None:
-        """Record an operation on a stream (the current one if None)."""
+        """Record an operation on a stream (None: the current one)."""
         number = self.current if stream is None else stream
         clock = self._clocks[number]
         advance(clock, self._host)
@@ -162,8 +163,8 @@ class StreamOrder:
     ) -> Clock:
         """Record a collective's use of device tensors. Return the clock of its end.
 
-        A synchronous one runs on the current stream. An asynchronous one runs on the communicator's stream, which first
-        waits for the current one.
+        A synchronous collective runs on the current stream. An asynchronous one runs on the communicator's stream,
+        after that has waited for the current stream.
         """
         stream = self.current
         if is_async:
@@ -177,12 +178,12 @@ class StreamOrder:
         return self.clock(stream)
 
     def copy(self, host: Tensor, *, is_write: bool) -> None:
-        """Record that the current stream reads or writes host memory, and that the host does not wait for it."""
+        """Record that the current stream reads or writes a host tensor. The host does not wait for it here."""
         self.has_host_uses = True
         self.launch("a copy", *(([], [host]) if is_write else ([host], [])))
 
     def on_host(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """Check an operation of the host against what streams do with the same memory."""
+        """Check an operation of the host against the streams' uses of the same memory."""
         use = None
         for tensors, is_write in ((read, False), (written, True)):
             for tensor in tensors:
@@ -213,7 +214,7 @@ class StreamOrder:
     def _name(self, stream: int) -> str:
         return "the host" if stream == HOST else self._names[stream]
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    # Memory
 
     def _memory(self, tensor: Tensor) -> Memory | None:
         return self._memories.get(tensor.untyped_storage()._cdata)
@@ -229,7 +230,7 @@ class StreamOrder:
         return memory
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Record that a storage is about to get another size, and so other memory."""
+        """Record that a storage is about to be resized, which frees its memory and allocates new memory."""
         if memory := self._memories.get(storage._cdata):
             self._check_end(memory, "emptied", memory.recorded)
             owner = HOST if memory.owner == HOST else self.current
@@ -240,7 +241,10 @@ class StreamOrder:
         self._check_end(memory, "freed", memory.recorded | memory.kept)
 
     def _check_end(self, memory: Memory, how: str, safe: set[int]) -> None:
-        """Check the end of a storage's memory, which its owner may use for something else at once."""
+        """Check that no stream may still use memory that is freed, because its owner may reuse it at once.
+
+        how: word for the fault's text. safe: streams that need no check.
+        """
         if memory.owner == HOST and not any(memory.address in span for span in self.page_locked):
             return  # torch's own page-locked memory, which torch keeps until the copies are done
         clock = dict(self._host)

@@ -17,7 +17,7 @@ class Stream:
 
     order: ClassVar[StreamOrder]
     note_wait: ClassVar[Callable[[str, Clock], None]]
-    """Records what the host waits for, and its clock."""
+    """Called with (description, clock) when the host waits for the operations in the clock."""
     device = torch.device("cuda")
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Event:
-    """A stand-in for torch.cuda.Event. Until it is recorded, nothing waits for it."""
+    """A stand-in for torch.cuda.Event. Waiting for an event that was never recorded has no effect."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.clock: Clock = {}
@@ -76,9 +76,9 @@ def _on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def streams_of(order: StreamOrder, note_wait: Callable[[str, Clock], None]) -> dict[str, Any]:
-    """Return the functions and classes of torch.cuda that concern streams, and replace such methods of Tensor.
+    """Return {name: stand-in} for torch.cuda's functions and classes of streams and events.
 
-    note_wait: is told what the host waits for, and its clock.
+    Also replaces Tensor.tolist and Tensor.record_stream. note_wait: as in `Stream`.
     """
     Stream.order, Stream.note_wait = order, note_wait
     default = object.__new__(Stream)

@@ -1,8 +1,8 @@
-"""A module in place of `transformer_engine_torch`, Transformer Engine's compiled extension, made of fake kernels.
+"""Replaces `transformer_engine_torch`, Transformer Engine's compiled extension, by fake kernels.
 
-Transformer Engine's Python calls it as `tex`. Functions that bfloat16 training without quantisation needs have the
-extension's arguments and results, and call the operators of te_kernels. Any other function raises NotImplementedError.
-Enums of the extension get their members when they are asked for.
+Transformer Engine's Python code calls the extension as `tex`. This file has the functions that bfloat16 training
+without quantisation needs, with the extension's arguments and results. They call the operators of te_kernels. Any other
+function raises NotImplementedError when it is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _function(function: Callable) -> Callable:
 
 
 class _Enum(type):
-    """A class whose members are made on first access. They are integers, as pybind11's are."""
+    """Metaclass of enums whose members are created on first access. Members are integers, as in pybind11."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -43,7 +43,7 @@ class _Enum(type):
 
 
 class Extension(ModuleType):
-    """A module that has these functions, and any class or function that is asked for. The latter raise when called."""
+    """A module with these functions. Other names are enums if capitalised, else functions that raise when called."""
 
     def __init__(self, name: str, functions: dict[str, Callable[..., Any]]) -> None:
         super().__init__(name)
@@ -64,7 +64,7 @@ def _missing(name: str) -> Callable[..., Any]:
     return raise_
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
+# Products
 
 
 @_function
@@ -89,7 +89,7 @@ def generic_gemm(
 ) -> list[Tensor | None]:
     """Multiply matrices in cuBLAS's column-major order: TN is B A^T, NN is B A, and NT is B^T A.
 
-    grad: return the bias's gradient, which cuBLAS sums from B, instead of adding the bias.
+    grad: return the bias's gradient, the column sums of B, instead of adding the bias.
     """
     assert quantizer is None and not gelu and not any(options.get(name) for name in ("comm_overlap", "extra_output"))
     a, b = (x.flatten(0, -2) for x in (A, B))
@@ -138,7 +138,7 @@ def te_general_grouped_gemm(
     return bias
 
 
-# -- norm and rotation -------------------------------------------------------------------------------------------------
+# Norm and rotation
 
 
 @_function
@@ -152,7 +152,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Tensor | None]:
-    """Return the normed rows, no means, and the factor of each row."""
+    """Return [normed rows, None in place of means, factor of each row]."""
     assert ln_out is None and quantizer is None
     out, factor = kernels.rms_norm(input, weight, eps, zero_centered_gamma)
     return [out, None, factor]
@@ -184,14 +184,14 @@ def fused_rope_backward(gradient, freqs, start_positions, qkv_format, interleave
     return kernels.rotate(gradient, freqs, True)
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# Attention
 
 
 @_function
 def get_fused_attn_backend(*params: Any) -> Any:
-    """Choose cuDNN's kernel of 16-bit attention, as Transformer Engine does from Hopper on.
+    """Choose cuDNN's 16-bit attention kernel, as Transformer Engine does on Hopper and later GPUs.
 
-    From 2.20 on it passes one object, and expects a message as second result.
+    Transformer Engine 2.20 and later pass one object, and expect (kernel, message).
     """
     chosen = sys.modules[NAME].NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen  # type: ignore[attr-defined]
     return (chosen, "") if len(params) == 1 else chosen
@@ -253,12 +253,12 @@ def fused_attn_bwd(
     d_o: Tensor,
     *rest: Any,
 ) -> list[Tensor | None]:
-    """Return the gradients of queries, keys and values, and none of biases and of offsets of the softmax."""
+    """Return the gradients of queries, keys and values, and None for the biases and the softmax offsets."""
     of_segments = cu_seqlens_q, cu_seqlens_kv, attn_scale, window_size[0]
     return [*kernels.attention_backward(d_o, q, k, v, *of_segments), None, None]
 
 
-# -- lists of tensors --------------------------------------------------------------------------------------------------
+# Lists of tensors
 
 
 @_function
@@ -285,7 +285,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Update by AdamW. tensor_lists: gradients, parameters, both moments, and main weights if there are any."""
+    """Update parameters by AdamW. tensor_lists: gradients, parameters, both moments, and main weights if any."""
     assert mode == bias_correction == 1 and type(step) is int
     gradients, parameters, averages, squares, *mains = tensor_lists
     settings = lr, beta1, beta2, epsilon, step, weight_decay

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "te_kernels"
 LAUNCHES: dict[Any, Callable[..., int]] = {}
-"""{operator whose call is not a single launch: function of its arguments that returns the number of launches}."""
+"""{operator whose call is not exactly one launch: function of its arguments that returns the number of launches}."""
 CHUNK, BLOCKS, TENSORS = 2048 * 32, 320, (110, 64, 48, 36, 30)
 """Limits of one launch over lists of tensors. CHUNK: elements per block. BLOCKS: number of blocks. TENSORS: number of
 tensors per list, for 1 to 5 lists."""
@@ -53,7 +53,7 @@ def _kernel(schema: str, *, without_memory: Callable, launches: Callable | None 
 def _nothing(*_: Any) -> None: ...
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
+# Products
 
 
 def _multiplied(a: Tensor, b: Tensor, turns_a: bool, turns_b: bool) -> Tensor:
@@ -96,7 +96,7 @@ def _write(out: Tensor, value: Tensor, adds: bool) -> None:
     launches=lambda x: 0,  # the product that reads x computes them, too
 )
 def column_sums(x):
-    """Return the gradient of a bias."""
+    """Return the column sums of `x`, which are the gradient of a bias."""
     return x.sum(0)
 
 
@@ -123,7 +123,7 @@ def grouped_product_into_(outs, a, b, turns_a, turns_b, adds):
         _write(out, _multiplied(x, y, turns_a, turns_b), adds)
 
 
-# -- norm and rotation -------------------------------------------------------------------------------------------------
+# Norm and rotation
 
 
 @_kernel(
@@ -164,7 +164,7 @@ def rotate(x, angles, back):
     return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
-# -- attention by cuDNN over packed rows -------------------------------------------------------------------------------
+# Attention by cuDNN over packed rows
 
 
 def _rows_of_statistics(tokens: int) -> int:
@@ -226,7 +226,7 @@ def attention_backward(gradient, query, key, value, cu_seq_q, cu_seq_k, scale, b
         return torch.autograd.grad(out, inputs, gradient)
 
 
-# -- lists of tensors --------------------------------------------------------------------------------------------------
+# Lists of tensors
 
 
 def launches_over(lists: int, tensors: list[Tensor]) -> int:

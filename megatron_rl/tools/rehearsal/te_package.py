@@ -1,8 +1,9 @@
 """Imports Transformer Engine's own Python with fake kernels (te_extension) in place of its compiled libraries.
 
 The package `transformer-engine` on PyPI has only Python sources, 1.2 MB, and needs no CUDA. `make` installs it into the
-folder `share/te` of the Python environment, where Megatron-Core does not find it: without the libraries it would fail.
-If Transformer Engine is installed with its libraries, its sources are used instead, and the libraries are not loaded.
+folder `share/te` of the Python environment, where Megatron-Core does not find it, because Megatron-Core fails if the
+libraries are missing. If Transformer Engine is installed with its libraries, its sources are used instead, and the
+libraries are not loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_rl.tools.rehearsal.te_extension import FUNCTIONS, NAME, Extension
 PACKAGE = "transformer_engine"
 FOLDER = Path(sys.prefix) / "share" / "te"
 IMPORTED = ("pydantic", "triton")
-"""Packages that its sources import, and that this package does not require."""
+"""Packages that Transformer Engine's sources import, and that megatron_rl does not require."""
 
 
 def sources() -> Path:
@@ -51,7 +52,7 @@ def sources() -> Path:
 
 
 def version() -> str:
-    """Return the version of the sources."""
+    """Return the version of Transformer Engine's sources."""
     return next(iter(metadata.distributions(name=PACKAGE, path=[str(sources())]))).version
 
 
@@ -66,8 +67,8 @@ def install() -> None:
 
 
 def load() -> None:
-    """Import Transformer Engine without its libraries, and change what depends on these or on a GPU."""
-    # Its own __init__ would look for the libraries, and import its modules for JAX.
+    """Import Transformer Engine without its libraries, and replace its functions that need them or a GPU."""
+    # The package's own __init__ would look for the libraries, and import the modules for JAX.
     package: Any = ModuleType(PACKAGE)
     package.__version__, package.__path__ = version(), [str(sources() / PACKAGE)]
     package.__spec__ = importlib.machinery.ModuleSpec(PACKAGE, None, is_package=True)
@@ -85,5 +86,5 @@ def load() -> None:
     sys.modules[f"{PACKAGE}.pytorch.cpp_extensions"].__getattr__ = extension.__getattr__  # type: ignore[method-assign]
     attention: Any = importlib.import_module(f"{PACKAGE}.pytorch.attention.dot_product_attention.utils")
     choose = attention.get_attention_backend
-    # The kernel depends on the class of the tensors, among which FakeTensor is unknown.
+    # Transformer Engine chooses a kernel by the tensors' class, and does not know FakeTensor.
     attention.get_attention_backend = lambda params: choose(replace(params, qkv_type=torch.Tensor))

@@ -1,7 +1,7 @@
-"""Counts launches of Triton kernels on the simulated device, for packages whose Python code allocates their results.
+"""Counts launches of Triton kernels on the simulated device.
 
-The package's own code runs, and its tensors have memory as on a GPU. A kernel's launch is counted, and what it may have
-written is unknown from then on.
+The Python code that calls a kernel runs as on a GPU, and the tensors that it allocates are recorded. The kernel itself
+does not run. Its launch is counted, and the values of all tensors that it may have written become unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Driver:
 
 
 def stand_in_for_triton(ledger: Ledger) -> None:
-    """Make Triton's kernels launch nothing but be counted, if Triton is installed. Call it before packages use it."""
+    """Make Triton's kernels only count their launches, if Triton is installed. Call this before Triton is used."""
     if importlib.util.find_spec("triton") is None:
         return
     from triton.runtime import autotuner, driver, jit
