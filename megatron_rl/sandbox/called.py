@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 MOST_LINE_BYTES = 16 << 20
 MOST_ITEMS = 100_000
-"""Maximum number of items taken from an iterator, which may be endless."""
+"""Maximum number of items that are taken from an iterator."""
 READY = "ready"
 NAME = "program"
 """The program's `__name__`. It is not `__main__`, so code that a program guards by `__main__` does not run."""
@@ -113,7 +113,7 @@ def builtin_name(error: Exception) -> str:
 
 
 class Host:
-    """Answers questions about a program that has run. A question is a line: `[verb, handle or name, arguments ..]`."""
+    """Answers questions about a program that has run. A question is a JSON line: `[verb, handle or name, arguments ..]`."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self._scope = scope
