@@ -113,7 +113,7 @@ def builtin_name(error: Exception) -> str:
 
 
 class Host:
-    """Answers questions about a program that has run. A question is a JSON line: `[verb, handle or name, arguments ..]`."""
+    """Answers questions about a program that has run. A question is a line `[verb, handle or name, arguments ..]`."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self._scope = scope

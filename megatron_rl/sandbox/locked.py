@@ -87,7 +87,7 @@ class TimeLimit:
     """
 
     def __init__(self, time_s: float, *pids: int) -> None:
-        """pids: one process, or processes that run in turn, so that their waiting times never overlap and can be added."""
+        """pids: one process, or several that run in turn, so that their waiting times never overlap."""
         self.time_s, self.pids, self.began = time_s, pids, time.monotonic()
         self._waited_before = self._waited_s()
 
