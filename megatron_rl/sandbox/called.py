@@ -28,7 +28,7 @@ NAME = "program"
 """The program's `__name__`. It is not `__main__`, so code that a program guards by `__main__` does not run."""
 TYPING = ("Any", "Callable", "Deque", "DefaultDict", "Dict", "FrozenSet", "Iterable", "Iterator", "List", "Optional")
 TYPING += ("Sequence", "Set", "Tuple", "Union")
-"""Names from `typing` that a program may use without importing them, as tasks' function signatures often do."""
+"""Names from `typing` that need no import, because the signatures in task descriptions often use them."""
 
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, str, lambda text: text == "True"),  # before int, of which bool is a subclass

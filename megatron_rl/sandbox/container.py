@@ -105,7 +105,7 @@ RDONLY, NOSUID, NODEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16
 DETACH, PIVOT_ROOT, SUBREAPER, DROP_BOUND = 2, 155, 36, 24
 AT_LEAST, SOCKET, X32 = 0x35, 41, 0x40000000
 FAMILIES = (1, 2, 10, 16)
-"""Allowed socket families: UNIX, IPv4, IPv6, netlink. Others, such as a hypervisor's, ignore network namespaces."""
+"""Allowed socket families: UNIX, IPv4, IPv6, netlink. Others, such as vsock, ignore network namespaces."""
 REFUSED = (
     *(103, 135, 153, 155, 159, 161, 163, 164, 165, 166, 167, 168, 169, 172, 173, 175, 176, 179, 180, 212, 227, 246),
     *(248, 249, 250, 272, 298, 303, 304, 305, 308, 313, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433),
@@ -324,7 +324,7 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rename_process("container")
     nothing = os.open("/dev/null", os.O_RDWR)
-    for number in (0, 1):  # the keeper's pipes; whoever waits for the keeper's end waits for them to close
+    for number in (0, 1):  # the keeper's pipes, whose readers would otherwise wait for this process
         os.dup2(nothing, number)
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
     for name, value in NET_LIMITS.items():
@@ -333,7 +333,7 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
     for name in ("sys", "sysrq-trigger", "irq", "bus"):  # root may write these, and the container's user may be root
         if os.path.exists(f"{root}/proc/{name}"):
             bind(f"{root}/proc/{name}", f"{root}/proc/{name}", read_only=True)
-    # Bound onto itself, because a mount inherited from outside cannot become the root.
+    # Mount the root onto itself, because a mount inherited from outside cannot become the root.
     mount(root, root, flags=BIND | RECURSIVE)
     os.chdir(root)
     check(libc.syscall(PIVOT_ROOT, b".", b"."), "pivot_root")
@@ -472,9 +472,9 @@ def run(
 ) -> dict[str, Any]:
     """Run a bash command and return its `output` and `code`: the exit status, or minus the number of a signal.
 
-    `code` is None if the time limit was exceeded. A command that waits for a CPU may exceed `time_s`, up to SLOWEST
-    times, as long as it has used less CPU time than that. So a busy host does not cut off a command that would end in
-    time on an idle host. If the result has `is_full`, the command was not run, because no further process can start.
+    `code` is None if the time limit was exceeded. A command that waits for a CPU may run for up to
+    SLOWEST * time_s, until it has used `time_s` of CPU time. So a busy host does not cut off a command that would end
+    in time on an idle host. If the result has `is_full`, the command was not run: no further process can start.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)

@@ -33,7 +33,7 @@ from megatron_rl.sandbox.lock import (
 MOST_RESULT_BYTES = 1 << 16
 MOST_PRINTED_BYTES = 1 << 22
 CLOCK_S = 0.1
-"""Tolerance in seconds between the kernel's two counters of CPU time."""
+"""Tolerance in seconds: /proc may report less CPU time than the kernel counts against the CPU limit."""
 RESULT = 3
 """File descriptor of the result in a locked fork."""
 

@@ -1,4 +1,4 @@
-"""GGUF file -> Hugging Face folder, for Llama-architecture models with a byte-level BPE tokenizer.
+"""Converts a GGUF file to a Hugging Face folder, for Llama-architecture models with a byte-level BPE tokenizer.
 
 Weights are dequantized. llama.cpp's interleaved q and k rows are reordered into the halves that Hugging Face's rotary
 embedding expects. The target folder appears complete or not at all. Needs the packages `gguf` and `tokenizers`, but

@@ -22,13 +22,10 @@ from megatron_rl.tools.doctor.states import States, place_of, places
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
 
 ALIKE = 0.05
-"""An error counts as the cause if recomputing with it removes all of the difference except at most this share."""
+"""An error counts as the cause if at most this share of the difference remains after recomputing with it."""
 Weights = Mapping[str, Tensor]
 Variants = dict[str, Callable[[], Tensor]]
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-
-
-# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def wrong_weights(who: str, held: Weights, true: Weights) -> Finding | None:
@@ -73,9 +70,6 @@ def _swap(name: str, source: str) -> str:
     if "gate" in name + source and "up_proj" in name + source:
         return "gate and up"
     return "the two tensors"
-
-
-# -- states ------------------------------------------------------------------------------------------------------------
 
 
 def first_place(found: States, reference: States, layers: int, tolerance: float) -> tuple[str, int] | None:

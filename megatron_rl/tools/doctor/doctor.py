@@ -41,7 +41,7 @@ from megatron_rl.workflows.rendering import prompt_ids
 TOKENS, PROMPTS = 64, 64
 """Number of tokens in the compared sequence, and number of prompts that are joined to make it."""
 ASKED, REPLIES, REPLY_TOKENS = 4, 32, 16
-"""Number of prompts sent to a server, of replies to all of them together, and of tokens per reply."""
+"""Number of prompts sent to a server, of replies to all prompts together, and maximum tokens per reply."""
 TOLERANCE = 1e-4
 """Largest accepted difference of float32 activations, relative to their root mean square over a token."""
 SERVED = {"float32": 1e-3, "bfloat16": 0.25}

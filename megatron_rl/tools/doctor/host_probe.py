@@ -98,7 +98,7 @@ def _all_of(store: Any, keys: list[str], within_s: float) -> list[str | None]:
 
 
 def _listen(towards: str, *, is_first: bool) -> tuple[socket.socket, str]:
-    """Start a server that answers each byte received with this host's time. Return its socket and ADDRESS:PORT.
+    """Start a server that answers each received byte with the time (float64). Return its socket and ADDRESS:PORT.
 
     towards: rank 0's address.
     """

@@ -137,7 +137,7 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
     try:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         return Tokenizer.from_file(str(Path(config["model"]["path"]) / "tokenizer.json"))
-    except Exception:  # tokenizers raises nothing narrower, and a config that was cut off has any form
+    except Exception:  # tokenizers raises plain Exceptions; a config that is cut off may have any form
         return None
 
 

@@ -297,7 +297,7 @@ def evaluation_section(run: RunRecord) -> str:
 def pair_by_prompt(first: list[Row], last: list[Row]) -> list[tuple[Row, Row]]:
     """Pair each prompt's n-th reply in `first` with its n-th reply in `last`. Unpaired replies are dropped."""
     waiting: dict[str, list[Row]] = {}
-    for sample in reversed(last):  # so that pop() takes the earliest
+    for sample in reversed(last):  # reversed, so that pop() takes the earliest
         waiting.setdefault(sample["prompt"], []).append(sample)
     return [(s, waiting[s["prompt"]].pop()) for s in first if waiting.get(s["prompt"])]
 

@@ -45,7 +45,7 @@ class ShownSamples:
 
 
 def shown_samples(folder: Path) -> ShownSamples:
-    """Read the samples that the page of a run shows. Memory and time do not depend on the length of the texts."""
+    """Read the samples that the page of a run shows. Samples that it does not show are not kept in memory."""
     index = SampleIndex(folder / SAMPLES)
     index.update()
     samples = choose_samples(index, is_live=False)

@@ -22,7 +22,7 @@ MOST_FOUND = 2000
 """Maximum number of found samples that are sorted by reward or length. If there are more, the newest are taken."""
 MOST_SENT = 100
 REST = 4
-"""After rendering for t seconds, the page is not rendered for REST * t seconds, so that it never occupies a core."""
+"""A page that took t seconds to render is kept for at least REST * t seconds, to leave the processor free."""
 ORDERS = {
     "best": lambda row: -(-1e9 if row["reward"] is None else row["reward"]),
     "worst": lambda row: 1e9 if row["reward"] is None else row["reward"],
