@@ -129,7 +129,7 @@ class Host:
         try:
             value = self._do(verb, *given)
             answer = ["value", encode(value, self._handle_of)]
-            if verb == "call" and value is None:  # the function may have modified its arguments instead
+            if verb == "call" and value is None:  # it may have modified its arguments: send them back
                 answer.append([encode(entry, self._handle_of) for entry in given[1]])
             return answer
         except Exception as error:

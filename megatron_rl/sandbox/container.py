@@ -536,7 +536,7 @@ def is_starved(session: int, time_s: float) -> bool:
     """
     ticks, could_run = 0, False
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it may end meanwhile
+        with suppress(OSError):  # the process may end meanwhile
             fields = stat_fields(f"/proc/{pid}/stat")
             if int(fields[3]) == session:
                 ticks += sum(map(int, fields[11:15]))  # of the process and its children that have ended

@@ -139,7 +139,7 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
         TGKILL: [*argument(2), *no_kill, *to_itself],
         FCNTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_FCNTL), []), *refuse(errno.EPERM)],
         IOCTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_IOCTL), []), *refuse(errno.ENOTTY)],
-        # Limits may be read, which means that the pointer to new limits is null.
+        # Limits may only be read: then the pointer to new limits is null.
         PRLIMIT: [*argument(2), (EQUAL, 0, 3, 0), *argument(2, high=True), *allow_if(EQUAL, 0), *refuse(errno.EPERM)],
     }
     # The numbers mean other calls in 32-bit programs, which the kernel runs too.
@@ -149,7 +149,7 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
         steps += allow_if(EQUAL, number)
     for number, block in decided.items():
         steps += [(EQUAL, 0, len(block), number), *block]
-    # An allow list, so that a call added by a later kernel is refused.
+    # Refuse all other calls, including those that later kernels add.
     return [*steps, *refuse(errno.EPERM)]
 
 
@@ -262,8 +262,8 @@ def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
 def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socket | None = None) -> None:
     """Irrevocably remove from this process all rights that model-written code must not have.
 
-    The process is also killed when its parent dies.
-    threads: the socket `Threads.theirs`; None allows no threads.
+    The process is also killed when its parent dies. time_s: limit of CPU time, extended by `cpu_limit_s`.
+    memory_bytes: limit of the address space. threads: the socket `Threads.theirs`; None allows no threads.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     nothing = ctypes.c_ulong(0)

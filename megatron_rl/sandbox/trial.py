@@ -205,7 +205,7 @@ def raised(name: str, words: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(words)
-        except TypeError:  # a few need other arguments
+        except TypeError:  # some exceptions need other arguments
             pass
     return RuntimeError(f"{name}: {words}")
 

@@ -16,7 +16,7 @@ from megatron_rl.life.process_exit import exit_with
 
 
 def doctor_in_layout(path: Path, overrides: list[str], layout: dict[str, int]) -> bool:
-    """Compare with one process per rank of the layout. Return True if an error was found; rank 0 prints all of them.
+    """Run the comparison with one process per rank. Return True if it finds an error; rank 0 prints all errors.
 
     RuntimeError if a rank fails, after the rank has printed why.
     """

@@ -53,7 +53,7 @@ def check_prompts(
 def check_stop_tokens(
     tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, eos_ids: Iterable[int]
 ) -> Iterator[Finding]:
-    """Check that servers stop at the chat template's end of a turn, or at the tokenizer's EOS if there is none."""
+    """Check that servers stop at the chat template's end of a turn, or else at the tokenizer's EOS."""
     stops = set(eos_ids) | set(generation.stop_token_ids)
     if generation.ignore_eos:
         return
@@ -111,7 +111,7 @@ def _sampled(ids: list[int], mask: Tensor, told: Tensor, logits: Tensor) -> tupl
 
 
 def _drawn(rows: Tensor, tokens: Tensor, generation: GenerationConfig) -> str:
-    """Describe how tokens were sampled if it cannot have been at the configured temperature, else return "".
+    """Describe how tokens were sampled, if they are too unlikely at the configured temperature; else return "".
 
     Always "" if top_k, top_p or min_p is configured.
     """
