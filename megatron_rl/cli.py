@@ -76,13 +76,13 @@ def run(argv: list[str] | None = None) -> None:
             "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="GPU model (default h100)"
         )
         command.add_argument(
-            "--models", type=Path, help="folder with a folder per model name, used if model.path has no config.json"
+            "--models", type=Path, help="folder with a subfolder per model name, used if model.path has no config.json"
         )
         command.add_argument(
             "--lengths",
             type=Path,
-            help="file with a line for each trajectory: the numbers of tokens of its prompt and, if known, its reply; "
-            "default: lengths that follow from the config's limits",
+            help="file with one line per trajectory: number of prompt tokens and, if known, of reply tokens; "
+            "default: lengths derived from the config's limits",
         )
         command.add_argument("--folder", type=Path, default=Path("runs/rehearsal"), help="output folder of a rehearsal")
     rehearsal.add_argument(
@@ -108,15 +108,15 @@ def run(argv: list[str] | None = None) -> None:
         add_help=False,
     )
     commands.add_parser(
-        "replay", help="take a recorded step of a run again, and name the first value that differs", add_help=False
+        "replay", help="repeat a recorded step of a run, and name the first value that differs", add_help=False
     )
     sick = commands.add_parser(
-        "doctor", help="find the first place where trainer, transformers and rollout server compute something else"
+        "doctor", help="find the first difference between the trainer, transformers and a rollout server"
     )
     sick.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
     sick.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
     sick.add_argument(
-        "--layout", default="", help="also compare the trainer in a layout, on several processes: tensor=2,pipeline=2"
+        "--layout", default="", help="also compare the trainer in a parallel layout, e.g. tensor=2,pipeline=2"
     )
     convert = commands.add_parser(
         "convert",
@@ -135,30 +135,30 @@ def run(argv: list[str] | None = None) -> None:
         type=lambda text: text.split(","),
         default=[],
         metavar="svg,pdf",
-        help="also write each chart as a file of its own into RUN/figures; pdf needs matplotlib",
+        help="also write each chart to its own file in RUN/figures; pdf needs matplotlib",
     )
     report.add_argument(
-        "--live", action="store_true", help="serve the report on this host instead; it follows a run that goes on"
+        "--live", action="store_true", help="serve the report on this host instead, and keep it up to date"
     )
-    report.add_argument("--port", type=int, default=8765, help="--live: port on 127.0.0.1; 0 picks a free one")
+    report.add_argument("--port", type=int, default=8765, help="port of --live on 127.0.0.1; 0: any (default 8765)")
     watched = commands.add_parser("watch", help="serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     watched.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 picks a free one (default 8765)")
     against = commands.add_parser(
-        "compare", help="compare several runs in a table and in a page compare.html, and say where they part"
+        "compare", help="compare several runs in a table and on a page, and say where they first differ"
     )
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
-    against.add_argument("--html", type=Path, help="the page to write")
+    against.add_argument("--html", type=Path, help="page to write; default: compare.html in the runs' common folder")
     against.add_argument(
         "--bound",
         type=float,
-        help="exit with 1 if a reply, or a metric that does not depend on time, differs from the first run's by more "
-        "than this relative difference, e.g. 1e-6; 0 asks for equal numbers",
+        help="exit with 1 if a run's replies differ from the first run's, or its metrics differ by more than this "
+        "relative difference, e.g. 1e-6; 0 requires equal metrics. Metrics that depend on time are ignored",
     )
     commands.add_parser("algorithms", help="list advantage estimators and losses, with formulas and sources")
     options = commands.add_parser("options", help="list every key of a config, with default, description and rule")
     options.add_argument("section", nargs="?", default="", help="a section such as algo, or one key; default: all")
-    options.add_argument("--write", type=Path, metavar="PAGE", help="update the options in this page")
+    options.add_argument("--write", type=Path, metavar="PAGE", help="write the options into this Markdown page")
     # launch, sft, preferences, replay, serve and serve-training parse the rest themselves. Imports are late: `options`
     # needs no torch.
     args, rest = parser.parse_known_args(argv)
@@ -224,7 +224,7 @@ def run(argv: list[str] | None = None) -> None:
             elif args.command == "doctor":
                 from megatron_rl import platform
 
-                platform.prepare(may_use_transformer_engine=False)  # layers of its own have no norms to look at
+                platform.prepare(may_use_transformer_engine=False)  # its layers have no separate norms to compare
                 from megatron_rl.replay.replay_command import layout_of
                 from megatron_rl.tools.doctor.doctor import doctor
                 from megatron_rl.tools.doctor.layout_doctor import doctor_in_layout

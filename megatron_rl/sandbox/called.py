@@ -22,13 +22,13 @@ from typing import Any, BinaryIO
 
 MOST_LINE_BYTES = 16 << 20
 MOST_ITEMS = 100_000
-"""Maximum number of items taken from an iterator, which may be endless."""
+"""Maximum number of items that are taken from an iterator."""
 READY = "ready"
 NAME = "program"
 """The program's `__name__`. It is not `__main__`, so code that a program guards by `__main__` does not run."""
 TYPING = ("Any", "Callable", "Deque", "DefaultDict", "Dict", "FrozenSet", "Iterable", "Iterator", "List", "Optional")
 TYPING += ("Sequence", "Set", "Tuple", "Union")
-"""Names from `typing` that a program may use without importing them, as tasks' function signatures often do."""
+"""Names from `typing` that need no import, because the signatures in task descriptions often use them."""
 
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, str, lambda text: text == "True"),  # before int, of which bool is a subclass
@@ -113,7 +113,7 @@ def builtin_name(error: Exception) -> str:
 
 
 class Host:
-    """Answers questions about a program that has run. A question is a line: `[verb, handle or name, arguments ..]`."""
+    """Answers questions about a program that has run. A question is a line `[verb, handle or name, arguments ..]`."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self._scope = scope
@@ -129,7 +129,7 @@ class Host:
         try:
             value = self._do(verb, *given)
             answer = ["value", encode(value, self._handle_of)]
-            if verb == "call" and value is None:  # the function may have modified its arguments instead
+            if verb == "call" and value is None:  # it may have modified its arguments: send them back
                 answer.append([encode(entry, self._handle_of) for entry in given[1]])
             return answer
         except Exception as error:

@@ -73,16 +73,19 @@ MOST_PROCESSES, MOST_OPEN_FILES = 256, 1024
 MOST_FILE_BYTES = 1 << 16
 """Maximum number of bytes of a file that the keeper returns."""
 DRAIN_S, LATE_S = 0.2, 10.0
-"""DRAIN_S: how long output is read after a command's end. A process that it left running may hold the pipe open.
+"""DRAIN_S: time for which output is still read after a command ends, since its children may hold the pipe open.
 
-LATE_S: how long the keeper waits for the phase's answer in addition to a command's longest time.
+LATE_S: time that the keeper waits for the phase's answer in addition to a command's longest time.
 """
 SLOWEST, LOOK_S = 10, 0.05
-"""SLOWEST: a command that waits for a processor may take so many times its limit. LOOK_S: time between looks at it."""
+"""SLOWEST: a command that has to wait for a CPU may take this many times its time limit.
+
+LOOK_S: seconds between checks whether it is waiting.
+"""
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl")
 DEVICES = {name: name for name in ("null", "full", "random", "urandom")} | {"zero": "full"}
-"""Name of a device in the container -> the host's device.
+"""Name of a device in the container -> name of the host's device that it shows.
 
 The container's /dev/zero is the host's /dev/full, which also reads as zeros. Unlike /dev/zero, /dev/full cannot be
 mapped, and such a mapping would bypass the memory limit.
@@ -102,7 +105,7 @@ RDONLY, NOSUID, NODEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16
 DETACH, PIVOT_ROOT, SUBREAPER, DROP_BOUND = 2, 155, 36, 24
 AT_LEAST, SOCKET, X32 = 0x35, 41, 0x40000000
 FAMILIES = (1, 2, 10, 16)
-"""Allowed socket families: UNIX, IPv4, IPv6, netlink. Others, such as a hypervisor's, ignore network namespaces."""
+"""Allowed socket families: UNIX, IPv4, IPv6, netlink. Others, such as vsock, ignore network namespaces."""
 REFUSED = (
     *(103, 135, 153, 155, 159, 161, 163, 164, 165, 166, 167, 168, 169, 172, 173, 175, 176, 179, 180, 212, 227, 246),
     *(248, 249, 250, 272, 298, 303, 304, 305, 308, 313, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433),
@@ -142,7 +145,7 @@ def mount(source: str, target: str, kind: str = "none", flags: int = 0, options:
 def bind(source: str, target: str, *, read_only: bool) -> None:
     mount(source, target, flags=BIND | RECURSIVE)
     if read_only:
-        # The kernel forbids dropping the source's mount flags if another user's namespace owns it.
+        # Keep the source's mount flags: the kernel forbids dropping them if another user namespace owns the mount.
         kept = os.statvfs(target).f_flag & 0xF
         mount("none", target, flags=REMOUNT | BIND | RDONLY | NOSUID | kept)
 
@@ -191,14 +194,14 @@ class Keeper:
         mount("none", self.root, flags=REMOUNT | BIND | RDONLY | NOSUID)
 
     def new_disk(self, target: str) -> None:
-        # An empty file takes no space on the disk, but a kilobyte of kernel memory.
+        # Limit the number of files: even an empty one takes a kilobyte of kernel memory.
         files = min(100_000, self.disk_bytes >> 11)
         options = f"size={self.disk_bytes},mode=755,nr_inodes={files},uid={self.user},gid={self.user}"
         mount("tmpfs", target, "tmpfs", NOSUID | NODEV, options)
 
     def show(self, path: str, shown_as: str | None = None, *, read_only: bool = True) -> None:
         target = self.root + (shown_as or path)
-        # For example, /bin is a link into /usr on many systems.
+        # On many systems, /bin is a link into /usr.
         if os.path.islink(path) and os.path.dirname(path) == "/":
             os.symlink(os.readlink(path), target)
         elif os.path.isdir(path):
@@ -321,7 +324,7 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rename_process("container")
     nothing = os.open("/dev/null", os.O_RDWR)
-    for number in (0, 1):  # the keeper's pipes; whoever waits for the keeper's end waits for them to close
+    for number in (0, 1):  # the keeper's pipes, whose readers would otherwise wait for this process
         os.dup2(nothing, number)
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
     for name, value in NET_LIMITS.items():
@@ -330,7 +333,7 @@ def be_first_process(channel: socket.socket, root: str, memory_bytes: int) -> No
     for name in ("sys", "sysrq-trigger", "irq", "bus"):  # root may write these, and the container's user may be root
         if os.path.exists(f"{root}/proc/{name}"):
             bind(f"{root}/proc/{name}", f"{root}/proc/{name}", read_only=True)
-    # Bound onto itself, because a mount inherited from outside cannot become the root.
+    # Mount the root onto itself, because a mount inherited from outside cannot become the root.
     mount(root, root, flags=BIND | RECURSIVE)
     os.chdir(root)
     check(libc.syscall(PIVOT_ROOT, b".", b"."), "pivot_root")
@@ -449,7 +452,7 @@ def filter_steps(of_shared: int) -> list[Step]:
     mapping += [(ANY_BIT, 0, 2, IS_SHARED), (ANY_BIT, 0, 1, IS_ANONYMOUS), (RETURN, 0, 0, of_shared)]
     mapping += [(RETURN, 0, 0, ALLOW)]
     steps += [(EQUAL, 0, len(mapping), MMAP), *mapping]
-    # Seems to succeed but changes nothing, because programs ask for larger buffers than they need.
+    # Setting a buffer size succeeds without an effect, because programs ask for larger buffers than they need.
     size = [*argument(1), (EQUAL, 0, 2 + 2 * len(BUFFER_SIZES), SOL_SOCKET), *argument(2)]
     for name in BUFFER_SIZES:
         size += [(EQUAL, 0, 1, name), *refuse(0)]
@@ -469,9 +472,9 @@ def run(
 ) -> dict[str, Any]:
     """Run a bash command and return its `output` and `code`: the exit status, or minus the number of a signal.
 
-    `code` is None if the time limit was exceeded. A command may take longer while it waits for a processor and has not
-    used `time_s` of one. So a busy host cuts off no command that would end in time on an idle one. If the result has
-    `is_full`, the command was not run, because no further process can be started.
+    `code` is None if the time limit was exceeded. A command that waits for a CPU may run for up to
+    SLOWEST * time_s, until it has used `time_s` of CPU time. So a busy host does not cut off a command that would end
+    in time on an idle host. If the result has `is_full`, the command was not run: no further process can start.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -527,16 +530,16 @@ def run(
 
 
 def is_starved(session: int, time_s: float) -> bool:
-    """Return True if a process of a session runs or could run, and all of them have used less than `time_s`.
+    """Return True if a process of a session is running or runnable, and the session used less CPU time than `time_s`.
 
-    A session whose first process has just ended is starved, too: its end is not read yet.
+    Also True if the session's first process has exited and has not been waited for.
     """
     ticks, could_run = 0, False
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it may end meanwhile
+        with suppress(OSError):  # the process may end meanwhile
             fields = stat_fields(f"/proc/{pid}/stat")
             if int(fields[3]) == session:
-                ticks += sum(map(int, fields[11:15]))  # its own, and those of its children that have ended
+                ticks += sum(map(int, fields[11:15]))  # of the process and its children that have ended
                 threads = (stat_fields(f"/proc/{pid}/task/{thread}/stat") for thread in os.listdir(f"/proc/{pid}/task"))
                 could_run |= any(of_thread[0] in (b"R", b"D") for of_thread in threads)
                 could_run |= int(pid) == session and fields[0] == b"Z"

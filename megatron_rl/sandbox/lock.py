@@ -43,7 +43,8 @@ RLIMIT_NPROC does not serve this purpose: it counts all processes of a user, and
 READY, LOCKED = b"+", b"!"
 """Bytes that a process sends to its supervisor. LOCKED: the process is locked.
 
-READY: sent along with a filter's listener. A tool's launcher also writes it to stdout, once it is locked.
+READY: sent together with the file descriptor of a filter's listener. A tool's launcher also writes READY to stdout
+after locking itself.
 """
 
 FREE = (
@@ -96,7 +97,7 @@ class Program(ctypes.Structure):
 
 
 Step = tuple[int, int, int, int]
-"""One instruction: the operation, how many steps to skip if its test holds, how many if not, and the operand."""
+"""One instruction: operation, steps to skip if its test is true, steps to skip if it is false, operand."""
 
 
 def allow_if(test: int, value: int) -> list[Step]:
@@ -114,17 +115,17 @@ def argument(index: int, *, high: bool = False) -> list[Step]:
 
 
 def asking_steps() -> list[Step]:
-    """Return the filter that asks a listener about each new thread, and leaves all else to the complete filter."""
-    # Of two filters the stricter verdict wins, so a call that the complete filter refuses is never asked about.
+    """Return the filter that asks a listener about each new thread and allows all other system calls."""
+    # `filter_steps` is installed too. The stricter verdict wins, so calls that it refuses are never asked about.
     steps: list[Step] = [(LOAD, 0, 0, NUMBER_AT), (EQUAL, 0, 3, CLONE), *argument(0)]
     return [*steps, (ANY_BIT, 0, 1, IS_THREAD), (RETURN, 0, 0, ASK), (RETURN, 0, 0, ALLOW)]
 
 
 def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
-    """Return the complete filter for the process `pid`, which may send signals to itself."""
+    """Return the filter of all system calls for the process `pid`, which may only send signals to itself."""
     of_thread = [(RETURN, 0, 0, ALLOW)] if has_threads else refuse(errno.EAGAIN)
     only_reading = [(ANY_BIT, 0, 1, FOR_WRITING), *refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)]
-    # Except SIGKILL, so that a process killed by the host can be recognised.
+    # A process may not send itself SIGKILL, so SIGKILL shows that the host killed it.
     to_itself = [*argument(0), *allow_if(EQUAL, pid), *refuse(errno.EPERM)]
     no_kill = [(EQUAL, 0, 1, signal.SIGKILL), *refuse(errno.EPERM)]
     # A filter cannot see clone3's flags. Without clone3, glibc starts threads by clone.
@@ -138,7 +139,7 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
         TGKILL: [*argument(2), *no_kill, *to_itself],
         FCNTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_FCNTL), []), *refuse(errno.EPERM)],
         IOCTL: [*argument(1), *sum((allow_if(EQUAL, it) for it in HARMLESS_IOCTL), []), *refuse(errno.ENOTTY)],
-        # Limits may be read, which means that the pointer to new limits is null.
+        # Limits may only be read: then the pointer to new limits is null.
         PRLIMIT: [*argument(2), (EQUAL, 0, 3, 0), *argument(2, high=True), *allow_if(EQUAL, 0), *refuse(errno.EPERM)],
     }
     # The numbers mean other calls in 32-bit programs, which the kernel runs too.
@@ -148,7 +149,7 @@ def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
         steps += allow_if(EQUAL, number)
     for number, block in decided.items():
         steps += [(EQUAL, 0, len(block), number), *block]
-    # An allow list, so that a call added by a later kernel is refused.
+    # Refuse all other calls, including those that later kernels add.
     return [*steps, *refuse(errno.EPERM)]
 
 
@@ -176,7 +177,7 @@ class Threads:
         Call this after that process was locked or has exited. Without a descriptor, the program cannot start threads.
         """
         self.theirs.close()
-        # Does not wait: the listener was sent before the process was locked, or never, if the kernel cannot ask.
+        # No need to wait: the listener was sent before the process was locked, or never, if the kernel cannot ask.
         self._ours.setblocking(False)
         said = b"?"
         while said not in (b"", LOCKED):
@@ -244,11 +245,9 @@ def answer_question(listener: int, question: bytearray, error: int = 0) -> None:
 
 
 def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
-    """Install the seccomp filter that asks the supervisor about each new thread.
+    """Install the seccomp filter that asks the supervisor about each new thread. Return False if the kernel cannot.
 
-    The filter's listener is sent to the supervisor through `asked`.
-
-    Return False if the kernel does not support such filters.
+    The file descriptor of the filter's listener is sent to the supervisor through `asked`.
     """
     steps = asking_steps()
     program = Program(len(steps), (Instruction * len(steps))(*steps))
@@ -263,8 +262,8 @@ def ask_for_threads(libc: ctypes.CDLL, asked: socket.socket) -> bool:
 def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socket | None = None) -> None:
     """Irrevocably remove from this process all rights that model-written code must not have.
 
-    The process is also killed when its parent dies.
-    threads: the socket `Threads.theirs`; None allows no threads.
+    The process is also killed when its parent dies. time_s: limit of CPU time, extended by `cpu_limit_s`.
+    memory_bytes: limit of the address space. threads: the socket `Threads.theirs`; None allows no threads.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     nothing = ctypes.c_ulong(0)
@@ -279,18 +278,18 @@ def lock(*, parent: int, time_s: float, memory_bytes: int, threads: socket.socke
     libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), nothing, nothing, nothing)
     if hides_files():
         hide_files()
-    # All limits come before the filter, which refuses to change them.
+    # Set all limits first, because the filter refuses to change them.
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_NOFILE, MOST_OPEN_FILES)
     # The parent's deadline is what counts. This limit acts if the parent is too busy to enforce it.
     limit(resource.RLIMIT_CPU, cpu_limit_s(time_s))
     limit(resource.RLIMIT_AS, memory_bytes)
-    # The listener's filter comes first: the complete one allows neither another filter nor sending a descriptor.
+    # Ask for threads first: the full filter allows neither installing another filter nor sending a descriptor.
     steps = filter_steps(os.getpid(), has_threads=threads is not None and ask_for_threads(libc, threads))
     program = Program(len(steps), (Instruction * len(steps))(*steps))
     if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(program), nothing, nothing):
-        os._exit(1)  # better no verdict than unlocked text
+        os._exit(1)  # never run model-written code unlocked
     if threads is not None:
         os.write(threads.fileno(), LOCKED)  # the filter allows nothing but write on a socket
 
@@ -335,7 +334,7 @@ def hide_files() -> None:
         landlock(ADD_RULE, rules, BENEATH, struct.pack("<Qi", rights, place), 0)
         os.close(place)
     if landlock(RESTRICT_SELF, rules, 0):
-        os._exit(1)  # better no verdict than unlocked text
+        os._exit(1)  # never run model-written code unlocked
     os.close(rules)
 
 

@@ -33,7 +33,7 @@ from megatron_rl.sandbox.lock import (
 MOST_RESULT_BYTES = 1 << 16
 MOST_PRINTED_BYTES = 1 << 22
 CLOCK_S = 0.1
-"""Tolerance in seconds between the kernel's two counters of CPU time."""
+"""Tolerance in seconds: /proc may report less CPU time than the kernel counts against the CPU limit."""
 RESULT = 3
 """File descriptor of the result in a locked fork."""
 
@@ -56,15 +56,15 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 START_S = 30.0
 """Time limit for locking a process. If it is exceeded, the host is at fault, not the sandboxed code."""
 LONGEST_WAIT_S = 60.0
-"""Longest time that a locked process may wait for a processor, in all. If it waits longer, the host is at fault."""
+"""Maximum total time that locked processes may wait for a CPU. If they wait longer, the host is at fault."""
 LOOK_S = 0.05
-"""Time between looks at a process that may be waiting for a processor."""
+"""Time between checks of a process that may be waiting for a CPU."""
 ENDING_S = 0.5
-"""How long to wait for a process to exit after its output has ended."""
+"""Maximum time to wait for a process to exit after its output has ended."""
 
 
 class TextFailed(RuntimeError):
-    """The model's text raised an exception, crashed, or exceeded its limit of time, memory or output."""
+    """Model-written code raised an exception, crashed, or exceeded its limit of time, memory or output."""
 
 
 class NoResult(TextFailed):
@@ -72,27 +72,27 @@ class NoResult(TextFailed):
 
 
 class SandboxFailed(InfrastructureFailure):
-    """The process for model-written text could not be locked, or the host killed it.
+    """The process for model-written code could not be locked, or the host killed it.
 
-    The text is not at fault, so this never becomes a reward.
+    The code is not at fault, so this error never becomes a reward.
     """
 
     KIND = "sandbox"
 
 
 class TimeLimit:
-    """A limit of `time_s` seconds for locked processes. Time in which they wait for a processor does not count.
+    """A limit of `time_s` seconds for locked processes. Time that they wait for a CPU does not count.
 
-    So a busy host makes no right answer a wrong one.
+    This way, a busy host does not turn a right answer into a wrong one.
     """
 
     def __init__(self, time_s: float, *pids: int) -> None:
-        """pids: processes of which one waits for the other, so that no two waits are at the same time."""
+        """pids: one process, or several that run in turn, so that their waiting times never overlap."""
         self.time_s, self.pids, self.began = time_s, pids, time.monotonic()
         self._waited_before = self._waited_s()
 
     def left_s(self) -> float:
-        """Return the seconds left, 0 or less if none are. SandboxFailed if the processes have waited too long."""
+        """Return the seconds left; 0 or less if none are. SandboxFailed after waiting LONGEST_WAIT_S for a CPU."""
         left_s = self.time_s - (time.monotonic() - self.began)
         if left_s > 0:
             return left_s
@@ -100,7 +100,7 @@ class TimeLimit:
         if waited_s > LONGEST_WAIT_S:
             raise SandboxFailed(f"locked text waited {waited_s:.0f} s for a processor; the host has too much to do.")
         left_s += waited_s
-        # The kernel counts a wait when it ends, so a process may be in one now.
+        # The kernel counts a wait when it ends, so a process may be waiting now.
         return LOOK_S if left_s <= 0 and any(map(self._may_wait, self.pids)) else left_s
 
     def _waited_s(self) -> float:
@@ -113,9 +113,9 @@ class TimeLimit:
 
 
 def processor_use(pid: int) -> tuple[float, float]:
-    """Return for how long a process's main thread has run, and for how long it has waited for a processor, in seconds.
+    """Return the seconds that a process's main thread has run, and the seconds that it has waited for a CPU.
 
-    (0, 0) if the kernel does not say.
+    (0, 0) if the kernel does not report them.
     """
     try:
         ran_ns, waited_ns = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
@@ -125,7 +125,7 @@ def processor_use(pid: int) -> tuple[float, float]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of a process's `stat` from its state on, as in proc(5). Raises OSError if it is gone."""
+    """Return the fields of /proc/PID/stat from the state on (see proc(5)). OSError if the process is gone."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -142,7 +142,8 @@ def evaluate(
 
     TextFailed if the function fails, SandboxFailed if the host is at fault.
 
-    time_s: as in TimeLimit. waits_for: ids of locked processes that the function waits for.
+    time_s: as in TimeLimit. waits_for: ids of locked processes that the function waits for. Time that
+    these wait for a CPU does not count either.
 
     memory_bytes: memory limit in addition to this process's usage. keep: file descriptors that the fork keeps open;
     `function` gets their new numbers as its last arguments. threads: the `Threads` of another program, whose requests
@@ -196,7 +197,7 @@ def answer_and_exit(
     """
     try:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # other locked processes cannot read its memory
-        # out of the way of the descriptors set below
+        # Move the descriptors to high numbers, so that setting the low ones below overwrites none.
         high = [fcntl.fcntl(kept, fcntl.F_DUPFD, MOST_OPEN_FILES) for kept in (writer, *keep)]
         kept = range(RESULT, RESULT + len(high))
         for old, new in zip(high, kept, strict=True):
@@ -211,7 +212,7 @@ def answer_and_exit(
         os.environ.update(ONE_THREAD)
         try:
             answer = {"value": function(*args, *kept[1:])}
-        except BaseException as error:  # the text may raise anything
+        except BaseException as error:  # model-written code may raise anything
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         os.write(RESULT, json.dumps(answer).encode())
     finally:
@@ -223,8 +224,8 @@ def run_program(
 ) -> str | None:
     """Run Python source in its own locked interpreter and return what it printed.
 
-    None if the program exited with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It can
-    import the standard library and the packages in `folders`. SandboxFailed if the host is at fault.
+    None if the program exited with an error, printed more than MOST_PRINTED_BYTES or took longer than `time_s`. It
+    can import the standard library and the packages in `folders`. SandboxFailed if the host is at fault.
     """
     with host_errors():
         given, text = memory_file(stdin), memory_file(source)
@@ -239,7 +240,7 @@ def run_program(
             printed = read_to_the_end(process.stdout.fileno(), limit, MOST_PRINTED_BYTES, threads)
             if printed is not None:
                 refuse_killed(process.pid, time_s)
-            # It may have closed its output and still be running.
+            # The program may have closed its output and still be running.
             code = None if printed is None else process.wait(max(0.0, limit.left_s()))
     except subprocess.TimeoutExpired:
         code = None
@@ -271,7 +272,7 @@ def started_program(
     with closing(threads):
         try:
             process = started(
-                # Isolated, without site-packages and their start-up code, and without writing .pyc files.
+                # Run isolated, without site-packages and their start-up code, and without writing .pyc files.
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", f"/proc/self/fd/{script}", *arguments],
                 stdin=stdin,
                 stdout=stdout,
@@ -356,7 +357,7 @@ def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 def memory_file(text: str) -> int:
     """Return the descriptor of an in-memory file with this text, positioned at its start."""
-    # It is in no folder, so no other program finds it, and it vanishes when closed.
+    # Such a file is in no folder, so no other program finds it, and it vanishes when closed.
     file = os.memfd_create("text")
     content = memoryview(text.encode("utf-8", "replace"))
     while content:
@@ -376,7 +377,7 @@ def read_to_the_end(end: int, limit: TimeLimit, most: int, threads: Threads | No
     if listener >= 0:
         poll.register(listener, select.POLLIN)
     while (left_s := limit.left_s()) > 0:
-        # Rounded up, or the last millisecond would be a busy loop.
+        # Round up, or the last millisecond would be a busy loop.
         ready = dict(poll.poll(math.ceil(left_s * 1000)))
         if threads is not None and listener in ready:
             threads.grant()

@@ -47,7 +47,7 @@ def holds(source: str, test: str, *, time_s: float, memory_bytes: int, folders: 
     given, bounds = (text, asked, answered), {"time_s": time_s, "memory_bytes": memory_bytes}
     try:
         with started_program(script(), (*map(str, given), *folders), pass_fds=given, **bounds) as (process, threads):
-            # Closed at once: while any process holds the other ends open, neither side notices that the other is gone.
+            # Close these ends at once: as long as this process holds them, neither side notices the other's exit.
             for end in given:
                 os.close(end)
             given = ()
@@ -122,7 +122,7 @@ def run_test(test: str, names: list[str], modules: list[str], questions: int, an
         try:
             scope[name] = program.ask("name", name)
         except NameError:
-            continue  # the test itself raises NameError if it uses the name
+            continue  # the test then raises NameError if it uses the name
     # optimize=0 keeps assertions, whichever flags this process was started with.
     exec(compile(test, "test", "exec", dont_inherit=True, optimize=0), scope)
     run_defined(test, scope)
@@ -205,7 +205,7 @@ def raised(name: str, words: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(words)
-        except TypeError:  # a few need other arguments
+        except TypeError:  # some exceptions need other arguments
             pass
     return RuntimeError(f"{name}: {words}")
 

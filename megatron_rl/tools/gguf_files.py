@@ -1,4 +1,4 @@
-"""GGUF file -> Hugging Face folder, for Llama-architecture models with a byte-level BPE tokenizer.
+"""Converts a GGUF file to a Hugging Face folder, for Llama-architecture models with a byte-level BPE tokenizer.
 
 Weights are dequantized. llama.cpp's interleaved q and k rows are reordered into the halves that Hugging Face's rotary
 embedding expects. The target folder appears complete or not at all. Needs the packages `gguf` and `tokenizers`, but
@@ -66,7 +66,7 @@ def find_smollm2() -> Path:
 def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Convert the GGUF file `source` to a Hugging Face folder `target`, and return `target`.
 
-    A target that already is the conversion of this file is kept. ValueError if `source` is no Llama-architecture GGUF,
+    A target that was already converted from this file is kept. ValueError if `source` is no Llama-architecture GGUF,
     or if `target` contains something else.
     """
     source, target = Path(source), Path(target)
@@ -101,7 +101,7 @@ def convert_gguf(source: Path, target: Path, *, dtype: torch.dtype = torch.bfloa
 
 
 def is_conversion_of(origin: dict[str, Any], target: Path) -> bool:
-    """Return True if `target` was made from `origin`, False if it is missing or empty. ValueError otherwise."""
+    """Return True if `target` was converted from `origin`, False if it is missing or empty. ValueError otherwise."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     if all((target / name).is_file() for name in FILES):

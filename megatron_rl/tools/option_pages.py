@@ -20,7 +20,10 @@ WIDTH = 120
 
 
 def options_text(name: str = "") -> str:
-    """Describe all options, a section's options, or the option with this dotted key. ValueError for an unknown name."""
+    """Describe all options, or those of the section `name`, or the option with the dotted key `name`.
+
+    ValueError for an unknown name.
+    """
     options = described_options()
     chosen = [option for option in options if name in ("", option.section, dotted(option))]
     if not chosen:
@@ -48,7 +51,7 @@ def options_markdown() -> str:
 
 
 def rewrite(page: Path) -> Path:
-    """Replace the text between a page's two marks with the current options. ValueError if the marks are missing."""
+    """Replace the text between BEGIN and END in a page with the current options. ValueError if one is missing."""
     text = page.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page}: has no lines {BEGIN.strip()} and {END.strip()}, where the options go; add them.")

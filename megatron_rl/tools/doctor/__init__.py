@@ -1,1 +1,1 @@
-"""Finds the first place where trainer, transformers and rollout servers compute something else from the same tokens."""
+"""Finds the first point at which the trainer, transformers and a rollout server disagree about the same tokens."""

@@ -1,7 +1,8 @@
-"""Names the first place at which an implementation differs from Hugging Face's model, and what would explain it.
+"""Finds the first place at which an implementation differs from Hugging Face's model, and the likely cause.
 
-Weights are compared first, by tensor. Otherwise the operator at the place is computed from the states before it, as it
-should be and in the ways that are known to go wrong. If one of these gives what was found, it is the cause.
+`wrong_weights` compares weights. `diagnose` compares states: activations at named places of the forward pass. It
+recomputes the first wrong place from the reference's states, with one known error after another. An error that
+reproduces the wrong states is reported as the cause.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from megatron_rl.tools.doctor.states import States, place_of, places
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
 
 ALIKE = 0.05
-"""A known error explains what was found if it leaves at most this share of the difference."""
+"""An error counts as the cause if at most this share of the difference remains after recomputing with it."""
 Weights = Mapping[str, Tensor]
 Variants = dict[str, Callable[[], Tensor]]
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
 def wrong_weights(who: str, held: Weights, true: Weights) -> Finding | None:
-    """Compare weights by name. Say which tensor, rows or layer differ, and whose values they are if that is known."""
+    """Compare the weights `held` by implementation `who` with the true ones, by name. None if they are equal.
+
+    The finding names missing tensors, swapped tensors, a stale layer or the rows that differ.
+    """
     both = [name for name in true if name in held]
     wrong = [name for name in both if not torch.equal(held[name].float(), true[name].float())]
     if missing := [name for name in true if name not in held and name != "lm_head.weight"]:
@@ -71,11 +72,11 @@ def _swap(name: str, source: str) -> str:
     return "the two tensors"
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
-
-
 def first_place(found: States, reference: States, layers: int, tolerance: float) -> tuple[str, int] | None:
-    """Return the first place and position at which states differ; None if they agree everywhere."""
+    """Return the first place, in forward order, and its first token position that differ; None if the states agree.
+
+    tolerance: as in `_distance`.
+    """
     for place in places(layers):
         if place not in found:
             continue
@@ -88,7 +89,10 @@ def first_place(found: States, reference: States, layers: int, tolerance: float)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Return each row's largest difference, relative to the root mean square of the row of `b`; NaN is infinite."""
+    """Return each row's largest absolute difference, divided by the root mean square of `b`'s row. NaN is infinite.
+
+    For 1-D tensors, return the absolute differences.
+    """
     if a.dim() == 1:
         return (a - b).abs().nan_to_num(torch.inf)
     scale = b.square().mean(-1).sqrt().clamp_min(1e-12)
@@ -104,9 +108,9 @@ def diagnose(
     ids: list[int],
     tolerance: float,
 ) -> Finding | None:
-    """Return where an implementation first differs from the reference, and the known error that explains it.
+    """Return where an implementation's states first differ from the reference's, and why. None if they agree.
 
-    weights: HF tensors that both use. Returns None if all states agree.
+    weights: the Hugging Face tensors that both use.
     """
     place = first_place(found, reference, config.num_layers, tolerance)
     if place is None:
@@ -128,7 +132,7 @@ def diagnose(
 
 
 def _variants(place: str, reference: States, weights: Weights, config: DecoderConfig, ids: list[int]) -> Variants:
-    """Return known errors at a place: what they would give."""
+    """Map each known error at `place`, as text, to a function that computes the states with this error."""
     match = re.fullmatch(r"layer (\d+): (.*)", place)
     if match is None:
         return _variants_of_ends(place, reference, weights, ids)
@@ -179,7 +183,7 @@ def _variants_of_ends(place: str, reference: States, weights: Weights, ids: list
 
         def at(shift: int) -> Tensor:
             rows = logits[:-1].log_softmax(-1)
-            return rows.gather(1, targets.roll(-1 - shift)[:-1, None])[:-1, 0]  # the last may have no label
+            return rows.gather(1, targets.roll(-1 - shift)[:-1, None])[:-1, 0]  # at shift 1 the last row has no label
 
         found = {
             "the labels are shifted by one more token": lambda: at(1),
@@ -270,9 +274,9 @@ def attention(
     interleaves_heads: bool = False,
     is_causal: bool = True,
 ) -> Tensor:
-    """Compute a layer's attention of one sequence `[T, H]` in float32, or with one of the known errors.
+    """Compute a layer's attention over one sequence `[T, H]` in float32. The options introduce known errors.
 
-    own: the layer's tensors, named from `self_attn` on.
+    own: weights by name, without the layer's prefix `model.layers.N.`.
     """
     length, dim = len(x), config.head_dim
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}

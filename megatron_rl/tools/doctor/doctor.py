@@ -1,8 +1,8 @@
-"""`megatron-rl doctor`: the same tokens through the trainer, Hugging Face's own model and a rollout server.
+"""`megatron-rl doctor`: compares the trainer, Hugging Face's model and a rollout server on the same tokens.
 
-The checks go from what is cheap to what needs a server. A wrong weight, layer, operator or option is named where it
-first shows. One process computes, because results do not depend on the layout. With --layout, the trainer alone is
-compared again, in that layout (layout_doctor.py).
+Cheap checks come first, and checks that need a server last. The doctor reports the first weight, layer, operator or
+option that is wrong. It runs in one process, because results do not depend on the parallel layout. With --layout, the
+trainer is compared again in that layout (layout_doctor.py).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from megatron_rl.workflows import RLVRWorkflow
 from megatron_rl.workflows.rendering import prompt_ids
 
 TOKENS, PROMPTS = 64, 64
-"""Tokens of the sequence whose states are compared, and prompts from which it is taken."""
+"""Number of tokens in the compared sequence, and number of prompts that are joined to make it."""
 ASKED, REPLIES, REPLY_TOKENS = 4, 32, 16
-"""Prompts that a server is sent, replies that it samples for all of them, and their tokens."""
+"""Number of prompts sent to a server, of replies to all prompts together, and maximum tokens per reply."""
 TOLERANCE = 1e-4
-"""Largest difference of float32 states, relative to their root mean square over a token, that counts as equal."""
+"""Largest accepted difference of float32 activations, relative to their root mean square over a token."""
 SERVED = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of a served token's log-probability, in nats, by the run's dtype."""
+"""Largest accepted difference of a token's log-probability, server to reference, in nats, by the run's dtype."""
 CPU = torch.device("cpu")
 
 
 def doctor(path: Path, overrides: list[str], *, say: Callable[[str], None] = print) -> list[Finding]:
-    """Check a config, or the newest weights of a run's folder. Say each finding, and return all of them."""
+    """Check a config, or the newest weights in a run's folder. Pass each finding to `say`, and return all of them."""
     config = load_config(*where_it_is(path, overrides))
     tokenizer = load_tokenizer(config.model.path, config.data.template_args)
     prompts = training_prompts(config, tokenizer)
@@ -87,7 +87,7 @@ def of_data(
 def of_models(
     config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Finding]:
-    """Compare trainer, transformers and server. Stops at the first implementation that differs."""
+    """Compare the trainer, the embedded server's model and a server's replies with transformers."""
     groups = parallel.start(ParallelConfig(), seed=config.run.seed)
     try:
         alone = replace(config.actor, parallel=ParallelConfig(), publication="group", draft=DraftConfig())
@@ -95,7 +95,7 @@ def of_models(
         rows = [prompt_ids(tokenizer, row) for row in prompts[:PROMPTS]]
         context = engine.arch.max_positions
         yield from compare(engine, folder, sequence(rows, 0, min(TOKENS, context)))
-        # long enough that a server keeps their keys for the next prompt with the same beginning
+        # Long enough that a server caches their keys for the next prompt with the same prefix.
         asked = [sequence(rows, start, min(TOKENS, context - REPLY_TOKENS)) for start in range(ASKED)]
         yield from of_server(config, engine, folder, asked)
     finally:
@@ -103,9 +103,9 @@ def of_models(
 
 
 def started(config: TrainConfig, options: EngineConfig, groups: ParallelGroups) -> tuple[MegatronEngine, Path]:
-    """Return the trainer's engine with the folder of its weights, which is written if the run draws them.
+    """Return the trainer's engine and the folder of its weights. Random initial weights are first saved to a folder.
 
-    The engine computes in float32, in which no rounding hides what is wrong. The server has the run's dtype.
+    The engine computes in float32, so that rounding hides no error. A server uses the run's dtype.
     """
     model = replace(config.model, dtype="float32", transformer_impl="local")
     engine = MegatronEngine(replace(options, model=model), groups=groups)
@@ -118,14 +118,14 @@ def started(config: TrainConfig, options: EngineConfig, groups: ParallelGroups) 
 
 
 def sequence(rows: list[list[int]], start: int, most: int) -> list[int]:
-    """Return the tokens of some prompts, joined: as real as tokens can be before a server has sampled any."""
+    """Join all prompts, beginning with number `start`, and return the first `most` tokens."""
     return [token for ids in [*rows[start:], *rows[:start]] for token in ids][:most]
 
 
 def of_layout(config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-    """Compare the trainer in the config's layout with transformers. Collective: every rank calls it.
+    """Compare the trainer in the config's parallel layout with transformers. Collective: every rank calls it.
 
-    The main rank gets what was found.
+    Returns the findings on the main rank, [] on the others. ValueError for context parallelism.
     """
     if config.parallel.context > 1:
         raise ValueError(
@@ -141,7 +141,10 @@ def of_layout(config: TrainConfig, prompts: list[dict[str, Any]], tokenizer: Pre
 
 
 def compare_layout(engine: MegatronEngine, folder: Path, ids: list[int]) -> list[Finding]:
-    """Compare a trainer in any layout with transformers, on the main rank. Collective: every rank calls it."""
+    """Compare a trainer, in any layout without context parallelism, with transformers. Collective: every rank calls it.
+
+    Returns the findings on the main rank, [] on the others.
+    """
     held = {name: tensor.float().clone() for name, tensor in engine.hf_tensors()}
     found = states.of_layout(engine, ids)
     if not engine.groups.is_main:
@@ -155,7 +158,10 @@ def compare_layout(engine: MegatronEngine, folder: Path, ids: list[int]) -> list
 
 
 def compare(engine: MegatronEngine, folder: Path, ids: list[int]) -> Iterator[Finding]:
-    """Compare the trainer and the embedded server's model with transformers, which has the folder's weights."""
+    """Compare the trainer and the embedded server's model with transformers, which loads the folder's weights.
+
+    Stops if the trainer's weights differ from the folder's.
+    """
     config = DecoderConfig.read(folder)
     reference = load_reference(folder)
     true = folder_weights(folder, engine)
@@ -179,10 +185,7 @@ def compare_decoder(
     *,
     config: DecoderConfig,
 ) -> Iterator[Finding]:
-    """Compare an embedded server's model with the trainer's weights `held` and with the expected states.
-
-    config: of the model's folder.
-    """
+    """Compare the embedded server's weights with the trainer's, `held`, and its states with `expected`."""
     if finding := wrong_weights("server", decoder.parameters, held):
         yield finding
     elif finding := diagnose("server", states.of_embedded(decoder, ids), expected, held, config, ids, TOLERANCE):
@@ -202,9 +205,10 @@ def folder_weights(folder: Path, engine: MegatronEngine) -> dict[str, Tensor]:
 
 
 def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts: list[list[int]]) -> Iterator[Finding]:
-    """Publish the trainer's weights to a server, as a run does, and compare its replies with transformers.
+    """Start a server, publish the trainer's weights to it as a run does, and compare its replies with transformers.
 
-    The server is asked once before, with other weights, so that keys that it keeps over a publication show.
+    The server first answers with other weights, which reveals a KV cache that is not flushed by a publication. Yields
+    nothing if the run starts no servers.
     """
     if not config.starts_servers:
         return
@@ -223,8 +227,8 @@ def of_server(config: TrainConfig, engine: MegatronEngine, folder: Path, prompts
 def of_rollouts(
     config: TrainConfig, rollout: RemoteSGLangEngine, engine: MegatronEngine, folder: Path, prompts: list[list[int]]
 ) -> Iterator[Finding]:
-    """Publish weights to a server that `rollout` is connected to, and compare its replies with transformers."""
-    # Log-probabilities over supports or of changed logits would not be those of the reference, which knows neither.
+    """Publish the trainer's weights to the server behind `rollout`, and compare its replies with transformers."""
+    # The reference computes log-probs over the whole vocabulary and changes no logits, so the server must not either.
     generation = config.generation
     if generation.support_size or generation.changed_size:
         generation = generation.unrestricted()
@@ -242,7 +246,7 @@ def of_rollouts(
 def served(
     rollout: RemoteSGLangEngine, engine: MegatronEngine, generation: GenerationConfig, prompts: list[list[int]]
 ) -> list[surroundings.Reply]:
-    """Publish other weights, sample, publish the right ones, and return replies that are sampled then."""
+    """Publish scaled weights and sample; then publish the right weights, sample again and return these replies."""
     asked = replace(generation, n_samples=max(2, REPLIES // len(prompts)), max_new_tokens=REPLY_TOKENS)
     workflow = RLVRWorkflow(lambda **_: 0.0, asked, tokenizer=None)
     rows = [{"input_ids": ids} for ids in prompts]

@@ -1,7 +1,8 @@
-"""Explains the log-probabilities of a server into whose layers nobody can look, such as SGLang, by elimination.
+"""Finds why log-probs of a server are wrong if the server's activations cannot be inspected, as with SGLang.
 
-The embedded server's model computes the server's replies again, with one known error after another. The error whose
-log-probabilities are the server's is the cause. The doctor has published other weights before, so old ones are known.
+The embedded server's model recomputes the server's replies with one known error after another. An error that gives the
+server's log-probs is reported as the cause. Stale weights are recognised too, because the doctor first published the
+right weights times EARLIER.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 
 EARLIER = 1.1
-"""Factor of all weights in the publication before the one that is checked."""
+"""Factor by which all weights were scaled in the publication before the checked one."""
 ALIKE_WITH_KEYS = 0.3
-"""The same share as ALIKE for old keys, because which of them a server has kept is not known exactly."""
+"""Used instead of ALIKE for stale keys. It is larger, because it is not known exactly which keys a server kept."""
 TRIED = 4
-"""Replies with which every error is tried. One that explains these is confirmed with all replies."""
+"""Number of replies on which each error is tried first. An error that explains them is then tried on all replies."""
 MOST_EXPERTS = 16
-"""Pairs of experts are tried in models of at most so many."""
+"""Swapped experts are only tried in models with at most this many experts per layer."""
 Reply = tuple[list[int], Tensor, Tensor]
-"""Ids `[T]` of a prompt and its reply, `[T]` bool of sampled tokens, `[T]` log-probs by the server."""
+"""Ids `[T]` of a prompt and its reply, mask `[T]` bool of the sampled tokens, and the server's log-probs `[T]`."""
 Change = Callable[[Decoder], contextlib.AbstractContextManager[object]]
-"""Plants an error into a model while the context lasts."""
+"""Returns a context manager that introduces an error into a model."""
 
 
 @torch.no_grad()
 def explain(folder: Path, replies: Sequence[Reply], temperature: float, tolerance: float) -> str:
-    """Return the known error that gives the server's log-probs; "" if none does. folder: the model that it should be.
+    """Return the known error that gives the server's log-probs; "" if none does.
 
-    tolerance: largest difference in nats that counts as equal.
+    folder: the model that the server should have. tolerance: largest difference in nats that counts as equal.
     """
     config = DecoderConfig.read(folder)
     right = _decoder(folder, config, replies)
@@ -67,9 +68,9 @@ def _decoder(folder: Path, config: DecoderConfig, replies: Sequence[Reply]) -> D
 
 
 def _distance(decoder: Decoder, replies: Sequence[Reply], temperature: float, *, keeps_keys: bool = False) -> float:
-    """Return the largest difference of log-probs from the server's, in nats; infinite if one is NaN.
+    """Return the largest difference between the decoder's and the server's log-probs, in nats; infinite for NaN.
 
-    keeps_keys: compute the prompt's keys with the earlier weights, except those of its last token.
+    keeps_keys: use the earlier weights for the keys of the prompt, except its last token.
     """
     most = 0.0
     for ids, mask, told in replies:
@@ -88,7 +89,7 @@ def _distance(decoder: Decoder, replies: Sequence[Reply], temperature: float, *,
 
 
 def weight_errors(decoder: Decoder, config: DecoderConfig) -> Iterator[tuple[str, Change]]:
-    """Yield errors in the weights, the coarse ones first."""
+    """Yield each known weight error, as text, and the Change that introduces it. Errors in many tensors come first."""
     names = list(decoder.parameters)
 
     def stale(chosen: list[str]) -> Change:
@@ -127,7 +128,7 @@ def weight_errors(decoder: Decoder, config: DecoderConfig) -> Iterator[tuple[str
 
 
 def config_errors(config: DecoderConfig) -> Iterator[tuple[str, DecoderConfig]]:
-    """Yield errors in the config that a server may have from its own arguments."""
+    """Yield each config error that wrong server arguments can cause, as text, and the config with the error."""
     rope = dict(config.rope)
     if rope.get("rope_type", "default") != "default":
         plain = replace(config, rope={"rope_theta": rope["rope_theta"]})

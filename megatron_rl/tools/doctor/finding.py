@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong: who computes it, where, and why as far as is known."""
+    """One error: which component has it, where, and the cause if known."""
 
     who: str
-    """`trainer`, `server`, `machine`, `hosts`, or the part of the config or data."""
+    """`trainer`, `server`, `data`, `reward`, `machine` or `hosts`."""
     where: str
     cause: str
 

@@ -1,7 +1,7 @@
-"""Run on each host of a job by the doctor: python -m megatron_rl.tools.doctor.host_probe. Rank 0 prints what all found.
+"""Checks the hosts of a job together. The doctor runs `python -m megatron_rl.tools.doctor.host_probe` on each host.
 
-The hosts meet at a TCP store of rank 0. Each looks at its own limits, connects to all others, compares its clock with
-rank 0's, and takes part in a sum by gloo and, if all hosts have GPUs, by NCCL.
+The hosts meet at rank 0's TCP store. Each host checks its own limits, connects to all others, compares its clock with
+rank 0's, and takes part in an all-reduce by gloo and, if all hosts have GPUs, by NCCL. Rank 0 prints all results.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_rl.tools.doctor.machine_checks import check_machine
 PINGS = 10
 CONNECT_S = 10.0
 AT_ONCE = 32
-"""Connections to other hosts that are opened at the same time."""
+"""Maximum number of connections that a host opens at the same time."""
 MARK = "doctor-hosts: "
-"""Beginning of the line with the result, among what srun and libraries print."""
+"""Prefix of the output line with the result. srun and libraries print other lines."""
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", required=True, help="names of the hosts, by rank, separated by commas")
-    parser.add_argument("--meet", required=True, help="address and port of rank 0")
-    parser.add_argument("--folder", type=Path, required=True, help="the run's folder, whose disk is measured")
+    parser.add_argument("--hosts", required=True, help="host names in rank order, separated by commas")
+    parser.add_argument("--meet", required=True, help="ADDRESS:PORT of rank 0")
+    parser.add_argument("--folder", type=Path, required=True, help="the run's folder; its disk's speed is measured")
     parser.add_argument("--timeout-s", type=float, default=120.0)
     args = parser.parse_args(argv)
     hosts, rank = args.hosts.split(","), int(os.environ["SLURM_PROCID"])
@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def probe(hosts: list[str], rank: int, meet: str, folder: Path, *, timeout_s: float) -> list[dict[str, Any]]:
-    """Return what each host has found, by rank. Only rank 0 gets it. Collective over the hosts.
+    """Check the hosts. Return their results in rank order on rank 0, [] elsewhere. Collective: every host calls it.
 
-    A host's entry has `host`; `faults`, pairs of place and cause; `clock_s`, how far its clock is ahead of rank 0's;
-    `unreached`, the hosts to which it cannot connect; `gloo` and `nccl`, the error of the sum, if there is one.
-    If a host does not answer in time, its entry has `silent` instead.
+    Keys of a host's result: `host`, its name; `faults`, pairs of place and cause; `clock_s`, seconds by which its clock
+    is ahead of rank 0's; `unreached`, names of hosts that it cannot connect to; `gloo` and `nccl`, the error of the
+    all-reduce, if there is one. A host that does not answer in time has the key `silent` instead.
     """
     address, _, port = meet.rpartition(":")
     limit = timedelta(seconds=timeout_s)
@@ -68,7 +68,7 @@ def probe(hosts: list[str], rank: int, meet: str, folder: Path, *, timeout_s: fl
     answers["gloo"] = _sum("gloo", store, rank, len(hosts), limit) if all(places) else None
     store.set(f"found-{rank}", json.dumps(answers))
     found: list[dict[str, Any]] = []
-    if rank == 0:  # which waits longer than a sum may take
+    if rank == 0:  # rank 0 waits longer than an all-reduce may take
         told = _all_of(store, [f"found-{other}" for other in range(len(hosts))], 2 * timeout_s if all(places) else 0.0)
         found = [json.loads(it) if it else {"host": host, "silent": True} for host, it in zip(hosts, told, strict=True)]
         store.set("nccl", str(int(all(it.get("has_gpu") and it.get("gloo") == "" for it in found))))
@@ -86,7 +86,7 @@ def probe(hosts: list[str], rank: int, meet: str, folder: Path, *, timeout_s: fl
 
 
 def _all_of(store: Any, keys: list[str], within_s: float) -> list[str | None]:
-    """Return the values of keys that are set in time, and None for the others."""
+    """Wait until all keys are set, at most `within_s` seconds. Return their values; None for keys that are not set."""
     deadline, found = time.monotonic() + within_s, []
     for key in keys:
         try:
@@ -98,7 +98,10 @@ def _all_of(store: Any, keys: list[str], within_s: float) -> list[str | None]:
 
 
 def _listen(towards: str, *, is_first: bool) -> tuple[socket.socket, str]:
-    """Answer each byte of each connection with this host's time. Return the socket, and its address for others."""
+    """Start a server that answers each received byte with the time (float64). Return its socket and ADDRESS:PORT.
+
+    towards: rank 0's address.
+    """
     address = towards if is_first else address_towards(towards)
     listener = socket.create_server(("", free_port("")))
 
@@ -133,9 +136,9 @@ def _reaches(place: str) -> bool:
 
 
 def ahead_of(place: str) -> float:
-    """Return by how many seconds this host's clock is ahead of that of the listener at `place`.
+    """Return how many seconds this host's clock is ahead of the clock of the host that listens at `place`.
 
-    The fastest of PINGS answers counts. It is wrong by at most half the time that the answer has taken.
+    The fastest of PINGS answers is used. The error is at most half of its round-trip time.
     """
     best = (float("inf"), 0.0)
     with _connect(place) as connection:
@@ -149,7 +152,7 @@ def ahead_of(place: str) -> float:
 
 
 def _sum(backend: str, store: Any, rank: int, size: int, limit: timedelta) -> str:
-    """Add up one number of each host. Return the error, or ""."""
+    """All-reduce one number per host. Return the error; "" if the sum is right."""
     try:
         dist.init_process_group(
             backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size, timeout=limit

@@ -1,7 +1,6 @@
-"""Checks of a job's hosts together: what each has, their clocks, and whether they reach one another.
+"""Checks the hosts of a Slurm job: the limits of each, their clocks, and whether they reach each other.
 
-In a Slurm job of several nodes, a step of one process per node (host_probe.py) looks at them. Elsewhere there is
-nothing to check between hosts.
+The checks run as a Slurm step with one process per node (host_probe.py).
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from megatron_rl.tools.doctor.host_probe import MARK
 from megatron_rl.tools.doctor.machine_checks import Finding, is_free
 
 MOST_CLOCK_S = 0.5
-"""Largest difference of two hosts' clocks. Logs and traces of hosts are put in order by their clocks."""
+"""Largest accepted difference of two hosts' clocks. Logs and traces of several hosts are ordered by these clocks."""
 JOIN_S = 120.0
-"""Time that the hosts of a job get for each of the steps in which they meet."""
+"""Time limit in seconds of each check in which the hosts of a job take part together."""
 
 
 def check_hosts(folder: Path, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Look at all hosts of the Slurm job in which the doctor runs, and find nothing outside a job.
+    """Check all hosts of the Slurm job in which the doctor runs. Yields nothing outside a job.
 
-    The two components of a heterogeneous job are looked at one after the other.
+    The two components of a heterogeneous job are checked one after the other. A component with a single host only gets
+    a check that the ranks' port is free.
     """
     if "SLURM_JOB_ID" not in environment:
         return
@@ -58,7 +58,7 @@ def _look_at(nodes: Nodes, port: int, folder: Path) -> Iterator[Finding]:
 
 
 def judge(found: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Say what is wrong with hosts. found: by rank, as host_probe.probe returns it."""
+    """Yield what is wrong with the hosts. found: the result of `host_probe.probe` on rank 0."""
     for it in found:
         if it.get("silent"):
             cause = f"does not reach {found[0]['host']}, or its process ended; look for a firewall between the two"

@@ -1,4 +1,4 @@
-"""Compares the trainer in a layout of several processes with transformers: each rank runs this module."""
+"""Compares the trainer in a parallel layout with transformers. Every rank runs this module."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_rl.life.process_exit import exit_with
 
 
 def doctor_in_layout(path: Path, overrides: list[str], layout: dict[str, int]) -> bool:
-    """Start the ranks of a layout, which print what they find. Return True if they have found something.
+    """Run the comparison with one process per rank. Return True if it finds an error; rank 0 prints all errors.
 
-    Raises RuntimeError if a rank has failed; it has printed why.
+    RuntimeError if a rank fails, after the rank has printed why.
     """
     dense = math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
     ranks = math.lcm(dense, math.prod(layout.get(axis, 1) for axis in ("expert", "expert_tensor", "pipeline")))
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("megatron_rl.tools.doctor.layout_doctor", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--result", type=Path, required=True, help="file for what was found, as JSON")
+    parser.add_argument("--result", type=Path, required=True, help="output file for the findings, as JSON")
     parser.add_argument("--exit-with", type=int, metavar="PID")
     args = parser.parse_intermixed_args(argv)
     if args.exit_with:

@@ -1,4 +1,4 @@
-"""Checks of one machine: limits of files, shared memory, ports and the speed of the run's disk."""
+"""Checks one machine: the open-file limit, shared memory, free ports and the speed of the run's disk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_rl.tools.doctor.finding import Finding
 LEAST_FILES, LEAST_SHARED_BYTES, LEAST_BYTES_PER_S = 4096, 64 << 20, 50e6
 DISK_TRIES = 4
 PORTS_TRIED, LEAST_FREE = 64, 16
-"""Ports for servers that are tried, spread over their range, and how many of them must be free."""
+"""Number of server ports that are tried, spread over their range, and how many of these must be free."""
 
 
 def check_machine(folder: Path, probe_name: str = ".doctor") -> Iterator[Finding]:
-    """Check limits of files, shared memory, free ports and the speed of the run's disk.
+    """Check the open-file limit, shared memory, free ports and the speed of `folder`'s disk.
 
-    probe_name: file in `folder` that is written and removed. Hosts with a common disk need different ones.
+    probe_name: file in `folder` that is written and removed. Hosts that share a disk need different names.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
@@ -39,7 +39,7 @@ def check_machine(folder: Path, probe_name: str = ".doctor") -> Iterator[Finding
         yield Finding(who="machine", where=f"ports {LOWEST} to {end - 1}", cause=cause)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        # The fastest of some writes, because others may use the disk, too.
+        # The fastest of several writes, because other programs may use the disk too.
         speed = 0.0
         for _ in range(DISK_TRIES):
             speed = max(speed, _written_per_s(folder / probe_name))
@@ -52,7 +52,7 @@ def check_machine(folder: Path, probe_name: str = ".doctor") -> Iterator[Finding
 
 
 def _written_per_s(probe: Path) -> float:
-    """Write a file to the disk and remove it. Return its bytes by the seconds that this has taken."""
+    """Write a file of 32 MiB, then remove it. Return the write speed in bytes per second."""
     data, begin = b"\0" * (32 << 20), time.monotonic()
     try:
         with probe.open("wb") as file:

@@ -1,4 +1,7 @@
-"""Intermediate results of one sequence of tokens, by place, from each of the three implementations of a model."""
+"""Collects the activations ("states") of one token sequence from the trainer, transformers and the embedded server.
+
+A place is a named point of the forward pass, such as `layer 3: attention`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 from megatron_rl.types import TrajectoryBatch
 
 States = dict[str, Tensor]
-"""Place -> `[T, ...]` float32. The last place, `log-probs`, is `[T - 1]`: log p of each token but the first."""
+"""Place -> `[T, ...]` float32. The place `log-probs` is `[T - 1]`: log p of each token but the first."""
 LAYER_PLACES = ("first norm", "attention", "second norm", "feed-forward")
 
 
@@ -45,7 +48,7 @@ def of_transformers(model: PreTrainedModel, ids: list[int]) -> States:
 
 @torch.no_grad()
 def of_embedded(decoder: Decoder, ids: list[int]) -> States:
-    """Return the states of an embedded server's model, in a cache of its own."""
+    """Return the states of the embedded server's model. It computes with a separate KV cache."""
     found = States()
     cache = KVCache(decoder.config, decoder.dtype, decoder.device)
     cache.resize(rows=1, capacity=len(ids), kept=[])
@@ -81,7 +84,7 @@ def of_trainer(engine: MegatronEngine, ids: list[int]) -> States:
 def of_layout(engine: MegatronEngine, ids: list[int]) -> States:
     """Return the states of a trainer in any layout without context parallelism, on the main rank; {} on other ranks.
 
-    Collective: every rank calls it. The logits are left out, because no rank has whole rows of them.
+    Collective: every rank calls it. There are no logits, because no rank has whole rows of them.
     """
     groups, found = engine.groups, States()
     modules: dict[str, nn.Module | None] = {}
@@ -130,7 +133,7 @@ def _ends(logits: Tensor, ids: list[int]) -> States:
 
 @contextlib.contextmanager
 def _hooked(modules: Mapping[str, nn.Module | None], found: States) -> Iterator[None]:
-    """Keep what the modules return. Both libraries may return tuples, of which the first entry counts."""
+    """Store what modules return during the context in `found`, on CPU. Of a tuple, only the first entry is stored."""
 
     def keep(place: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what surrounds a model: prompts, tokenizer, stop tokens, sampling, rewards."""
+"""Checks a run's prompts, tokenizer, stop tokens, sampling and rewards."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from megatron_rl.tools.doctor.finding import Finding
 from megatron_rl.workflows.rendering import prompt_ids
 
 LOOKED_AT = 200
-"""Prompts that are rendered."""
+"""Maximum number of prompts that are checked."""
 UNLIKELY = 1e-6
-"""Chance below which replies cannot be those of the configured sampling."""
+"""Replies that are less likely than this under the configured sampling are reported as an error."""
 
 Reply = tuple[list[int], Tensor, Tensor]
-"""Ids `[T]` of a prompt and its reply, `[T]` bool of sampled tokens, `[T]` log-probs by the server."""
+"""Ids `[T]` of a prompt and its reply, mask `[T]` bool of the sampled tokens, and the server's log-probs `[T]`."""
 
 
 def check_prompts(
     rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, vocab: int, context: int, longest_reply: int
 ) -> Iterator[Finding]:
-    """Check how the first prompts are rendered: vocabulary, BOS, template, and room for the reply."""
+    """Check the first rendered prompts: token ids, BOS, chat template and room for the reply. One finding per kind.
+
+    vocab: number of tokens in the model's vocabulary. context, longest_reply: in tokens.
+    """
     bos, found = tokenizer.bos_token_id, dict[str, Finding]()
     specials = [token for token in tokenizer.all_special_tokens if len(token) > 3]
     for number, row in enumerate(rows[:LOOKED_AT], start=1):
@@ -50,7 +53,7 @@ def check_prompts(
 def check_stop_tokens(
     tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, eos_ids: Iterable[int]
 ) -> Iterator[Finding]:
-    """Check that the token that ends a turn in the chat template, or the tokenizer's EOS, ends a server's reply."""
+    """Check that servers stop at the chat template's end of a turn, or else at the tokenizer's EOS."""
     stops = set(eos_ids) | set(generation.stop_token_ids)
     if generation.ignore_eos:
         return
@@ -75,10 +78,10 @@ def check_replies(
     tolerance: float,
     explain: Callable[[], str] = lambda: "",
 ) -> Iterator[Finding]:
-    """Check sampled replies against the reference's logits: their log-probs, where they end, and how they were drawn.
+    """Check the log-probs of replies, how the replies were sampled, and that stop tokens end them.
 
-    logits: of each reply, `[T, V]` by the reference, where row t predicts token t + 1. explain: called if log-probs are
-    wrong and not those of another temperature; returns why, or "" if it is not known.
+    logits: the reference's for each reply, `[T, V]`; row t predicts token t + 1. tolerance: in nats. explain: called if
+    log-probs are wrong and no other temperature explains them; returns the cause, "" if it is unknown.
     """
     columns = [_sampled(ids, mask, told, rows) for (ids, mask, told), rows in zip(replies, logits, strict=True)]
     rows, tokens, told = (torch.cat([column[part] for column in columns]) for part in range(3))
@@ -108,11 +111,14 @@ def _sampled(ids: list[int], mask: Tensor, told: Tensor, logits: Tensor) -> tupl
 
 
 def _drawn(rows: Tensor, tokens: Tensor, generation: GenerationConfig) -> str:
-    """Say how tokens were drawn, if the configured temperature, top_p and top_k cannot have drawn them."""
+    """Describe how tokens were sampled, if they are too unlikely at the configured temperature; else return "".
+
+    Always "" if top_k, top_p or min_p is configured.
+    """
     expected = (rows / generation.temperature).log_softmax(-1)
     own, order = expected.gather(1, tokens[:, None])[:, 0], expected.sort(-1, descending=True)
     rank = (order.indices == tokens[:, None]).int().argmax(-1)
-    above = order.values.exp().cumsum(-1) - order.values.exp()  # [n, V] chance of a more likely token
+    above = order.values.exp().cumsum(-1) - order.values.exp()  # [n, V] probability of all more likely tokens
     kept, count = float(above.gather(1, rank[:, None]).max()), len(tokens)
     if generation.top_k > 0 or generation.top_p < 1 or generation.min_p > 0:
         return ""
@@ -149,7 +155,7 @@ def _other_temperature(rows: Tensor, tokens: Tensor, told: Tensor, tolerance: fl
 
 
 def check_rewards(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """Compute the first prompt's reward twice, for its own answer."""
+    """Check that the reward is deterministic: compute it twice, for the prompt's own answer as the reply."""
     values = [check_reward(config, row, tokenizer).value for _ in range(2)]
     if values[0] != values[1]:
         cause = (

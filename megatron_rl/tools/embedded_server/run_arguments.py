@@ -14,11 +14,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="clients must send the token in it, without which nobody may change the server; made where there is none. "
-        "The trainer's rollout.token_file. Default with --register: RUN.token there",
+        help="file with the token that clients must send, created if missing; use the same file as the trainer's "
+        "rollout.token_file. Without a token, nobody can update the weights. Default with --register: FOLDER/RUN.token",
     )
-    parser.add_argument("--register", type=Path, metavar="FOLDER", help="the trainer's rollout.registry")
-    parser.add_argument("--run", default="", help="the run that may use the server: the last part of its run.folder")
+    parser.add_argument("--register", type=Path, metavar="FOLDER", help="register here: the trainer's rollout.registry")
+    parser.add_argument("--run", default="", help="run that may use the server: the last part of its run.folder")
 
 
 def check_run_arguments(args: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from megatron_rl.tools.embedded_server.run_arguments import add_run_arguments, c
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "megatron-rl serve --backend sglang",
-        description="Serve rollouts with SGLang, restart it where it dies; further arguments are SGLang's.",
+        description="Serve rollouts with SGLang and restart it if it dies. Further arguments are passed to SGLang.",
     )
     parser.add_argument("model", type=Path, help="folder in Hugging Face format")
     parser.add_argument(
@@ -38,24 +38,25 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="dummy: random weights",
     )
-    parser.add_argument("--log-folder", type=Path, default=Path("."), help="folder of the server's log (default .)")
+    parser.add_argument("--log-folder", type=Path, default=Path("."), help="folder for the server's log (default .)")
     parser.add_argument(
         "--restarts",
         type=int,
         default=RolloutConfig.server_restarts,
-        help="restarts of a server before it is given up",
+        help="maximum number of restarts (default %(default)s)",
     )
     parser.add_argument(
         "--start-timeout-s",
         type=float,
         default=RolloutConfig.start_timeout_s,
-        help="timeout of a start",
+        help="maximum seconds for a start of the server (default %(default)s)",
     )
     parser.add_argument(
         "--health-timeout-s",
         type=float,
         default=RolloutConfig.health_timeout_s,
-        help="restart the server if it generates nothing for this long; a publication must not take longer",
+        help="restart the server if it generates nothing for this many seconds; a weight update must not take longer "
+        "(default %(default)s)",
     )
     add_run_arguments(parser)
     return parser

@@ -403,41 +403,41 @@ async def serve(server: RolloutServer, listener: socket.socket, args: argparse.N
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatron-rl serve", description="Serve rollouts with SGLang's HTTP protocol.")
     parser.add_argument("model", type=Path, help=f"folder in Hugging Face format ({', '.join(KINDS)})")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; other hosts reach 0.0.0.0")
-    parser.add_argument("--port", type=port_number, default=30000, help="0 picks a free one (default 30000)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other hosts connect")
+    parser.add_argument("--port", type=port_number, default=30000, help="0 picks a free port (default 30000)")
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: float32 on CPU, bfloat16 on CUDA"
     )
     parser.add_argument(
-        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, to be updated later"
+        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: start with random weights"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--max-running-requests", type=int, default=64, help="further requests wait (default 64)")
-    parser.add_argument("--context-length", type=int, help="default: the model's, on CPU at most 4096")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available, else cpu")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="most requests at once (default 64)")
+    parser.add_argument("--context-length", type=int, help="in tokens; default: the model's, on CPU at most 4096")
     parser.add_argument(
         "--max-total-tokens",
         type=int,
-        help="tokens the KV cache may hold; default: 30%% of (free) memory",
+        help="tokens for which the KV cache has room; default: 30%% of free GPU memory or of CPU memory",
     )
     parser.add_argument("--exact", action="store_true", help="compute the same bits as a trainer with rollout.exact")
-    parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse the keys of a common prefix")
+    parser.add_argument("--disable-radix-cache", action="store_true", help="never reuse cached keys of a common prefix")
     parser.add_argument(
-        "--enable-return-routed-experts", action="store_true", help="return the experts of each token on request"
+        "--enable-return-routed-experts", action="store_true", help="let requests ask for each token's experts"
     )
     parser.add_argument(
-        "--return-expert-weights", action="store_true", help="also return their weights, in the upper bits"
+        "--return-expert-weights", action="store_true", help="also return the experts' weights, in the upper bits"
     )
     parser.add_argument(
-        "--speculative-algorithm", choices=("EAGLE",), help="guess tokens with the draft head in MODEL/draft"
+        "--speculative-algorithm", choices=("EAGLE",), help="speculative decoding with the draft head in MODEL/draft"
     )
     parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="tokens to guess before each pass")
     parser.add_argument(
-        "--tokens-per-pass", type=int, default=64, help="guess fewer tokens where a pass would read more (default 64)"
+        "--tokens-per-pass", type=int, default=64, help="most tokens in a pass with guesses (default 64)"
     )
     parser.add_argument("--weight-version", default="default", help="version of the weights loaded at the start")
-    parser.add_argument("--served-model-name", help="what /v1/models calls it; default: the folder")
-    parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
-    parser.add_argument("--ready-file", type=Path, help="the URL is written there once the server listens")
+    parser.add_argument("--served-model-name", help="name of the model in /v1/models; default: the path MODEL")
+    parser.add_argument("--parent-pid", type=int, help="exit when the process with this id ends")
+    parser.add_argument("--ready-file", type=Path, help="file to write the URL to once the server listens")
     add_run_arguments(parser)
     return parser
 

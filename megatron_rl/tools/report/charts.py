@@ -110,7 +110,7 @@ def draw_series(series: Series, frame: Frame) -> str:
 
 
 def without_crowds(series: Series, frame: Frame) -> list[tuple[float, float | None]]:
-    """Return the points of a curve; of a long one, only the lowest and highest value of each COLUMN pixels.
+    """Return a curve's points. Of a long curve, keep only the lowest and the highest point in each COLUMN pixels.
 
     The curve looks the same, and an outlier of one step remains. A column without any value is a gap.
     """

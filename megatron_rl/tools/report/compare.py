@@ -46,7 +46,7 @@ def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Pat
 
 
 def partings(folders: list[Path], *, bound: float = 0.0) -> dict[str, str]:
-    """Say where each run parts from the first one, by name. Runs that agree in all common steps are left out.
+    """Return run name -> text on where the run first differs from the first run. Runs without a difference are absent.
 
     bound: largest relative difference of a metric that counts as equal.
     """

@@ -1,4 +1,4 @@
-"""Writes a run's charts as single files for papers: `figures/NAME.svg` and, by matplotlib, `figures/NAME.pdf`."""
+"""Writes a run's charts as separate files for papers: `figures/NAME.svg` and, with matplotlib, `figures/NAME.pdf`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_rl.tools.report.report import TITLES
 
 FORMATS = ("svg", "pdf")
 WIDTH, HEIGHT = 470, 250
-"""Size of a chart in pixels; in a PDF, 100 of them are an inch."""
+"""Size of a chart in pixels. A PDF has 100 pixels per inch."""
 
 
 def write_figures(folder: Path, formats: list[str]) -> list[Path]:
-    """Write a file for each chart and format into the run's folder `figures`. Return the files.
+    """Write each chart in each format into the folder `figures` of the run's folder. Return the paths.
 
     Raises ValueError for an unknown format, for pdf without matplotlib, and for a folder that contains no run.
     """
@@ -41,7 +41,7 @@ def write_figures(folder: Path, formats: list[str]) -> list[Path]:
 
 
 def charts(run: RunRecord) -> Iterator[tuple[str, Curves | Bars]]:
-    """Yield name and chart of the main metric, the time per phase and the metrics that the report charts first."""
+    """Yield (file name, chart) for the main metric, the time per phase and each logged metric in TITLES."""
     found = [("main", aim_curves(run)), ("time", time_bars(run))]
     yield from ((name, chart) for name, chart in found if chart is not None)
     for key, title in TITLES.items():
@@ -50,7 +50,7 @@ def charts(run: RunRecord) -> Iterator[tuple[str, Curves | Bars]]:
 
 
 def write_pdf(chart: Curves | Bars, path: Path) -> None:
-    """Draw a chart by matplotlib. Fonts are embedded as TrueType, which publishers ask for."""
+    """Draw a chart with matplotlib. Fonts are embedded as TrueType, which publishers require."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -64,11 +64,11 @@ def write_pdf(chart: Curves | Bars, path: Path) -> None:
         labels = [_plain(label) for _, label in chart.legend]
         if labels:
             figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
-        figure.savefig(path, metadata={"CreationDate": None})  # the same run has the same bytes
+        figure.savefig(path, metadata={"CreationDate": None})  # without a date, the same run gives the same bytes
 
 
 def _curves(chart: Curves, axes: Any) -> list[Any]:
-    """Draw curves. Return what stands for each entry of the legend: the first curve of its colour that is not faint."""
+    """Draw curves. Return the curve shown in each legend entry: the first one of its colour that is not faint."""
     first: dict[str, Any] = {}
     for series in chart.series:
         style, color = series.style.rpartition(" ")[::2]
@@ -99,5 +99,5 @@ def _bars(chart: Bars, axes: Any) -> list[Any]:
 
 
 def _plain(text: str) -> str:
-    """Return text in which matplotlib finds no formula."""
+    """Escape `$`, which matplotlib would read as the start of a formula."""
     return text.replace("$", r"\$")

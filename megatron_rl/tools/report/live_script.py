@@ -1,4 +1,4 @@
-"""The script by which a page that `megatron-rl report --live` serves keeps itself up to date."""
+"""The script that keeps a page of `megatron-rl report --live` up to date."""
 
 LIVE_SCRIPT = """
 (() => {

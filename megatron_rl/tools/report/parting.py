@@ -1,4 +1,4 @@
-"""Finds where two runs part: the first step whose numbers differ, and in this step the first token that differs.
+"""Finds where two runs diverge: the first step whose metrics differ, and the first token that differs in this step.
 
 All trajectories are compared if both runs recorded the step (telemetry.record_steps), otherwise the logged samples.
 """
@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 from megatron_rl.telemetry.run_log import CONFIG, RunRecord, is_number
 
 OF_TIME = ("time/", "rollout/", "publish/", "mismatch/", "elapsed_s")
-"""Beginnings of metrics' names that depend on time, or on which requests a server computed together."""
+"""Prefixes of metrics that are not compared: they depend on time, or on how servers batched requests."""
 COLUMN = 56
-"""Width in characters of each of two texts that are side by side."""
+"""Width in characters of each of two texts shown side by side."""
 SHOWN = 200
-"""Maximum characters of each reply around the place where they part."""
+"""Maximum characters of a text, or tokens on each side, that are shown around the first difference."""
 Sequence = tuple[list[int], list[float]]
 """A trajectory's token ids and log-probabilities."""
 
@@ -37,9 +37,9 @@ class Parting:
 
     step: int
     metrics: dict[str, tuple[Any, Any]]
-    """The numbers that differ, by name, of each run."""
+    """Metrics that differ: name -> (value in the first run, value in the second run)."""
     where: str
-    """First prompt and token that differ, with both replies; says so if no reply is known that differs."""
+    """Text with the first prompt and token that differ and both replies, or a note that no known reply differs."""
 
     def __str__(self) -> str:
         shown = [f"{name} {a!r} and {b!r}" for name, (a, b) in itertools.islice(self.metrics.items(), 4)]
@@ -49,9 +49,9 @@ class Parting:
 
 
 def parting(runs: tuple[RunRecord, RunRecord], folders: tuple[Path, Path], *, bound: float = 0.0) -> Parting | None:
-    """Return where two runs part; None if their common steps agree.
+    """Return where two runs first differ; None if all their common steps agree.
 
-    bound: largest relative difference of a metric that counts as equal. Replies are compared exactly.
+    bound: largest relative difference of a metric or reward that counts as equal. Replies are compared exactly.
     """
     of_steps = [{line["step"]: line for line in run.steps} for run in runs]
     for step in sorted(of_steps[0].keys() & of_steps[1].keys()):
@@ -68,7 +68,8 @@ def _differing(a: dict[str, Any], b: dict[str, Any], bound: float) -> Iterator[t
         if name.startswith(OF_TIME) or name.endswith("_s"):
             continue
         mine, theirs = a.get(name), b.get(name)
-        if not _are_close(mine, theirs, bound) and not (bound and isinstance(mine, dict)):  # a histogram counts
+        # Histograms (dicts) are compared only if there is no bound.
+        if not _are_close(mine, theirs, bound) and not (bound and isinstance(mine, dict)):
             yield name, (mine, theirs)
 
 
@@ -77,7 +78,7 @@ def _are_close(a: Any, b: Any, bound: float) -> bool:
 
 
 def _first_sample(step: int, runs: tuple[RunRecord, RunRecord], bound: float) -> str:
-    """Return the first logged sample that differs, or ''."""
+    """Describe the first logged sample of a step that differs; '' if none does."""
     pairs = zip(*(run.samples.get(("train", step), []) for run in runs), strict=False)
     for a, b in pairs:
         if a["prompt"] != b["prompt"]:
@@ -94,7 +95,7 @@ def _first_sample(step: int, runs: tuple[RunRecord, RunRecord], bound: float) ->
 
 
 def _first_token(step: int, folders: tuple[Path, Path]) -> str:
-    """Return the first token that differs in the records of a step; '' if it has no two records, or they agree."""
+    """Describe the first token that differs in the records of a step; '' if they agree or a run has no record."""
     found = [_recorded(folder / "records" / f"step-{step}") for folder in folders]
     if found[0] is None or found[1] is None:
         return ""
@@ -117,7 +118,7 @@ def _first_token(step: int, folders: tuple[Path, Path]) -> str:
 
 
 def _texts(folders: tuple[Path, Path], mine: list[int], theirs: list[int], place: int) -> str:
-    """Return what two lists of tokens say before and from `place` on, side by side; "" without a tokenizer."""
+    """Return the common text before token `place`, then the two texts after it side by side; "" without a tokenizer."""
     tokenizers = [_tokenizer(folder) for folder in folders]
     if tokenizers[0] is None or tokenizers[1] is None:
         return ""
@@ -136,12 +137,12 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
     try:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         return Tokenizer.from_file(str(Path(config["model"]["path"]) / "tokenizer.json"))
-    except Exception:  # tokenizers raises nothing narrower, and a config that was cut off has any form
+    except Exception:  # tokenizers raises plain Exceptions; a config that is cut off may have any form
         return None
 
 
 def _recorded(folder: Path) -> dict[tuple[int, int], Sequence] | None:
-    """Return a record's trajectories by prompt and place among the prompt's; None if there is no record."""
+    """Return a record's trajectories by (prompt, index among the prompt's trajectories); None without a record."""
     try:
         numbers = load_file(folder / "consumed.safetensors")
         replicas = json.loads((folder / "record.json").read_text(encoding="utf-8"))["replicas"]
@@ -164,11 +165,11 @@ def _recorded(folder: Path) -> dict[tuple[int, int], Sequence] | None:
 
 
 def _common(a: Any, b: Any) -> int:
-    """Return the length of the common beginning of two texts or lists."""
+    """Return the length of the common prefix of two texts or lists."""
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _cut(text: str, place: int) -> str:
-    """Return `text` around `place`, on one line."""
+    """Return at most SHOWN characters of `text` around `place`, on one line."""
     begin = max(0, place - SHOWN // 2)
     return repr(("..." if begin else "") + text[begin : begin + SHOWN] + ("..." if len(text) > begin + SHOWN else ""))

@@ -23,10 +23,10 @@ from megatron_rl.tools.report.summary import (
 WIDTH, MARGIN = 960, 24
 MOST_BARS = 80
 LETTER = 6.2
-"""Mean width in pixels of a letter of a legend. SVG cannot measure text."""
+"""Mean width in pixels of a letter of a legend, since text in an SVG file cannot be measured."""
 LIGHT = dict(re.findall(r"(--[\w-]+):([^;}]+)", STYLE.partition("@media")[0]))
 RULES = "\n".join(re.findall(r"^(?:svg |\.c\d).*$", STYLE, re.MULTILINE))
-"""Not every program that shows SVG files knows CSS variables, so a file has the colours of light mode written out."""
+"""The page's CSS rules for charts. SVG files get light mode's colours instead of variables, which some viewers lack."""
 PICTURE_STYLE = "text{font-family:sans-serif;font-size:12px;fill:var(--soft)}.title{fill:var(--ink);font-weight:600}"
 
 
@@ -101,7 +101,7 @@ def aim_curves(run: RunRecord) -> Curves | None:
 
 
 def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
-    """Return a metric's curves. If it has many steps, they are faint values and their moving average."""
+    """Return a metric's curve, [] without values. A long one becomes two: faint values and their moving average."""
     x, y = numbers(steps), column(steps, key)
     if not has_values(y):
         return []
@@ -137,7 +137,7 @@ def time_bars(run: RunRecord) -> Bars | None:
 
 
 def picture(run: RunRecord, title: str) -> str:
-    """Return the picture as the text of an SVG file. A run that has logged nothing has a title alone."""
+    """Return the picture as the text of an SVG file. Before the first step, it only shows the title."""
     claims = [f"{one.label} {one.change}" for one in evaluation_curves(run) if len(one.steps) > 1]
     parts, y = [text(" · ".join([title, *claims]), MARGIN, 34, 18)], 72.0
     for chart in (aim_chart(run), time_chart(run)):
@@ -148,7 +148,7 @@ def picture(run: RunRecord, title: str) -> str:
 
 
 def svg_file(body: str, width: float, height: float) -> str:
-    """Return the text of an SVG file that needs no style of the page."""
+    """Return the text of an SVG file that contains its own styles."""
     colors = re.sub(r"var\((--[\w-]+)\)", lambda name: LIGHT[name[1]], PICTURE_STYLE + RULES)
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     panel = f'<rect width="100%" height="100%" fill="{LIGHT["--panel"]}"/>'

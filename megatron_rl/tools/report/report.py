@@ -46,14 +46,14 @@ TITLES = {
     "rollout/tokens_per_s": "Generated tokens per second",
     "rollout/staleness": "Staleness (versions)",
 }
-"""Titles of the metrics that are charted first, in this order. All other metrics follow, titled by their keys."""
+"""Metric -> title of its chart. These charts come first, in this order. Other metrics have their keys as titles."""
 HISTOGRAMS = {
     "histogram/reply_tokens": "Tokens that the model wrote in a trajectory",
     "histogram/token_age": "Age of the trained tokens (versions)",
 }
 MISMATCHES = {"age": "By age of the token (versions)", "position": "By place in the reply (tokens before it)"}
 CHART_BYTES = 1_300_000
-"""Maximum size of the small charts of metrics. Metrics beyond it are listed by name."""
+"""Maximum total size of the small metric charts. Metrics without room for a chart are listed by name."""
 COLUMNS = 80
 """Maximum columns of a distribution's drawing."""
 ROWS_SHOWN = 12
@@ -74,7 +74,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def render(run: RunRecord, folder: Path, samples: ShownSamples) -> str:
-    """Return the page's HTML. run: without its samples. folder: the run's, which gives the title and the traces."""
+    """Return the page's HTML. run: read without samples. folder: the run's folder, for the title and the traces."""
     run = dataclasses.replace(run, samples=samples.rounds)
     traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
     sections = {
@@ -84,7 +84,8 @@ def render(run: RunRecord, folder: Path, samples: ShownSamples) -> str:
         "replies": evaluation_section(run),
         "samples-part": samples_section(samples),
         "times": chart_section(time_chart(run)),
-        "traces": trace_section([path.name for path in traces if not samples.is_live]),  # it serves no files
+        # A live page's server serves no trace files.
+        "traces": trace_section([path.name for path in traces if not samples.is_live]),
         "distributions": histogram_section(run),
         "mismatches": mismatch_section(run),
         "metrics": metric_section(run),
@@ -113,7 +114,7 @@ def config_section(run: RunRecord) -> str:
 
 
 def about(run: RunRecord) -> str:
-    """Return a line with the model, the algorithm, the data, the code version and the time."""
+    """Return a line of HTML with the model, the algorithm, the data, the code version and the time."""
     words = [*(f"{name} {value}" for name, value in model_and_algorithm(run.config)), read_provenance(run.config)]
     return f"<p class='about'>{escape(' · '.join(filter(None, words)))}</p>" if any(words) else ""
 
@@ -231,7 +232,7 @@ def _first_number(key: str) -> int:
 
 
 def metric_section(run: RunRecord) -> str:
-    """Draw one small chart per logged metric. Metrics that are not in TITLES are folded."""
+    """Draw one small chart per logged metric. Charts of metrics that are not in TITLES are folded."""
     aim = aim_of(run)
     hidden = {"step", "elapsed_s"} | ({aim.metric} if aim is not None else set())
     values: dict[str, set[float]] = {}
@@ -296,7 +297,7 @@ def evaluation_section(run: RunRecord) -> str:
 def pair_by_prompt(first: list[Row], last: list[Row]) -> list[tuple[Row, Row]]:
     """Pair each prompt's n-th reply in `first` with its n-th reply in `last`. Unpaired replies are dropped."""
     waiting: dict[str, list[Row]] = {}
-    for sample in reversed(last):  # so that pop() takes the earliest
+    for sample in reversed(last):  # reversed, so that pop() takes the earliest
         waiting.setdefault(sample["prompt"], []).append(sample)
     return [(s, waiting[s["prompt"]].pop()) for s in first if waiting.get(s["prompt"])]
 

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 SAMPLE_BYTES = 2_000_000
 """Maximum size of a page's samples as JSON. If there are more, only every k-th is kept."""
 ROUNDS_BYTES = 600_000
-"""Maximum size of the samples that are read of all evaluations' first and last rounds."""
+"""Maximum total size of the samples read from the first and last rounds of all evaluations."""
 LETTERS = 6_000
-"""Maximum characters of a text, in a page that cannot have all of them."""
+"""Maximum characters of a text in a page that cannot contain all texts in full."""
 TRAIN = "train"
 COLUMNS = ("split", "step", "reward", "prompt", "answer", "reply", "turns")
 Row = dict[str, Any]
@@ -32,20 +32,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ShownSamples:
-    """The samples that a page shows, of those that the run has logged."""
+    """The samples of a run that its page shows."""
 
     rows: list[Row] = field(default_factory=list)
-    """Samples that can be searched, by split and step."""
+    """Samples that the page's own script can search."""
     logged: int = 0
     """Number of samples in samples.jsonl."""
     rounds: dict[Key, list[Row]] = field(default_factory=dict)
     """Samples of each evaluation's first and last round, by split and step."""
     is_live: bool = False
-    """True if the page's server finds the samples."""
+    """True if the page asks its server to search all samples. Then `rows` is empty."""
 
 
 def shown_samples(folder: Path) -> ShownSamples:
-    """Read the samples that the page of a run shows. Memory and time do not depend on the length of the texts."""
+    """Read the samples that the page of a run shows. Samples that it does not show are not kept in memory."""
     index = SampleIndex(folder / SAMPLES)
     index.update()
     samples = choose_samples(index, is_live=False)
@@ -55,11 +55,11 @@ def shown_samples(folder: Path) -> ShownSamples:
 
 
 def choose_samples(index: SampleIndex, *, is_live: bool) -> ShownSamples:
-    """Choose samples of an index for a page. is_live: none but those of the evaluations."""
+    """Choose the samples for a page. A live page contains only those of evaluations."""
     places = index.places()
     whole = sum(map(index.size, places))
     letters = LETTERS if whole > SAMPLE_BYTES else None
-    # A row's size counts only as far as its texts are kept; turns of a dialogue share the length of one text.
+    # Texts will be cut, so a long row does not count in full. All turns of a dialogue share the limit of one text.
     kept = sum(min(index.size(it), 2 * LETTERS) for it in places) if letters else whole
     every = -(-kept // SAMPLE_BYTES) or 1
     rounds: dict[Key, list[Row]] = {}
@@ -74,7 +74,7 @@ def choose_samples(index: SampleIndex, *, is_live: bool) -> ShownSamples:
 
 
 def _first(index: SampleIndex, key: Key, most_bytes: int) -> list[int]:
-    """Return the first rows of a round that fit into `most_bytes`, and at least one."""
+    """Return the places of a round's first rows that together fit into `most_bytes`, and of at least one row."""
     places, size = index.places([key]), 0
     for count, place in enumerate(places):
         size += min(index.size(place), 2 * LETTERS)
@@ -132,7 +132,7 @@ def samples_section(samples: ShownSamples) -> str:
 
 
 def as_columns(row: Row) -> list[Any]:
-    """Return a row as the page's script takes it. Training steps count from 1, as in the terminal."""
+    """Return a row as a list in the order of COLUMNS. Training steps count from 1, as in the terminal."""
     split, step = row["split"], row["step"] + (row["split"] == TRAIN)
     return [split, step, *(row[name] for name in ("reward", "prompt", "answer", "reply")), turns_of(row)]
 

@@ -37,7 +37,7 @@ SCORES = {
     "reward": "reward",
     "loss": f"loss{LOWER_IS_BETTER}",
 }
-"""Metrics that may be an evaluation's score, with display names. The first one that an evaluation has is its score."""
+"""Metric -> display name. An evaluation's score is the first of these metrics that it logs."""
 UNMEASURED = "outside the phases"
 
 

@@ -1,7 +1,7 @@
-"""The report of a run that may go on. Its page is made anew when the run's files have changed.
+"""The live report of a run that may still be running. The page is rendered again after the run's files have changed.
 
-GET /report        the page; with the ETag that it came with, 304 while nothing has changed
-GET /samples.json  ?find=WORDS&split=SPLIT&order=ORDER: what a search in all samples of the run finds
+GET /report        the page with its ETag; 304 if the request names the current ETag
+GET /samples.json  ?find=WORDS&split=SPLIT&order=ORDER: the run's samples that contain all words
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_rl.tools.report.report import render
 from megatron_rl.tools.report.report_samples import LETTERS, as_columns, choose_samples, shortened
 
 MOST_FOUND = 2000
-"""Maximum samples that are sorted by reward or length: the newest that were found."""
+"""Maximum number of found samples that are sorted by reward or length. If there are more, the newest are taken."""
 MOST_SENT = 100
 REST = 4
-"""After a page was made, the next one waits this many times as long as that took: a long run must not fill a core."""
+"""A page that took t seconds to render is kept for at least REST * t seconds, to leave the processor free."""
 ORDERS = {
     "best": lambda row: -(-1e9 if row["reward"] is None else row["reward"]),
     "worst": lambda row: 1e9 if row["reward"] is None else row["reward"],
@@ -40,7 +40,7 @@ class LiveReport:
         self._tag, self._page, self._next = "", b"", 0.0
 
     def page(self) -> tuple[str, bytes]:
-        """Return the page's ETag and its bytes."""
+        """Return the page's ETag and its bytes. Renders the page again if it is out of date."""
         with self._one_reads:
             seen = [_state(self._folder / name) for name in (METRICS, SAMPLES)]
             begin = time.monotonic()
@@ -53,7 +53,10 @@ class LiveReport:
             return self._tag, self._page
 
     def samples(self, query: str) -> dict[str, Any]:
-        """Return the `rows` that a question finds, at most MOST_SENT, and a `note` on how many there are."""
+        """Search the samples. Return at most MOST_SENT `rows`, and a `note` that says how many were found.
+
+        query: the query string of the URL.
+        """
         asked = {name: values[0] for name, values in parse_qs(query).items()}
         order, split = asked.get("order", "newest"), asked.get("split", "all")
         with self._one_reads:
@@ -71,13 +74,13 @@ class LiveReport:
         return {"rows": [as_columns(shortened(row, LETTERS)) for row in found[:MOST_SENT]], "note": note}
 
     def _run(self) -> RunRecord:
-        if not (self._folder / METRICS).is_file():  # the run has begun, and no step has ended
+        if not (self._folder / METRICS).is_file():  # the run has begun, but its first step has not ended
             return RunRecord(steps=[], evaluations=[], samples={}, config="")
         return read_run(self._folder, with_samples=False)
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """Return size and time of the last change of a file; zeros if there is none."""
+    """Return a file's size in bytes and modification time in ns; zeros if it does not exist."""
     try:
         about = path.stat()
     except OSError:

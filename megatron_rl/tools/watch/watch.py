@@ -1,7 +1,7 @@
 """Serves a live web page of a running or finished run. All data comes from the files that the run writes.
 
     GET /            the page (watch_page.py)
-    GET /state.json  the page's data; long runs and many episodes in flight do not make it larger than a fixed bound
+    GET /state.json  the page's data, whose size is bounded also for long runs and many running episodes
     GET /report, /samples.json  the run's report (live_report.py)
 
 Listens on 127.0.0.1 only, and answers only requests whose Host is 127.0.0.1 or localhost.
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SILENT_S = 15.0
-"""A rollout process that has not written its status for this long has crashed or hangs."""
+"""A rollout process that has not written its status for this long counts as crashed or hung."""
 POINTS = 400
 """Maximum points of a chart. A longer run keeps every 2nd, 4th, 8th... step."""
 SHOWN, LETTERS = 12, 400
@@ -82,7 +82,7 @@ class Watch:
         self.folder, self._lines = folder, StepLines(folder / METRICS)
 
     def state(self) -> dict[str, Any]:
-        """Return the current state. Not thread-safe."""
+        """Return the data of state.json. Not thread-safe."""
         self._lines.read()
         now, (told, left_out) = time.time(), self._told()
         if self._lines.damaged:
@@ -133,7 +133,7 @@ class Watch:
         return curves | {name: [self._lines.steps[step][name] for step in steps] for name in CURVES}
 
     def _lost(self) -> list[dict[str, str]]:
-        """Return the time and error of the most recent prompts that were given up, without tracebacks."""
+        """Return time and error of the prompts that were given up most recently, without tracebacks."""
         found = []
         for path in self.folder.glob("dead_letters*.jsonl"):
             rows = []
@@ -256,7 +256,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def watch(folder: Path, port: int, page: str = "") -> None:
-    """Serve the pages until Ctrl-C. page: the one whose address is printed, "" or `report`."""
+    """Serve the pages until Ctrl-C. page: path in the printed URL, "" or `report`."""
     with WatchServer(folder, port) as server:
         print(f"{server.url}{page}  (Ctrl-C ends it)", flush=True)
         server.serve_forever()
