@@ -78,7 +78,9 @@ def probe(hosts: list[str], rank: int, meet: str, folder: Path, *, timeout_s: fl
     if rank == 0:
         told = _all_of(store, [f"nccl-{other}" for other in range(len(hosts))], 2 * timeout_s) if tries_nccl else []
         errors = {it["host"]: error or "its process ended" for it, error in zip(found, told, strict=False)}
-        found = [it | {"nccl": errors.get(it["host"], "none").replace("none", "") or None} for it in found]
+        for it in found:
+            error = errors.get(it["host"], "none")
+            it["nccl"] = None if error == "none" else error
         store.set("end", "1")
     _all_of(store, ["end"], 3 * timeout_s)  # the store ends with rank 0's process
     listener.close()
