@@ -17,9 +17,8 @@ from megatron_rl.launch import rank
 from megatron_rl.life import process_exit
 
 if TYPE_CHECKING:
-    from megatron_rl.run.preference_run import PreferenceRun
     from megatron_rl.run.rl_run import RLRun
-    from megatron_rl.run.supervised_run import SupervisedRun
+    from megatron_rl.run.row_training import RowRun
 
 
 def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
@@ -63,7 +62,7 @@ def rl_steps(run: RLRun) -> Iterator[int]:
     run.finish()
 
 
-def row_steps(run: SupervisedRun | PreferenceRun) -> Iterator[int]:
+def row_steps(run: RowRun) -> Iterator[int]:
     """Run the steps of training on rows. Yields and returns as `rl_steps` does."""
     if not run.begin():
         return
@@ -97,7 +96,7 @@ def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
 
     platform.prepare(may_use_transformer_engine=config.may_use_transformer_engine)
     if kind == "supervised":
-        from megatron_rl.run.supervised_run import SupervisedRun, check_supervised
+        from megatron_rl.run.row_training import SupervisedRun, check_supervised
 
         return Parts(check_supervised, SupervisedRun, row_steps)
     if kind == "preference":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from megatron_rl.algo.preference import PreferenceLoss, pairs_of, preference_met
 from megatron_rl.api import TrainEngine
 from megatron_rl.batch import exchange
 from megatron_rl.config import TrainConfig
-from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.run.row_training import RowData, RowSteps, RowTraining, check_rows, start_engine
-from megatron_rl.run.run import Run
+from megatron_rl.run.row_training import RowData, RowRun, RowTraining, check_rows
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
@@ -105,7 +102,7 @@ def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_ste
             yield new
 
 
-class PreferenceRun(Run):
+class PreferenceRun(RowRun):
     """All parts of one preference run on this rank.
 
     For example:
@@ -116,47 +113,31 @@ class PreferenceRun(Run):
             run.finish()
     """
 
+    training: PairTraining
+
     def _start(self) -> None:
-        self.loss, self.data = check_preference(self.config)
+        self.loss, data = check_preference(self.config)
         self.reference = Reference()
-        self._join()
-        self._open()
-        self.engine = start_engine(self.config, self.groups, head=self.loss.entry.head)
-        shared = self.config.batch.share_prompts
-        self.training = PairTraining(self.engine, self.groups, self.loss, share_prompts=shared)
-        self.steps = RowSteps(
-            *(self.config, self.data, self.training, self.log_file, self.timers),
-            resumed=self.resumed,
-            check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
+        share_prompts = self.config.batch.share_prompts
+        self._start_on(
+            data,
+            head=self.loss.entry.head,
+            training=lambda *parts: PairTraining(*parts, self.loss, share_prompts=share_prompts),
         )
 
-    @property
-    def trained(self) -> dict[str, MegatronEngine]:
-        return {"model": self.engine}
-
-    def _state(self) -> dict[str, Any]:
-        return self.steps.state_dict()
-
     def begin(self) -> bool:
-        """Bring model and reference to the state of the first step.
-
-        Return False if a stop signal arrived before that.
-        """
+        # Before a checkpoint is loaded, because the reference is the run's initial model.
         if self.loss.entry.needs_reference and not self._ask_reference():
             self.stop_after(self.first_step)  # nothing new to save: a resumed run keeps its checkpoint
             return False
-        if self.resumed:  # after the reference, which is the run's initial model
-            self.load_checkpoint()
-        else:
-            self.evaluate(step=0)
-        return True
+        return super().begin()
 
     def _ask_reference(self) -> bool:
         """Compute the reference log-probabilities with the current weights. Return False if told to stop."""
         for pairs in self.data.held_out.values():
             with self.timers("reference"):
                 pairs.tokens["ref_logprobs"] = self.training.ref_logprobs(pairs)
-        for numbers in asked_together(self.steps.numbers, self.config.run.steps, self.first_step):
+        for numbers in asked_together(self.data.numbers, self.config.run.steps, self.first_step):
             if self.stop_is_near():  # the loop may take as long as the training
                 return False
             with self.timers("reference"):
@@ -164,14 +145,8 @@ class PreferenceRun(Run):
                 self.reference.keep(numbers, pairs, self.training.ref_logprobs(pairs))
         return True
 
-    def update(self, step: int) -> None:
-        self.steps.update(step, self._pairs)
-
-    def _pairs(self, numbers: list[int]) -> TrajectoryBatch:
-        pairs = self.data.rows.batch(numbers)
+    def _batch(self, numbers: list[int]) -> TrajectoryBatch:
+        pairs = super()._batch(numbers)
         if self.loss.entry.needs_reference:
             self.reference.add_to(pairs, numbers)
         return pairs
-
-    def evaluate(self, *, step: int) -> None:
-        self.steps.evaluate(step=step)
