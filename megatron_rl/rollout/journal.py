@@ -11,13 +11,14 @@ also survives a power failure. Unreadable parts are reported and left in place, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,10 @@ FOLDER, SUFFIX, LOCK_SUFFIX = "journal", ".journal", ".lock"
 _HEAD = struct.Struct("<4scQI")
 """Record header: magic, kind, payload bytes, CRC-32 of kind and payload."""
 _MAGIC, _GROUP, _REPLY, _EVENT = b"mrj2", b"G", b"R", b"E"
-MOST_STEP_BYTES = 1 << 20
-"""Maximum size of an environment step with its state."""
 _MAGIC_BEFORE = b"mrlj"
 """Magic of old journals, which had int64 columns and a version for each token."""
+MOST_STEP_BYTES = 1 << 20
+"""Maximum size of an environment step with its state."""
 _DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -109,7 +110,7 @@ class RolloutJournal(RolloutEvents):
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files, self._size = -1, 0, 0
-        self.path: Path
+        self.path = Path()
         """The file now being written."""
         self._records: dict[int, Record] = {}  # by prompt number, for groups that wait to be trained
         self._failed: RuntimeError | None = None
@@ -122,19 +123,17 @@ class RolloutJournal(RolloutEvents):
     def begin_file(self) -> None:
         """Begin a new file, as every checkpoint does. Return once the records so far are on the disk.
 
-        The disk may take seconds. New records do not wait for it, because the event loop writes them.
+        New records do not wait for the disk, which may take seconds, because the event loop writes them.
         """
         self.settle()
         with self._lock:
             if self._failed is not None:
                 raise self._failed
-            full = self._file
-            full_path = self.path if full >= 0 else None
+            full, full_path = self._file, self.path
+            self._files += 1
+            name = f"{self.run_attempt:06}-{self.step:08}-{self._files:06}-{self.rank:04}{SUFFIX}"
+            self.path = self.folder / name
             try:
-                self._files += 1
-                self.path = (
-                    self.folder / f"{self.run_attempt:06}-{self.step:08}-{self._files:06}-{self.rank:04}{SUFFIX}"
-                )
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
                 self._size = 0
@@ -150,10 +149,7 @@ class RolloutJournal(RolloutEvents):
                 os.close(full)
 
     def record_of(self, number: int) -> Record:
-        """Return the record of a prompt's group.
-
-        Call this before the group's last event is recorded. Waits for the writer.
-        """
+        """Wait for the writer and return the record of a prompt's group. Call this before the group's last event."""
         self.settle()
         return self._records[number]
 
@@ -170,7 +166,7 @@ class RolloutJournal(RolloutEvents):
                 os.close(self._file)
                 self._file = -1
 
-    # -- events -------------------------------------------------------------------------------------------------------
+    # -- events
 
     def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
         self._replied.pop(episode.data["sample_key"], None)
@@ -205,11 +201,13 @@ class RolloutJournal(RolloutEvents):
 
     def stepped(self, data: dict[str, Any], name: str, step: dict[str, Any]) -> None:
         """Keep a step of an unfinished episode's environment, with its state. A step that is too large is not kept."""
+        if not is_numbered(data):
+            return
         content = json.dumps({"event": "stepped", "key": data["sample_key"], "name": name, "step": step}).encode()
-        if is_numbered(data) and len(content) <= MOST_STEP_BYTES:
+        if len(content) <= MOST_STEP_BYTES:
             with self._lock:
                 self._write(_EVENT, content)
-        elif is_numbered(data):
+        else:
             logger.warning(
                 "%s: a step of its world takes %d bytes with its state; %d are kept in the journal. A killed run does "
                 "it again.",
@@ -339,27 +337,24 @@ def _about(blob: bytes) -> dict[str, Any]:
     return about
 
 
+def _name_parts(path: Path) -> list[int]:
+    """Return a file's run attempt, first step, number in its process, and rank. Names sort in this order."""
+    return [int(part) for part in path.stem.split("-")]
+
+
 def next_run_attempt(folder: str | Path) -> int:
     """Return the number of this start of the run, which no earlier start has had."""
-    return max((_run_attempt_of(path) for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
-
-
-def _run_attempt_of(path: Path) -> int:
-    return int(path.name.split("-")[0])
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.split("-")[1])
+    return max((_name_parts(path)[0] for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
 
 
 def drop_files_before(folder: str | Path, step: int) -> None:
     """Delete the files of all ranks and attempts that end before `step`, except each rank's newest one."""
-    of_rank: dict[str, list[Path]] = {}
+    of_rank: dict[int, list[Path]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        of_rank.setdefault(path.stem.split("-")[3], []).append(path)
+        of_rank.setdefault(_name_parts(path)[3], []).append(path)
     for files in of_rank.values():
-        for path, following in zip(files, files[1:], strict=False):
-            if _step_of(following) <= step:
+        for path, following in itertools.pairwise(files):
+            if _name_parts(following)[1] <= step:
                 path.unlink()
 
 
@@ -396,7 +391,7 @@ class Restored:
             records, fault = read_file(path)
             if fault:
                 self.faults.append(fault)
-            attempt = _run_attempt_of(path)
+            attempt = _name_parts(path)[0]
             if attempt >= run_attempt or not records:
                 continue
             opened = records[0].event
@@ -422,8 +417,7 @@ class Restored:
 
     def take(self, key: str, version: int) -> TrajectoryBatch | None:
         """Return the group sampled under `key`, once, if it is fresh enough for a trainer at `version`."""
-        sampled = self._sampled.pop(key, None)
-        if sampled is None or not self._is_young(sampled, version):
+        if (sampled := self._young(self._sampled.pop(key, None), version)) is None:
             return None
         group = sampled.record.group()
         # This run has, or will have, other weights under versions above the branch.
@@ -433,8 +427,7 @@ class Restored:
 
     def take_reply(self, key: str, request: str, version: int) -> LLMResponse | None:
         """Return an unfinished episode's reply to that request, once, under the same conditions as `take`."""
-        sampled = self._replies.pop((key, request), None)
-        if sampled is None or not self._is_young(sampled, version):
+        if (sampled := self._young(self._replies.pop((key, request), None), version)) is None:
             return None
         reply = sampled.record.reply()
         versions = Runs(reply.sampled.versions.values.clamp(max=sampled.branch), reply.sampled.versions.lengths)
@@ -446,12 +439,13 @@ class Restored:
         """Return the kept environment step of that name, once. The name depends on the dialogue's tokens so far."""
         return self._steps.pop((key, name), None)
 
-    def _is_young(self, sampled: Sampled, version: int) -> bool:
-        if not sampled.record.event["versions"]:
-            return False
+    def _young(self, sampled: Sampled | None, version: int) -> Sampled | None:
+        """Return `sampled` if it is fresh enough for a trainer at `version`, else None."""
+        if sampled is None or not sampled.record.event["versions"]:
+            return None
         oldest, newest = sampled.record.event["versions"]
         age = version - min(oldest, sampled.branch)
-        return bool(0 <= age <= self.max_staleness and newest - sampled.branch <= self.max_staleness)
+        return sampled if 0 <= age <= self.max_staleness and newest - sampled.branch <= self.max_staleness else None
 
 
 @dataclass(frozen=True)
@@ -502,30 +496,13 @@ class Records:
 NO_RECORDS = Records()
 
 
-def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:
-    """Yield (step, prompts) of every batch that the current weights were trained on, over all attempts and ranks.
-
-    Batches of steps that a later process repeated are excluded.
-    """
-    attempts: dict[int, tuple[int, list[dict[str, Any]]]] = {}
-    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        events = [record.event for record in read_file(path)[0]]
-        if events:
-            _, batches = attempts.setdefault(_run_attempt_of(path), (events[0]["first_step"], []))
-            batches += [event for event in events if event["event"] == "consumed"]
-    for attempt, (_, batches) in sorted(attempts.items()):
-        # A later attempt repeated all steps from its first one on.
-        end = min((first for other, (first, _) in attempts.items() if other > attempt), default=None)
-        yield from ((b["step"], b["prompts"]) for b in batches if end is None or b["step"] < end)
-
-
 # -- writers: one process per rollout rank, until another process resumes the run
 
 
 def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
     """Wait until no process writes the journal in `folder`.
 
-    Raises BlockingIOError, naming a writer, after `patience_s`.
+    Raises BlockingIOError, which names a writer, after `patience_s`.
     """
     for path in sorted(Path(folder).glob(f"*{LOCK_SUFFIX}")):
         os.close(_lock(path, patience_s))

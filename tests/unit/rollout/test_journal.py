@@ -24,7 +24,6 @@ from megatron_rl.rollout.journal import (
     Records,
     Restored,
     RolloutJournal,
-    consumed_by_step,
     drop_files_before,
     next_run_attempt,
     read_file,
@@ -34,6 +33,7 @@ from megatron_rl.servers.event_loop import EventLoopThread
 from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import LLMRequest, LLMResponse, Runs, SampledTokens, Trajectory, TrajectoryBatch
 from tests.kit.examples import max_examples
+from tests.kit.journals import consumed_by_step
 from tests.kit.waiting import LIMIT_S, wait_until
 
 
