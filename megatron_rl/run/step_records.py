@@ -1,12 +1,11 @@
 """Records of steps for `megatron-rl replay`: what a step consumed, and what it computed from that.
 
-`run.folder/records/step-N` is written by each replica's first rank: the tokens of the trajectories that it trains, and
-later the columns that it computed for them. The main rank adds the numbers of all trajectories, the plan that divides
-them, the prompts' rows, the run's options, and the losses, gradients and weights of the step. A step that fails leaves
-what it consumed.
+Each replica's first rank writes to `run.folder/records/step-N` the tokens of the trajectories that it trains, and later
+the columns that it computed for them. The main rank adds the numbers of all trajectories, the plan that divides them,
+the prompts' rows, the run's options, and the losses, gradients and weights of the step.
 
-Steps that are recorded for alarms only stay in memory, and are written when an error ends the run. That costs a copy of
-the step's tokens. What does not fit into PENDING_BYTES is written at once.
+Steps that are recorded only for alarms stay in memory, up to PENDING_BYTES, and are written when an error ends the run.
+replay/records.py reads records.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import json
 import os
 import platform as host
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl import platform
-from megatron_rl.batch import share_plan
-from megatron_rl.batch.step_batch import SharePlan, StepBatch
+from megatron_rl.batch.step_batch import StepBatch
 from megatron_rl.config import TrainConfig
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
@@ -72,7 +69,6 @@ class StepRecorder:
 
     recorder = StepRecorder(config, groups, {"policy": engine}, timers, say=print)
     recorder.begin(3, batch)  # before anything is computed from the batch
-    ...
     recorder.end(batch, updates, {"policy": stats})
     """
 
@@ -106,9 +102,8 @@ class StepRecorder:
         prompts: Sequence[dict[str, Any]] = (),
         oldest_checkpoint: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Write what the step consumes, if the step is recorded.
+        """Write what the step consumes, if the step is recorded. prompts: the rows that `prompt_index` refers to.
 
-        prompts: the rows that the batch's `prompt_index` refers to; those of this step are recorded.
         oldest_checkpoint: called on the main rank. With on_alarm, records of steps before the step that it returns are
         removed, unless another entry asks for them.
         """
@@ -279,9 +274,9 @@ def machine() -> dict[str, str]:
 
 
 class _TensorWatch:
-    """Gradients and changed weights of one model in each update, by HF tensor. Only rank 0 has the results.
+    """Gradients and changed weights of one model in each update, by HF tensor, on rank 0. Collective.
 
-    Holds a copy of this rank's weights in host memory until `result`. Collective: every rank calls every method.
+    Holds a copy of this rank's weights in host memory.
     """
 
     def __init__(self, engine: MegatronEngine) -> None:
@@ -290,7 +285,7 @@ class _TensorWatch:
         self.weights = {id(it): it.detach().to("cpu", copy=True) for it in engine.parameters() if it.requires_grad}
         self.gradients: list[dict[str, tuple[float, str]]] = []
         self.after: list[dict[str, tuple[float, str]]] = []
-        """For each update: by tensor, the norm of the change since the step began, and the weights' checksum."""
+        """For each update: by tensor, norm of the change since the step began, and checksum of the weights."""
         engine.on_gradients = self._note_gradients
 
     def _note_gradients(self) -> None:
@@ -328,8 +323,7 @@ def _of_updates(batch: StepBatch, own: TrajectoryBatch, logprobs: list[Any]) -> 
 
 
 def _numbers(stats: StepStats) -> dict[str, Any]:
-    kept = {"loss": stats.loss, "weight": stats.weight, "grad_norm": stats.grad_norm, "lr": stats.lr}
-    return kept | {"applied": stats.applied, "fault": stats.fault, "sums": stats.sums}
+    return {name: getattr(stats, name) for name in ("loss", "weight", "grad_norm", "lr", "applied", "fault", "sums")}
 
 
 def _save_files(part: _Part, folder: Path) -> None:
@@ -338,78 +332,3 @@ def _save_files(part: _Part, folder: Path) -> None:
         aside = folder / f".{name}.partial"
         save_file({key: column.contiguous().numpy() for key, column in columns.items()}, aside)  # faster than torch's
         os.replace(aside, folder / name)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(kw_only=True)
-class StepRecord:
-    """A step's record as data. Trajectories are in the step's order, whatever layout recorded them."""
-
-    folder: Path
-    facts: dict[str, Any]
-    rows: dict[str, dict[str, Any]]
-    """Rows of the step's prompts, by `prompt_index`. Values that JSON does not know are text."""
-    consumed: TrajectoryBatch
-    plan: dict[str, Tensor]
-    """SharePlan's columns for the consumed trajectories."""
-    computed: dict[str, Any] | None
-    """Losses, gradients and weights; None if the step did not come to its end."""
-    trained: TrajectoryBatch | None
-    """Computed columns of the trajectories that were trained, which exclude greedy replies."""
-    update: Tensor | None
-    """`[B]` update of each trained trajectory."""
-
-    def batch(self, groups: ParallelGroups) -> StepBatch:
-        """Return this rank's view of what the step consumed, in any layout. The updates are those of the record."""
-        lengths, update, group = (self.plan[name] for name in ("lengths", "update", "group"))
-        columns = {"lengths": lengths, "update": update, "group": group, "begin": self.plan.get("begin")}
-        owner = share_plan.plan_owners(update, lengths, groups.data.size, group=group, begin=columns["begin"])
-        plan = SharePlan(groups=groups, updates=int(self.plan["updates"]), owner=owner, **columns)
-        own = self.consumed.select((owner == groups.data.rank).nonzero()[:, 0].tolist())
-        tokens = dataclasses.replace(own, sequences={})
-        return StepBatch.of_tokens(tokens, dict(self.consumed.sequences), plan)
-
-    def trained_batch(self) -> TrajectoryBatch:
-        """Return the trajectories that were trained, as they were consumed: all but greedy replies."""
-        consumed = self.consumed
-        if "is_greedy" not in consumed:
-            return consumed
-        return consumed.select((consumed["is_greedy"] == 0).nonzero()[:, 0].tolist())
-
-
-def read_record(folder: Path) -> StepRecord:
-    """Read a record. Raises ValueError if the folder has none, or one that is incomplete or of another format."""
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        if facts.get("format") != FORMAT:
-            raise ValueError(f"its format is {facts.get('format')!r}, and this version reads {FORMAT}")
-        rows = json.loads((folder / ROWS).read_text(encoding="utf-8"))
-        consumed, plan = _read_batch(folder, CONSUMED_NUMBERS, facts["replicas"])
-        computed = trained = update = None
-        if (folder / COMPUTED).is_file():
-            computed = json.loads((folder / COMPUTED).read_text(encoding="utf-8"))
-            trained, of_trained = _read_batch(folder, COMPUTED_NUMBERS, facts["replicas"])
-            update = of_trained["update"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ValueError(f"record {str(folder)!r}: cannot be read ({error}); give a step that was recorded.") from error
-    known = {"folder": folder, "facts": facts, "rows": rows, "consumed": consumed, "plan": plan}
-    return StepRecord(**known, computed=computed, trained=trained, update=update)
-
-
-def _read_batch(folder: Path, kind: str, replicas: int) -> tuple[TrajectoryBatch, dict[str, Tensor]]:
-    numbers = load_file(folder / f"{kind}.safetensors")
-    plan = {name.removeprefix("plan."): column for name, column in numbers.items() if name.startswith("plan.")}
-    sequences = {name.removeprefix("sequences."): it for name, it in numbers.items() if name.startswith("sequences.")}
-    parts = [TrajectoryBatch.from_columns(load_file(folder / f"{kind}-{rank}.safetensors")) for rank in range(replicas)]
-    whole = TrajectoryBatch.cat(parts)
-    if replicas > 1:  # now by replica, and within a replica in the step's order
-        whole = whole.select(plan["owner"].argsort(stable=True).argsort().tolist())
-    return dataclasses.replace(whole, sequences=sequences), plan
-
-
-def recorded_steps(run_folder: Path) -> list[int]:
-    """Return the steps with a record, in order."""
-    found: Iterator[Path] = (run_folder / FOLDER).glob("step-*")
-    return sorted(int(path.name.removeprefix("step-")) for path in found if (path / FACTS).is_file())
