@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
-    """Run the training that the config describes, from its start or from a checkpoint. Collective: every rank calls it.
-
-    Return False if a stop signal ended the run early.
-    """
+    """Run the training that the config describes. Return False if a stop signal ended it early. Collective."""
     parts = parts_of(config, kind=kind)
     with parts.run(config, resume=resume) as run:
         for _ in parts.steps(run):
@@ -85,10 +82,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
-    """Return the parts for a kind of run: rl, supervised, preference, or '' for the kind that the config implies.
-
-    The returned check rejects a config of another kind.
-    """
+    """Return the parts for a kind of run: rl, supervised, preference, or '' for the kind that the config implies."""
     if not kind:
         kind = "supervised" if config.supervised.answer else "preference" if config.preference.loss else "rl"
     # Imported here because imports take seconds and each kind needs only its own.

@@ -43,8 +43,7 @@ class PairTraining(RowTraining):
     def ref_logprobs(self, pairs: TrajectoryBatch) -> Tensor:
         """Return the log-probability of every reply token under the current weights, `[N]` float32; 0 for prompts.
 
-        If the loss needs a reference, pairs must have this result as column `ref_logprobs` before an update or
-        an evaluation.
+        A loss with a reference needs the initial model's result as the pairs' column `ref_logprobs`.
         """
         self.engine.eval()
         return exchange.by_token(pairs, self.groups, self.engine.forward, share_prompts=self.share_prompts)
@@ -63,17 +62,14 @@ class Reference:
     """Log-probabilities under the run's initial model, by pair number, for all pairs that remain to be trained.
 
     The engine computes them before its first update, so no second model is needed. Every rank holds 4 bytes for each
-    reply token of these pairs, and nothing for their prompts.
+    reply token of these pairs.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}
 
     def keep(self, numbers: list[int], pairs: TrajectoryBatch, logprobs: Tensor) -> None:
-        """Keep the log-probabilities of these pairs.
-
-        numbers: the pairs' indices. pairs: their batch. logprobs: `[N]`, one per token of the batch.
-        """
+        """Keep the log-probabilities of pairs. numbers: their indices. logprobs: `[N]`, one per token of `pairs`."""
         # Each pair is two sequences, so every second bound separates pairs.
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), pairs["loss_mask"].cumsum(0)])[pairs.cu_seqlens[::2]]
         parts = logprobs[pairs["loss_mask"]].split(ends.diff().tolist())
@@ -89,8 +85,7 @@ class Reference:
 def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_step: int) -> Iterator[list[int]]:
     """Yield the pairs for the steps from `first_step` on, grouped by the step of the run in which they first occur.
 
-    numbers_of: returns a step's pairs. The groups do not depend on where the run was resumed, so that a resumed run
-    computes bit-identical values.
+    numbers_of: returns a step's pairs. A resumed run gets the same groups, and so computes bit-identical values.
     """
     # Group by all steps, including finished ones, because the composition of a batch affects rounding.
     needed = {number for step in range(first_step, steps) for number in numbers_of(step)}
@@ -103,15 +98,7 @@ def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_ste
 
 
 class PreferenceRun(RowRun):
-    """All parts of one preference run on this rank.
-
-    For example:
-
-        with PreferenceRun(load_config("configs/count_dpo.yaml", [])) as run:
-            if run.begin():
-                run.update(0)  # logs preference/loss, preference/accuracy, ...
-            run.finish()
-    """
+    """A run that trains on pairs of replies."""
 
     training: PairTraining
 
@@ -122,7 +109,7 @@ class PreferenceRun(RowRun):
         self._start_on(
             data,
             head=self.loss.entry.head,
-            training=lambda *parts: PairTraining(*parts, self.loss, share_prompts=share_prompts),
+            training=lambda engine, groups: PairTraining(engine, groups, self.loss, share_prompts=share_prompts),
         )
 
     def begin(self) -> bool:

@@ -35,7 +35,6 @@ class RowData:
     """The rows of one run, and the run's position in them."""
 
     order: PromptIterator
-    """Iterates over the training rows in training order."""
     rows: ReplyRows
     held_out: dict[str, TrajectoryBatch]
     """One batch per held-out set, with all of its rows."""
@@ -56,8 +55,8 @@ class RowData:
     def numbers(self, step: int) -> list[int]:
         """Return the indices of the rows of data.train that a step takes.
 
-        This process's steps continue after the rows taken so far, whatever number of rows per step earlier processes
-        used. For a step before `first_step`, rows are counted back from the same position.
+        Rows are counted from `rows_before` on, also backwards, because earlier processes may have taken other numbers
+        of rows per step.
         """
         end = self.end_of(step)
         places = range(max(0, end - self.rows_per_step), max(0, end))
@@ -110,10 +109,7 @@ class RowTraining:
         *,
         share_prompts: bool = False,
     ) -> None:
-        """weigh: counts the units over which the loss is averaged; by default it counts trained tokens.
-
-        share_prompts: compute a row's prompt only once, for all of its replies.
-        """
+        """weigh: counts the units of the loss's mean, by default tokens. share_prompts: compute equal prompts once."""
         self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
         self.loss, self.weigh = loss, weigh
 
@@ -175,10 +171,7 @@ class RowRun(Run):
         return True
 
     def update(self, step: int) -> None:
-        """Train on the step's rows and log the metrics.
-
-        Raises RuntimeError if too many consecutive updates were skipped.
-        """
+        """Train on the step's rows and log the metrics. Raises RuntimeError if too many updates were skipped."""
         numbers = self.data.numbers(step)
         with self.timers("update"):
             stats = self.training.update(self._batch(numbers))
@@ -220,15 +213,7 @@ def check_supervised(config: TrainConfig) -> RowData:
 
 
 class SupervisedRun(RowRun):
-    """All parts of one run that trains on answers, on this rank.
-
-    For example:
-
-        with SupervisedRun(load_config("configs/count_sft.yaml", [])) as run:
-            run.begin()
-            run.update(0)  # logs supervised/loss
-            run.finish()
-    """
+    """A run that trains on answers."""
 
     def _start(self) -> None:
         self._start_on(check_supervised(self.config), head="policy", training=answer_training)
