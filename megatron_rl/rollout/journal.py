@@ -3,9 +3,9 @@
 With `rollout.journal_replies` it also keeps the individual replies of unfinished episodes.
 
 There is one append-only file per rollout rank and interval between checkpoints. Each process writes new files and never
-modifies those of earlier ones. A group is written before any record of its outcome, and so before it is trained. Once
-written, a record survives the death of the process. Once its batch is trained and the next checkpoint has begun, it
-also survives a power failure. Unreadable parts are reported and left in place, and their prompts are sampled again.
+modifies those of earlier ones. A group is written before any record of its outcome, and so before it is trained. A
+written record survives the death of the process, and a power failure once the next checkpoint has begun. Unreadable
+parts are reported and left in place, and their prompts are sampled again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _HEAD = struct.Struct("<4scQI")
 _MAGIC, _GROUP, _REPLY, _EVENT = b"mrj2", b"G", b"R", b"E"
 _MAGIC_BEFORE = b"mrlj"
 """Magic of old journals, which had int64 columns and a version for each token."""
-MOST_STEP_BYTES = 1 << 20
-"""Maximum size of an environment step with its state."""
+MOST_STEP_BYTES = 1 << 20  # of an environment's step with its state
 _DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -64,6 +63,8 @@ class Record:
     path: Path
     start: int
     size: int
+    branch: int = 0
+    """In a resumed run: last policy version common to the writer and this run."""
 
     def group(self) -> TrajectoryBatch:
         return TrajectoryBatch.from_columns(self._tensors())
@@ -99,8 +100,7 @@ class Record:
 class RolloutJournal(RolloutEvents):
     """Writes one rollout rank's journal. Ignores evaluations and prompts without a number.
 
-    run_attempt: number of times that the run was started. fingerprint: hash of all settings that affect a sampled
-    group. Raises RuntimeError, which ends the run, if a record cannot be written, because the run could not be resumed.
+    Raises RuntimeError, which ends the run, if a record cannot be written. fingerprint: as in ResumePoint.
     """
 
     def __init__(
@@ -121,10 +121,7 @@ class RolloutJournal(RolloutEvents):
         self.begin_file()
 
     def begin_file(self) -> None:
-        """Begin a new file, as every checkpoint does. Return once the records so far are on the disk.
-
-        New records do not wait for the disk, which may take seconds, because the event loop writes them.
-        """
+        """Begin a new file, as every checkpoint does. Return once the records so far are on the disk."""
         self.settle()
         with self._lock:
             if self._failed is not None:
@@ -141,7 +138,7 @@ class RolloutJournal(RolloutEvents):
                 raise self._failure(error) from error
             self._write_event("opened", self.opening | {"step": self.step, "rank": self.rank})
         if full >= 0:
-            try:
+            try:  # without the lock, because the disk may take seconds, and the event loop writes new records
                 os.fsync(full)
             except OSError as error:
                 raise self._failure(error, full_path) from error
@@ -178,25 +175,21 @@ class RolloutJournal(RolloutEvents):
         self._write_later(_GROUP, group.columns(), about)
 
     def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
-        """Keep a reply of an unfinished episode under the name `request`. Callable from any thread; not an event.
-
-        Replies that were aborted or are empty are ignored, as are those already kept for an earlier attempt.
-        """
+        """Keep a whole reply of an unfinished episode under the name `request`. Callable from any thread."""
         if not is_numbered(data) or reply.stop_reason == "abort" or not reply.output_len:
             return
         kept = self._replied.setdefault(data["sample_key"], set())
-        if request in kept:
+        if request in kept:  # from an earlier attempt
             return
         kept.add(request)
-        sampled = reply.sampled
+        sampled, versions = reply.sampled, reply.sampled.versions
         columns = {"input_ids": torch.tensor(reply.input_tokens, dtype=torch.int32)}
         columns |= {"ids": sampled.ids, "logprobs": sampled.logprobs}
-        columns |= {"versions.values": sampled.versions.values, "versions.lengths": sampled.versions.lengths}
+        columns |= {"versions.values": versions.values, "versions.lengths": versions.lengths}
         columns |= {name: column for name in WIDE if (column := getattr(reply, name)) is not None}
         rest = {name: getattr(reply, name) for name in ("stop_reason", "text", "latency_s", "interruptions")}
         about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
-        versions = sampled.versions.values
-        about |= {"versions": [int(versions.min()), int(versions.max())], "rest": rest}
+        about |= {"versions": [int(versions.values.min()), int(versions.values.max())], "rest": rest}
         self._write_later(_REPLY, columns, about)
 
     def stepped(self, data: dict[str, Any], name: str, step: dict[str, Any]) -> None:
@@ -300,14 +293,11 @@ def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | mem
     return [_METADATA_BYTES.pack(len(text)), text, *pieces]
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading
 
 
 def read_file(path: Path) -> tuple[list[Record], str]:
-    """Return a file's records up to the first damaged one, and a description of that damage ('' if none).
-
-    Verifies the checksum of every payload.
-    """
+    """Return a file's records up to the first damaged one, and a description of that damage ('' if none)."""
     records: list[Record] = []
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -358,21 +348,13 @@ def drop_files_before(folder: str | Path, step: int) -> None:
                 path.unlink()
 
 
-@dataclass(kw_only=True)
-class Sampled:
-    """A group or reply of an earlier process. `branch`: last policy version common to that process and this run."""
-
-    record: Record
-    branch: int
-
-
 class Restored:
     """Groups and replies of earlier processes that a run resumed at `version` may still train.
 
-    Weights trained after the checkpoint were lost with their process. Tokens sampled by lost weights count as sampled
-    at the checkpoint's version. Two differences may be at most `max_staleness`: the current version minus a group's
-    oldest version (counted in this way), and the group's newest lost version minus the checkpoint's version. A
-    synchronous run therefore restores only groups of the step in which it was killed.
+    Weights trained after the checkpoint were lost with their process, and their tokens count as sampled at the
+    checkpoint's version. Two differences may be at most `max_staleness`: the current version minus a group's oldest
+    version (counted in this way), and the group's newest lost version minus the checkpoint's version. A synchronous run
+    therefore restores only groups of the step in which it was killed.
     """
 
     def __init__(
@@ -383,8 +365,8 @@ class Restored:
         """Unreadable parts, and files of a run with other settings, one description per file."""
         self.groups = self.replies = 0
         """Numbers of groups and of replies taken so far."""
-        self._sampled: dict[str, Sampled] = {}
-        self._replies: dict[tuple[str, str], Sampled] = {}
+        self._sampled: dict[str, Record] = {}
+        self._replies: dict[tuple[str, str], Record] = {}
         self._steps: dict[tuple[str, str], dict[str, Any]] = {}
         branches: dict[int, int] = {run_attempt: version}
         for path in sorted(Path(folder).glob(f"*{SUFFIX}"), reverse=True):
@@ -403,58 +385,54 @@ class Restored:
             # A later process that began at an earlier version discarded everything trained since that version.
             branch = min(start for other, start in branches.items() if other > attempt)
             for record in reversed(records):
-                event, sampled = record.event, Sampled(record=record, branch=branch)
+                event, record.branch = record.event, branch
                 # Files and records are read newest first, so the first one of a key counts.
                 if event["event"] == "accepted":
-                    self._sampled.setdefault(event["key"], sampled)
+                    self._sampled.setdefault(event["key"], record)
                 elif event["event"] == "replied" and event["key"] not in self._sampled:  # the group has it
-                    self._replies.setdefault((event["key"], event["request"]), sampled)
+                    self._replies.setdefault((event["key"], event["request"]), record)
                 elif event["event"] == "stepped" and event["key"] not in self._sampled:
                     self._steps.setdefault((event["key"], event["name"]), event["step"])
 
-    def __len__(self) -> int:
-        return len(self._sampled)
-
     def take(self, key: str, version: int) -> TrajectoryBatch | None:
         """Return the group sampled under `key`, once, if it is fresh enough for a trainer at `version`."""
-        if (sampled := self._young(self._sampled.pop(key, None), version)) is None:
+        if (record := self._young(self._sampled.pop(key, None), version)) is None:
             return None
-        group = sampled.record.group()
+        group = record.group()
         # This run has, or will have, other weights under versions above the branch.
-        group["versions"] = group["versions"].clamp(max=sampled.branch)
+        group["versions"] = group["versions"].clamp(max=record.branch)
         self.groups += 1
         return group
 
     def take_reply(self, key: str, request: str, version: int) -> LLMResponse | None:
         """Return an unfinished episode's reply to that request, once, under the same conditions as `take`."""
-        if (sampled := self._young(self._replies.pop((key, request), None), version)) is None:
+        if (record := self._young(self._replies.pop((key, request), None), version)) is None:
             return None
-        reply = sampled.record.reply()
-        versions = Runs(reply.sampled.versions.values.clamp(max=sampled.branch), reply.sampled.versions.lengths)
+        reply = record.reply()
+        versions = Runs(reply.sampled.versions.values.clamp(max=record.branch), reply.sampled.versions.lengths)
         reply.sampled = dataclasses.replace(reply.sampled, versions=versions)
         self.replies += 1
         return reply
 
     def take_step(self, key: str, name: str) -> dict[str, Any] | None:
-        """Return the kept environment step of that name, once. The name depends on the dialogue's tokens so far."""
+        """Return the kept environment step of that name, once. The name depends on the dialogue so far."""
         return self._steps.pop((key, name), None)
 
-    def _young(self, sampled: Sampled | None, version: int) -> Sampled | None:
-        """Return `sampled` if it is fresh enough for a trainer at `version`, else None."""
-        if sampled is None or not sampled.record.event["versions"]:
+    def _young(self, record: Record | None, version: int) -> Record | None:
+        """Return the record if it is fresh enough for a trainer at `version`, else None."""
+        if record is None or not record.event["versions"]:
             return None
-        oldest, newest = sampled.record.event["versions"]
-        age = version - min(oldest, sampled.branch)
-        return sampled if 0 <= age <= self.max_staleness and newest - sampled.branch <= self.max_staleness else None
+        oldest, newest = record.event["versions"]
+        age = version - min(oldest, record.branch)
+        return record if 0 <= age <= self.max_staleness and newest - record.branch <= self.max_staleness else None
 
 
 @dataclass(frozen=True)
 class JournaledEpisode:
     """One episode's access to the journals of earlier processes and of this process.
 
-    A reply is identified by its request: prompt tokens, options, sample, and a running count of identical requests. So
-    each turn gets its own reply, in whatever order replies are completed. A turn whose prompt differs this time, for
-    example because a tool answered differently, gets a new reply.
+    A reply is identified by its request: prompt tokens, options, sample, and a running count of identical requests. A
+    turn whose prompt differs this time, for example because a tool answered differently, gets a new reply.
     """
 
     data: dict[str, Any]
@@ -500,21 +478,13 @@ NO_RECORDS = Records()
 
 
 def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
-    """Wait until no process writes the journal in `folder`.
-
-    Raises BlockingIOError, which names a writer, after `patience_s`.
-    """
+    """Wait until no process writes the journal. Raises BlockingIOError, which names one, after `patience_s`."""
     for path in sorted(Path(folder).glob(f"*{LOCK_SUFFIX}")):
         os.close(_lock(path, patience_s))
 
 
 def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
-    """Lock a rank's journal and return the descriptor of the lock file.
-
-    The lock is held until the last duplicate of the descriptor is closed. The trainer passes the descriptor to its
-    rollout process, which keeps it open until the process ends. Raises BlockingIOError if another process holds the
-    lock.
-    """
+    """Lock a rank's journal until the last duplicate of the returned descriptor is closed. Raises BlockingIOError."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)
 
