@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = {"environment": "environment", "tools": "tool", "agent": "agent"}
-"""Expected kind of object for workflow arguments that are import paths. Those of user workflows may be of any kind."""
+"""Kind of object that a workflow's argument must name, if it is an import path. Other arguments may name any kind."""
 
 
 def configured_rewards(config: TrainConfig) -> list[Ingredient]:

@@ -1,4 +1,4 @@
-"""Finished groups that wait for a batch, and the prompts that gave none since the last batch."""
+"""Finished groups that wait for a batch, and counts of the prompts that failed or were rejected meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finished:
     versions: range
     """Range from the oldest trained token's policy version to the newest. Empty if no token has a version."""
     decides: float
-    """The group is dropped once versions up to this one are too old. Infinite if it never is."""
+    """The group is dropped once this version is too old. Infinite if the group is never dropped."""
 
     @classmethod
     def of(cls, episode: Episode, group: TrajectoryBatch, stale: str) -> Finished:

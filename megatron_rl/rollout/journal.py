@@ -484,7 +484,7 @@ def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
 
 
 def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
-    """Lock a rank's journal until the last duplicate of the returned descriptor is closed. Raises BlockingIOError."""
+    """Lock a rank's journal, until all copies of the returned descriptor are closed. Raises BlockingIOError."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)
 

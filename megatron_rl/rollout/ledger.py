@@ -101,7 +101,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
             self.rates.add(outcomes)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take over this rank's part of the prompts that all ranks of the earlier run left open."""
+        """Take this rank's part of the prompts that the ranks of the earlier run left open."""
         # No rank has handed out a number from `base` on. Below it, each rank's share and `next` tell which ones.
         base = max(state["next"] for state in states)
         base += -base % self.share.period

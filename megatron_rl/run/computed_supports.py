@@ -22,7 +22,7 @@ from megatron_rl.ops import Cut
 
 
 def add_computed_supports(batch: StepBatch, engine: MegatronEngine, generation: GenerationConfig) -> dict[str, float]:
-    """Add the column `support` to a step, and set its log-probabilities over it. Return the step's metrics.
+    """Add the column `support` to a step, and make its log-probabilities those over the support. Return metrics.
 
     engine: the policy, with the weights that servers sampled with. Collective: every rank calls it.
     """

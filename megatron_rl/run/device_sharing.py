@@ -42,7 +42,7 @@ class DeviceSharing:
         nodes: Axis | None = None,
         dropped: dict[str, str] | None = None,
     ) -> None:
-        """supervisor, nodes: on each node's first rank. process: the main rank's commands all servers.
+        """supervisor, nodes: None except on each node's first rank. The main rank's `process` commands all servers.
 
         dropped: URL -> reason for each server of another node that must be restarted.
         """

@@ -49,7 +49,7 @@ class Evaluations:
 
     @property
     def change(self) -> str:
-        """The first and the last score as text. There must be one."""
+        """The first and the last score as text. Needs at least one logged evaluation."""
         name = "accuracy" if self.are_right_or_wrong else "reward"
         return f"held-out {name} {self.scores[0]:.2f} -> {self.scores[-1]:.2f}"
 

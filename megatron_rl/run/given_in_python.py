@@ -84,7 +84,7 @@ class Given:
         return path
 
     def _path_of(self, value: Any, key: str) -> str:
-        """Return the import path of a module's function or class, or '' for anything else. Trust the module."""
+        """Return the import path of a module's function or class, or ''. Adds the function's module to `modules`."""
         origin = value.func if isinstance(value, functools.partial) else value
         home = str(getattr(origin, "__module__", MAIN))
         if home == MAIN or not (inspect.isroutine(origin) or inspect.isclass(origin)):

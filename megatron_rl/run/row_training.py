@@ -109,7 +109,7 @@ class RowTraining:
         *,
         share_prompts: bool = False,
     ) -> None:
-        """weigh: counts the units of the loss's mean, by default tokens. share_prompts: compute equal prompts once."""
+        """weigh: counts what the loss is averaged over, by default tokens. share_prompts: compute each prompt once."""
         self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
         self.loss, self.weigh = loss, weigh
 
@@ -142,7 +142,7 @@ class RowRun(Run):
     def _start_on(
         self, data: RowData, *, head: str, training: Callable[[TrainEngine, parallel.ParallelGroups], RowTraining]
     ) -> None:
-        """Start all parts. data: the checked rows. head: of the model. training: makes a RowTraining with the loss."""
+        """Start all parts. head: the model's. training: returns the RowTraining of an engine, with the run's loss."""
         self.data = data
         self._join()
         self._open()

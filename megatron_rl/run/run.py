@@ -125,7 +125,7 @@ class Run(ABC):
         """Lock and open the run's folder, choose the checkpoint to resume, and start handling stop signals and hangs.
 
         Call this before anything is written or started. Raises ValueError if another run uses the folder. on_half_time:
-        of StopSignal. hangs: waits_for, can_leave and on_leave of HangWatch.
+        passed to StopSignal. hangs: passed to HangWatch.
         """
         options, groups = self.config.run, self.groups
 

@@ -41,7 +41,7 @@ def applied_of(stats: list[StepStats]) -> list[StepStats]:
 
 
 def trained_tokens(stats: StepStats) -> float:
-    """Return the number of tokens that an update trained on. Its weight may count trajectories instead."""
+    """Return the number of tokens that an update trained on. The weight may be a number of trajectories instead."""
     return stats.sums.get("tokens", stats.weight)
 
 

@@ -54,7 +54,7 @@ Columns = dict[str, Tensor]
 
 @dataclasses.dataclass(kw_only=True)
 class _Part:
-    """This rank's files of one half of a record. facts: JSON files, which the main rank writes last."""
+    """One half of a record: the tensor files of this rank, and the JSON files, which the main rank writes last."""
 
     files: dict[str, Columns]
     facts: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Teachers that run on the trainer's engines. One with a hint reads a prompt with the hint before the same reply."""
+"""Teachers that run on the trainer's engines. With a hint, a teacher reads hint, prompt and the policy's reply."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Teachers:
     ) -> None:
         """prompts: indexed by `prompt_index`. Without any, the first teacher reads all trajectories unchanged.
 
-        options: of MegatronEngine.
+        options: passed to MegatronEngine.
         """
         self.options, self.temperature = config.teacher, config.generation.temperature
         self.teachers = config.teacher.teachers
