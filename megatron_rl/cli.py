@@ -218,7 +218,7 @@ def run(argv: list[str] | None = None) -> None:
                 names = (*PLAN_OPTIONS, "ranks", "folder")
                 print(rehearsal_text(args.config, args.overrides, **{name: getattr(args, name) for name in names}))
             elif args.command == "eval":
-                from megatron_rl.run.evaluate_command import evaluate
+                from megatron_rl.tools.evaluate_command import evaluate
 
                 print(evaluate(args.config, args.overrides))
             elif args.command == "doctor":

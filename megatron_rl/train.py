@@ -17,16 +17,12 @@ from megatron_rl.launch import rank
 from megatron_rl.life import process_exit
 
 if TYPE_CHECKING:
-    from megatron_rl.run.preference_run import PreferenceRun
     from megatron_rl.run.rl_run import RLRun
-    from megatron_rl.run.supervised_run import SupervisedRun
+    from megatron_rl.run.row_training import RowRun
 
 
 def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
-    """Run the training that the config describes, from its start or from a checkpoint. Collective: every rank calls it.
-
-    Return False if a stop signal ended the run early.
-    """
+    """Run the training that the config describes. Return False if a stop signal ended it early. Collective."""
     parts = parts_of(config, kind=kind)
     with parts.run(config, resume=resume) as run:
         for _ in parts.steps(run):
@@ -63,7 +59,7 @@ def rl_steps(run: RLRun) -> Iterator[int]:
     run.finish()
 
 
-def row_steps(run: SupervisedRun | PreferenceRun) -> Iterator[int]:
+def row_steps(run: RowRun) -> Iterator[int]:
     """Run the steps of training on rows. Yields and returns as `rl_steps` does."""
     if not run.begin():
         return
@@ -86,10 +82,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
-    """Return the parts for a kind of run: rl, supervised, preference, or '' for the kind that the config implies.
-
-    The returned check rejects a config of another kind.
-    """
+    """Return the parts for a kind of run: rl, supervised, preference, or '' for the kind that the config implies."""
     if not kind:
         kind = "supervised" if config.supervised.answer else "preference" if config.preference.loss else "rl"
     # Imported here because imports take seconds and each kind needs only its own.
@@ -97,7 +90,7 @@ def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
 
     platform.prepare(may_use_transformer_engine=config.may_use_transformer_engine)
     if kind == "supervised":
-        from megatron_rl.run.supervised_run import SupervisedRun, check_supervised
+        from megatron_rl.run.row_training import SupervisedRun, check_supervised
 
         return Parts(check_supervised, SupervisedRun, row_steps)
     if kind == "preference":

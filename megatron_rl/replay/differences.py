@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.run.step_records import LOGPROBS, StepRecord
+from megatron_rl.replay.records import StepRecord
+from megatron_rl.run.step_records import LOGPROBS
 from megatron_rl.types import TrajectoryBatch
 
 PASSES = ("values", "teacher_logprobs", "ref_logprobs", "proximal_logprobs", "cold_logprobs", "entropies")

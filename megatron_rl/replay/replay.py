@@ -26,21 +26,14 @@ from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.config.model_section import PIPELINE_CUTS
 from megatron_rl.data.tokens import load_tokenizer, training_prompts
 from megatron_rl.replay.differences import Compared, compare, compare_logprobs, first_of
+from megatron_rl.replay.records import StepRecord, read_record, recorded_steps
 from megatron_rl.replay.rewards_again import compare_rewards
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
 from megatron_rl.run.run_checkpoints import read_state
 from megatron_rl.run.step_records import FOLDER as RECORDS
-from megatron_rl.run.step_records import (
-    LOGPROBS,
-    StepRecord,
-    StepRecorder,
-    arithmetic,
-    machine,
-    read_record,
-    recorded_steps,
-)
+from megatron_rl.run.step_records import LOGPROBS, StepRecorder, arithmetic, machine
 from megatron_rl.run.warm_start import WarmStart
 from megatron_rl.train import rl_steps
 from megatron_rl.types import StepStats, TrajectoryBatch

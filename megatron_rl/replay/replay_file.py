@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.replay.records import read_record
 from megatron_rl.replay.replay import path_to
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
 from megatron_rl.run.step_records import FOLDER as RECORDS
-from megatron_rl.run.step_records import read_record
 from megatron_rl.weights.hf_files import WEIGHTS
 
 MODEL = "model"

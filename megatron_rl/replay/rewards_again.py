@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.replay.differences import Compared, compare_sequences
+from megatron_rl.replay.records import StepRecord
 from megatron_rl.rollout.factory import serve_rewards
-from megatron_rl.run.step_records import StepRecord
 from megatron_rl.types import LLMResponse
 from megatron_rl.workflows.scoring import RewardCall
 

@@ -1,7 +1,6 @@
 """The rollout process that a trainer starts: python -m megatron_rl.rollout --socket FD --trainer PID [--lock FD]
 
-It serves its trainer's calls and dies with the trainer. It ignores Ctrl-C and schedulers' stop signals, because the
-trainer must first write its checkpoint.
+It serves its trainer and dies with it. Ctrl-C and schedulers' stop signals are left to the trainer, which saves first.
 """
 
 from __future__ import annotations

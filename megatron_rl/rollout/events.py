@@ -1,4 +1,4 @@
-"""Events of each training prompt, for recorders such as the journal, the ledger and the dead letters."""
+"""Events of training prompts, for recorders such as the journal, the ledger and the dead letters."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ class Episode:
     is_training: bool = True
     requeues: int = 0
     """Number of requeues. If above 0, the next batch waits for this episode instead of skipping it again."""
-    version: int = 0
-    """Policy version at the episode's start."""
-    started_s: float = 0.0
-    """Monotonic time of the episode's start."""
+    version: int = 0  # at the start
+    started_s: float = 0.0  # monotonic
     replies: KeptReplies = field(default_factory=KeptReplies)
     """The episode's replies so far; cleared once it has ended."""
     ending: asyncio.Task[None] | None = None
@@ -87,14 +85,10 @@ class RolloutEvents:
 
 
 class DeadLetters(RolloutEvents):
-    """Writes the prompts that failed in every attempt to a file, which explains why a run skips data.
+    """Writes the prompts that failed in every attempt to a file. Raises RuntimeError if that fails."""
 
-    One JSON object per prompt: `time`, `error`, `traceback` and the `prompt` itself. Raises RuntimeError, which ends
-    the run, if the file cannot be written.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def dead_lettered(self, episode: Episode, error: BaseException) -> None:
         line = {

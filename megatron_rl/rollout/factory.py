@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = {"environment": "environment", "tools": "tool", "agent": "agent"}
-"""Expected kind of object for each workflow argument that is an import path. Other arguments, which only user workflows
-have, may be of any kind."""
+"""Kind of object that a workflow's argument must name, if it is an import path. Other arguments may name any kind."""
 
 
 def configured_rewards(config: TrainConfig) -> list[Ingredient]:
@@ -45,18 +44,11 @@ def configured_rewards(config: TrainConfig) -> list[Ingredient]:
 
 
 def serve_rewards(config: TrainConfig, *, stacks: int | None = None) -> Recipe:
-    """Start the processes that compute the configured rewards. The recipe's `close` stops them.
-
-    stacks: descriptor of an open file, to which the processes write their stacks on request.
-    """
+    """Start the processes that compute the rewards. stacks: open file to which they write their stacks on request."""
     found = configured_rewards(config)
-    service = RewardService(
-        [ingredient.task for ingredient in found if not ingredient.is_awaited],
-        workers=config.rollout.reward_workers,
-        import_from=config.run.import_from,
-        stacks=stacks,
-    )
-    return Recipe(found, service)
+    tasks = [ingredient.task for ingredient in found if not ingredient.is_awaited]
+    workers, allowed = config.rollout.reward_workers, config.run.import_from
+    return Recipe(found, RewardService(tasks, workers=workers, import_from=allowed, stacks=stacks))
 
 
 @dataclass(frozen=True)
@@ -66,16 +58,15 @@ class TriedReward:
     value: float | None
     """The reward that a worker computed, without parts that are coroutines; None if all parts are."""
     reached: list[str]
-    """Import paths of parts whose servers accept connections; no reward was requested from these."""
+    """Import paths of coroutines whose servers accept connections."""
     not_tried: list[str]
-    """Import paths of parts whose servers could not be checked."""
+    """Import paths of coroutines whose servers could not be checked."""
 
 
 def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> TriedReward:
     """Try the configured reward on a prompt's row, in a worker as in the run. The row's answer serves as the reply.
 
-    For rewards that are coroutines, check only that their servers are reachable. Raises ValueError, which says in one
-    line what the reward did and where, or which server does not answer.
+    For rewards that are coroutines, check only that their servers are reachable. Raises ValueError with the reason.
     """
     every, key = configured_rewards(config), f"rollout.{'recipe' if config.rollout.recipe else 'reward'}"
     awaited = [ingredient.path for ingredient in every if ingredient.is_awaited]
@@ -118,8 +109,8 @@ def make_workflow(
 ) -> RolloutWorkflow:
     """Build the configured workflow. Raises ValueError if its constructor does not accept the arguments.
 
-    reward_fn: Recipe of the configured rewards. None uses the first reward function directly. evaluates: build the
-    workflow for held-out prompts.
+    reward_fn: Recipe of the configured rewards. None uses the first reward function directly. evaluates: build it for
+    held-out prompts.
     """
     options, allowed = config.rollout, config.run.import_from
     factory = resolve(options.workflow, key="rollout.workflow", kind="workflow", import_from=allowed)
@@ -130,8 +121,7 @@ def make_workflow(
     make: Callable[..., RolloutWorkflow] = factory
     if isinstance(factory, type) and issubclass(factory, RolloutWorkflow):
         make = factory.evaluating if evaluates else factory
-        named = [name for name in factory.IMPORT_PATHS if name in own]
-        own |= {name: _resolved(own[name], name, allowed) for name in named}
+        own |= {name: _resolved(own[name], name, allowed) for name in factory.IMPORT_PATHS if name in own}
         if "log_folder" in inspect.signature(factory).parameters:
             own.setdefault("log_folder", str(Path(config.run.folder) / "agents"))
     try:
@@ -156,7 +146,7 @@ def make_workflow(
 
 
 def _resolved(value: Any, name: str, allowed: Sequence[str]) -> Any:
-    """Import the object that the argument `name` refers to. In a mapping, import the objects that the keys refer to."""
+    """Import the object that the argument `name` refers to; in a mapping, the objects that the keys refer to."""
     options: dict[str, Any] = {"key": f"rollout.workflow_args.{name}", "kind": KINDS.get(name, "")}
     if isinstance(value, Mapping):
         return {resolve(str(path), **options, import_from=allowed): rest for path, rest in value.items()}

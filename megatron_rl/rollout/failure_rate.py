@@ -1,7 +1,4 @@
-"""Stops the run if infrastructure failures end too large a share of the tries of samples.
-
-Otherwise the run would train only on the samples that happened to escape these failures.
-"""
+"""Ends a run if infrastructure fails too many tries of samples: it would train only on those spared by chance."""
 
 from __future__ import annotations
 
@@ -13,29 +10,22 @@ from megatron_rl.api import InfrastructureFailure
 NEWEST = 256
 """Minimum number of recent tries to judge by. Fewer tries say little about a service that fails occasionally."""
 WINDOW_S = 60.0
-"""All tries of the last WINDOW_S seconds count, even if they are more than NEWEST. Otherwise a service that is down for
-one second could stop a large run, because it fails hundreds of tries at once."""
+"""All tries of the last WINDOW_S seconds count. Otherwise a service that is down for one second could stop a large run,
+because it fails hundreds of tries at once."""
 
 
 class FailureRate:
-    """Counts the most recent tries of samples by outcome. Use it on one event loop only; it reads the loop's clock.
-
-    For example:
-
-        rate = FailureRate(most=0.5)
-        rate.add(None)  # a try that succeeded, or failed for another reason
-        rate.add(ContainerFailed("..."))
-        why = rate.excess()  # None, or the message with which to end the run
-    """
+    """Counts the most recent tries of samples by outcome. Use it on one event loop only; it reads the loop's clock."""
 
     def __init__(self, most: float) -> None:
-        """most: largest share that does not stop the run, in (0, 1]."""
+        """most: largest share of failures that does not stop the run, in (0, 1]."""
         self._most = most
         self._tries: deque[tuple[float, str]] = deque()
         self._counts: Counter[str] = Counter()
         self._newest: InfrastructureFailure | None = None
 
     def add(self, failure: InfrastructureFailure | None) -> None:
+        """Count a try. failure: None if the try succeeded, or failed for another reason."""
         now, kind = asyncio.get_running_loop().time(), "" if failure is None else failure.kind
         self._newest = failure or self._newest
         self._tries.append((now, kind))
@@ -44,10 +34,7 @@ class FailureRate:
             self._counts[self._tries.popleft()[1]] -= 1
 
     def excess(self) -> str | None:
-        """Return a message with the failures if their share exceeds the limit, else None.
-
-        Always None before NEWEST tries have ended.
-        """
+        """Return a message if the share of failures exceeds the limit. None before NEWEST tries have ended."""
         tries, failed = len(self._tries), len(self._tries) - self._counts[""]
         if tries < NEWEST or failed <= self._most * tries:
             return None

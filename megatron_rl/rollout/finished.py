@@ -1,4 +1,4 @@
-"""Finished groups that wait for a batch, and the prompts that gave none since the last batch."""
+"""Finished groups that wait for a batch, and counts of the prompts that failed or were rejected meanwhile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import TrajectoryBatch
 
 MOST_FAILED, MOST_REJECTED = 10, 100
-"""Limits of failed and of rejected prompts per requested group. At a limit the call fails instead of using up the data
-set. While no group has finished, the limit of failed prompts is 1."""
+"""Limits of failed and of rejected prompts per requested group: a call fails instead of using up the data set. While no
+group has finished, the limit of failed prompts is 1."""
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class Finished:
     versions: range
     """Range from the oldest trained token's policy version to the newest. Empty if no token has a version."""
     decides: float
-    """The group is dropped once versions up to this one are too old. Infinite if it never is."""
+    """The group is dropped once this version is too old. Infinite if the group is never dropped."""
 
     @classmethod
     def of(cls, episode: Episode, group: TrajectoryBatch, stale: str) -> Finished:
@@ -66,7 +66,7 @@ class FinishedGroups:
         self._failed, self._rejected, self._first_error = 0, 0, None
 
     def drop_older(self, oldest_allowed: int) -> list[Episode]:
-        """Drop the groups that are too stale to train if the oldest allowed version is this. Return their episodes."""
+        """Drop the groups that are too stale to train, and return their episodes."""
         dropped = [finished.episode for finished in self._groups if finished.decides < oldest_allowed]
         if dropped:  # rarely, and this is called after every episode
             self._groups = [finished for finished in self._groups if finished.decides >= oldest_allowed]

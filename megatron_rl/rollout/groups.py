@@ -23,8 +23,8 @@ ROUNDING = 1e-6
 def as_group(result: Any, *, source: str = "") -> TrajectoryBatch | None:
     """Convert a workflow's result into a batch of one group. Return None for a rejected prompt.
 
-    Raises TypeError or ValueError for a result that cannot be trained or would corrupt comparisons: wrong types, shapes
-    or lengths, non-finite numbers, nothing to train. source: workflow and prompt, for the error message.
+    Raises TypeError or ValueError for a result that cannot be trained or compared: wrong types, shapes or lengths, NaN
+    or infinite numbers, nothing to train. source: workflow and prompt, for the error message.
     """
     try:
         group = _joined(result)
@@ -53,7 +53,8 @@ def _joined(result: Any) -> TrajectoryBatch | None:
         return dataclasses.replace(result, tokens=tokens, sequences=result.sequences | {"group": one_group})
     if isinstance(result, list):
         return _joined_trajectories(result) if result else None
-    if isinstance(result, Mapping) or is_tensordict(result):
+    tensordict = sys.modules.get("tensordict")  # imported by workflows that use it; importing it here would take long
+    if isinstance(result, Mapping) or (tensordict is not None and isinstance(result, tensordict.TensorDict)):
         _check_tensors(result)
         batch = TrajectoryBatch.from_padded(result)
         mask = result["attention_mask"].bool()
@@ -66,7 +67,7 @@ def _joined(result: Any) -> TrajectoryBatch | None:
 
 
 def _joined_trajectories(result: list[Any]) -> TrajectoryBatch:
-    """Join trajectories. Raises TypeError or ValueError for those that `from_trajectories` would silently change."""
+    """Join trajectories. Raises TypeError or ValueError for those that `from_trajectories` would change silently."""
     is_converted = False
     for number, entry in enumerate(result):
         if not isinstance(entry, Trajectory):
@@ -193,15 +194,6 @@ def _check_turn_rewards(group: TrajectoryBatch) -> None:
             )
 
 
-def is_tensordict(result: Any) -> bool:
-    """Return whether the result is a TensorDict, without importing tensordict.
-
-    Importing the package takes longer than everything else here. A workflow that uses TensorDicts has imported it.
-    """
-    tensordict = sys.modules.get("tensordict")
-    return tensordict is not None and isinstance(result, tensordict.TensorDict)
-
-
 def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
     """Join batches of one group each. `group` numbers them from 0 in the given order."""
     first = groups[0]
@@ -249,7 +241,7 @@ def reward_of_each(batch: TrajectoryBatch) -> Tensor:
 
 
 def mean_reward(batch: TrajectoryBatch) -> float:
-    """Return the mean of the samples' rewards. Trajectories of one sample, such as a debate's agents, count as one."""
+    """Return the mean reward of samples. Trajectories of one sample, such as a debate's agents, count as one."""
     return float(batch.means_of_samples(reward_of_each(batch)).mean())
 
 
@@ -274,8 +266,7 @@ def without_cut_off(
 ) -> TrajectoryBatch | None:
     """Count the trajectories that were cut off or split, and if `masks`, clear the loss mask of those cut off.
 
-    Rewards of masked trajectories still count in comparisons. Return None if nothing would be trained, so that another
-    prompt replaces the group.
+    Their rewards still count in comparisons. Return None if no token is left to train.
     """
     splits = [trajectory.split for trajectory in result if trajectory.split]
     metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})
@@ -291,9 +282,7 @@ def without_cut_off(
 def refuse_older(group: TrajectoryBatch | None, version: int, max_staleness: int) -> None:
     """Raise RuntimeError if a group has trained tokens of versions below `version` - `max_staleness`.
 
-    version: policy version at the episode's start. Such tokens mean that a server still has old weights, or that the
-    workflow sets versions itself. A retry would fail in the same way. Tokens less stale than that are valid, because
-    they may come from a journal.
+    version: policy version at the episode's start. A retry would fail in the same way.
     """
     versions = trained_runs(group).values if group is not None else torch.empty(0)
     if len(versions) and (oldest := int(versions.min())) < version - max_staleness:

@@ -3,21 +3,22 @@
 With `rollout.journal_replies` it also keeps the individual replies of unfinished episodes.
 
 There is one append-only file per rollout rank and interval between checkpoints. Each process writes new files and never
-modifies those of earlier ones. A group is written before any record of its outcome, and so before it is trained. Once
-written, a record survives the death of the process. Once its batch is trained and the next checkpoint has begun, it
-also survives a power failure. Unreadable parts are reported and left in place, and their prompts are sampled again.
+modifies those of earlier ones. A group is written before any record of its outcome, and so before it is trained. A
+written record survives the death of the process, and a power failure once the next checkpoint has begun. Unreadable
+parts are reported and left in place, and their prompts are sampled again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,9 @@ FOLDER, SUFFIX, LOCK_SUFFIX = "journal", ".journal", ".lock"
 _HEAD = struct.Struct("<4scQI")
 """Record header: magic, kind, payload bytes, CRC-32 of kind and payload."""
 _MAGIC, _GROUP, _REPLY, _EVENT = b"mrj2", b"G", b"R", b"E"
-MOST_STEP_BYTES = 1 << 20
-"""Maximum size of an environment step with its state."""
 _MAGIC_BEFORE = b"mrlj"
 """Magic of old journals, which had int64 columns and a version for each token."""
+MOST_STEP_BYTES = 1 << 20  # of an environment's step with its state
 _DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -63,6 +63,8 @@ class Record:
     path: Path
     start: int
     size: int
+    branch: int = 0
+    """In a resumed run: last policy version common to the writer and this run."""
 
     def group(self) -> TrajectoryBatch:
         return TrajectoryBatch.from_columns(self._tensors())
@@ -98,8 +100,7 @@ class Record:
 class RolloutJournal(RolloutEvents):
     """Writes one rollout rank's journal. Ignores evaluations and prompts without a number.
 
-    run_attempt: number of times that the run was started. fingerprint: hash of all settings that affect a sampled
-    group. Raises RuntimeError, which ends the run, if a record cannot be written, because the run could not be resumed.
+    Raises RuntimeError, which ends the run, if a record cannot be written. fingerprint: as in ResumePoint.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class RolloutJournal(RolloutEvents):
         self.opening = {"first_step": first_step, "version": version, "fingerprint": fingerprint}
         self._lock = threading.Lock()  # records come from the rollout's thread, checkpoints from the trainer's calls
         self._file, self._files, self._size = -1, 0, 0
-        self.path: Path
+        self.path = Path()
         """The file now being written."""
         self._records: dict[int, Record] = {}  # by prompt number, for groups that wait to be trained
         self._failed: RuntimeError | None = None
@@ -120,21 +121,16 @@ class RolloutJournal(RolloutEvents):
         self.begin_file()
 
     def begin_file(self) -> None:
-        """Begin a new file, as every checkpoint does. Return once the records so far are on the disk.
-
-        The disk may take seconds. New records do not wait for it, because the event loop writes them.
-        """
+        """Begin a new file, as every checkpoint does. Return once the records so far are on the disk."""
         self.settle()
         with self._lock:
             if self._failed is not None:
                 raise self._failed
-            full = self._file
-            full_path = self.path if full >= 0 else None
+            full, full_path = self._file, self.path
+            self._files += 1
+            name = f"{self.run_attempt:06}-{self.step:08}-{self._files:06}-{self.rank:04}{SUFFIX}"
+            self.path = self.folder / name
             try:
-                self._files += 1
-                self.path = (
-                    self.folder / f"{self.run_attempt:06}-{self.step:08}-{self._files:06}-{self.rank:04}{SUFFIX}"
-                )
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
                 self._size = 0
@@ -142,7 +138,7 @@ class RolloutJournal(RolloutEvents):
                 raise self._failure(error) from error
             self._write_event("opened", self.opening | {"step": self.step, "rank": self.rank})
         if full >= 0:
-            try:
+            try:  # without the lock, because the disk may take seconds, and the event loop writes new records
                 os.fsync(full)
             except OSError as error:
                 raise self._failure(error, full_path) from error
@@ -150,10 +146,7 @@ class RolloutJournal(RolloutEvents):
                 os.close(full)
 
     def record_of(self, number: int) -> Record:
-        """Return the record of a prompt's group.
-
-        Call this before the group's last event is recorded. Waits for the writer.
-        """
+        """Wait for the writer and return the record of a prompt's group. Call this before the group's last event."""
         self.settle()
         return self._records[number]
 
@@ -170,7 +163,7 @@ class RolloutJournal(RolloutEvents):
                 os.close(self._file)
                 self._file = -1
 
-    # -- events -------------------------------------------------------------------------------------------------------
+    # -- events
 
     def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
         self._replied.pop(episode.data["sample_key"], None)
@@ -182,34 +175,32 @@ class RolloutJournal(RolloutEvents):
         self._write_later(_GROUP, group.columns(), about)
 
     def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
-        """Keep a reply of an unfinished episode under the name `request`. Callable from any thread; not an event.
-
-        Replies that were aborted or are empty are ignored, as are those already kept for an earlier attempt.
-        """
+        """Keep a whole reply of an unfinished episode under the name `request`. Callable from any thread."""
         if not is_numbered(data) or reply.stop_reason == "abort" or not reply.output_len:
             return
         kept = self._replied.setdefault(data["sample_key"], set())
-        if request in kept:
+        if request in kept:  # from an earlier attempt
             return
         kept.add(request)
-        sampled = reply.sampled
+        sampled, versions = reply.sampled, reply.sampled.versions
         columns = {"input_ids": torch.tensor(reply.input_tokens, dtype=torch.int32)}
         columns |= {"ids": sampled.ids, "logprobs": sampled.logprobs}
-        columns |= {"versions.values": sampled.versions.values, "versions.lengths": sampled.versions.lengths}
+        columns |= {"versions.values": versions.values, "versions.lengths": versions.lengths}
         columns |= {name: column for name in WIDE if (column := getattr(reply, name)) is not None}
         rest = {name: getattr(reply, name) for name in ("stop_reason", "text", "latency_s", "interruptions")}
         about = {"event": "replied", "prompt": data["prompt_number"], "key": data["sample_key"], "request": request}
-        versions = sampled.versions.values
-        about |= {"versions": [int(versions.min()), int(versions.max())], "rest": rest}
+        about |= {"versions": [int(versions.values.min()), int(versions.values.max())], "rest": rest}
         self._write_later(_REPLY, columns, about)
 
     def stepped(self, data: dict[str, Any], name: str, step: dict[str, Any]) -> None:
         """Keep a step of an unfinished episode's environment, with its state. A step that is too large is not kept."""
+        if not is_numbered(data):
+            return
         content = json.dumps({"event": "stepped", "key": data["sample_key"], "name": name, "step": step}).encode()
-        if is_numbered(data) and len(content) <= MOST_STEP_BYTES:
+        if len(content) <= MOST_STEP_BYTES:
             with self._lock:
                 self._write(_EVENT, content)
-        elif is_numbered(data):
+        else:
             logger.warning(
                 "%s: a step of its world takes %d bytes with its state; %d are kept in the journal. A killed run does "
                 "it again.",
@@ -302,14 +293,11 @@ def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | mem
     return [_METADATA_BYTES.pack(len(text)), text, *pieces]
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading
 
 
 def read_file(path: Path) -> tuple[list[Record], str]:
-    """Return a file's records up to the first damaged one, and a description of that damage ('' if none).
-
-    Verifies the checksum of every payload.
-    """
+    """Return a file's records up to the first damaged one, and a description of that damage ('' if none)."""
     records: list[Record] = []
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -339,45 +327,34 @@ def _about(blob: bytes) -> dict[str, Any]:
     return about
 
 
+def _name_parts(path: Path) -> list[int]:
+    """Return a file's run attempt, first step, number in its process, and rank. Names sort in this order."""
+    return [int(part) for part in path.stem.split("-")]
+
+
 def next_run_attempt(folder: str | Path) -> int:
     """Return the number of this start of the run, which no earlier start has had."""
-    return max((_run_attempt_of(path) for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
-
-
-def _run_attempt_of(path: Path) -> int:
-    return int(path.name.split("-")[0])
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.split("-")[1])
+    return max((_name_parts(path)[0] for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
 
 
 def drop_files_before(folder: str | Path, step: int) -> None:
     """Delete the files of all ranks and attempts that end before `step`, except each rank's newest one."""
-    of_rank: dict[str, list[Path]] = {}
+    of_rank: dict[int, list[Path]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        of_rank.setdefault(path.stem.split("-")[3], []).append(path)
+        of_rank.setdefault(_name_parts(path)[3], []).append(path)
     for files in of_rank.values():
-        for path, following in zip(files, files[1:], strict=False):
-            if _step_of(following) <= step:
+        for path, following in itertools.pairwise(files):
+            if _name_parts(following)[1] <= step:
                 path.unlink()
-
-
-@dataclass(kw_only=True)
-class Sampled:
-    """A group or reply of an earlier process. `branch`: last policy version common to that process and this run."""
-
-    record: Record
-    branch: int
 
 
 class Restored:
     """Groups and replies of earlier processes that a run resumed at `version` may still train.
 
-    Weights trained after the checkpoint were lost with their process. Tokens sampled by lost weights count as sampled
-    at the checkpoint's version. Two differences may be at most `max_staleness`: the current version minus a group's
-    oldest version (counted in this way), and the group's newest lost version minus the checkpoint's version. A
-    synchronous run therefore restores only groups of the step in which it was killed.
+    Weights trained after the checkpoint were lost with their process, and their tokens count as sampled at the
+    checkpoint's version. Two differences may be at most `max_staleness`: the current version minus a group's oldest
+    version (counted in this way), and the group's newest lost version minus the checkpoint's version. A synchronous run
+    therefore restores only groups of the step in which it was killed.
     """
 
     def __init__(
@@ -388,15 +365,15 @@ class Restored:
         """Unreadable parts, and files of a run with other settings, one description per file."""
         self.groups = self.replies = 0
         """Numbers of groups and of replies taken so far."""
-        self._sampled: dict[str, Sampled] = {}
-        self._replies: dict[tuple[str, str], Sampled] = {}
+        self._sampled: dict[str, Record] = {}
+        self._replies: dict[tuple[str, str], Record] = {}
         self._steps: dict[tuple[str, str], dict[str, Any]] = {}
         branches: dict[int, int] = {run_attempt: version}
         for path in sorted(Path(folder).glob(f"*{SUFFIX}"), reverse=True):
             records, fault = read_file(path)
             if fault:
                 self.faults.append(fault)
-            attempt = _run_attempt_of(path)
+            attempt = _name_parts(path)[0]
             if attempt >= run_attempt or not records:
                 continue
             opened = records[0].event
@@ -408,59 +385,54 @@ class Restored:
             # A later process that began at an earlier version discarded everything trained since that version.
             branch = min(start for other, start in branches.items() if other > attempt)
             for record in reversed(records):
-                event, sampled = record.event, Sampled(record=record, branch=branch)
+                event, record.branch = record.event, branch
                 # Files and records are read newest first, so the first one of a key counts.
                 if event["event"] == "accepted":
-                    self._sampled.setdefault(event["key"], sampled)
+                    self._sampled.setdefault(event["key"], record)
                 elif event["event"] == "replied" and event["key"] not in self._sampled:  # the group has it
-                    self._replies.setdefault((event["key"], event["request"]), sampled)
+                    self._replies.setdefault((event["key"], event["request"]), record)
                 elif event["event"] == "stepped" and event["key"] not in self._sampled:
                     self._steps.setdefault((event["key"], event["name"]), event["step"])
 
-    def __len__(self) -> int:
-        return len(self._sampled)
-
     def take(self, key: str, version: int) -> TrajectoryBatch | None:
         """Return the group sampled under `key`, once, if it is fresh enough for a trainer at `version`."""
-        sampled = self._sampled.pop(key, None)
-        if sampled is None or not self._is_young(sampled, version):
+        if (record := self._young(self._sampled.pop(key, None), version)) is None:
             return None
-        group = sampled.record.group()
+        group = record.group()
         # This run has, or will have, other weights under versions above the branch.
-        group["versions"] = group["versions"].clamp(max=sampled.branch)
+        group["versions"] = group["versions"].clamp(max=record.branch)
         self.groups += 1
         return group
 
     def take_reply(self, key: str, request: str, version: int) -> LLMResponse | None:
         """Return an unfinished episode's reply to that request, once, under the same conditions as `take`."""
-        sampled = self._replies.pop((key, request), None)
-        if sampled is None or not self._is_young(sampled, version):
+        if (record := self._young(self._replies.pop((key, request), None), version)) is None:
             return None
-        reply = sampled.record.reply()
-        versions = Runs(reply.sampled.versions.values.clamp(max=sampled.branch), reply.sampled.versions.lengths)
+        reply = record.reply()
+        versions = Runs(reply.sampled.versions.values.clamp(max=record.branch), reply.sampled.versions.lengths)
         reply.sampled = dataclasses.replace(reply.sampled, versions=versions)
         self.replies += 1
         return reply
 
     def take_step(self, key: str, name: str) -> dict[str, Any] | None:
-        """Return the kept environment step of that name, once. The name depends on the dialogue's tokens so far."""
+        """Return the kept environment step of that name, once. The name depends on the dialogue so far."""
         return self._steps.pop((key, name), None)
 
-    def _is_young(self, sampled: Sampled, version: int) -> bool:
-        if not sampled.record.event["versions"]:
-            return False
-        oldest, newest = sampled.record.event["versions"]
-        age = version - min(oldest, sampled.branch)
-        return bool(0 <= age <= self.max_staleness and newest - sampled.branch <= self.max_staleness)
+    def _young(self, record: Record | None, version: int) -> Record | None:
+        """Return the record if it is fresh enough for a trainer at `version`, else None."""
+        if record is None or not record.event["versions"]:
+            return None
+        oldest, newest = record.event["versions"]
+        age = version - min(oldest, record.branch)
+        return record if 0 <= age <= self.max_staleness and newest - record.branch <= self.max_staleness else None
 
 
 @dataclass(frozen=True)
 class JournaledEpisode:
     """One episode's access to the journals of earlier processes and of this process.
 
-    A reply is identified by its request: prompt tokens, options, sample, and a running count of identical requests. So
-    each turn gets its own reply, in whatever order replies are completed. A turn whose prompt differs this time, for
-    example because a tool answered differently, gets a new reply.
+    A reply is identified by its request: prompt tokens, options, sample, and a running count of identical requests. A
+    turn whose prompt differs this time, for example because a tool answered differently, gets a new reply.
     """
 
     data: dict[str, Any]
@@ -502,42 +474,17 @@ class Records:
 NO_RECORDS = Records()
 
 
-def consumed_by_step(folder: str | Path) -> Iterator[tuple[int, list[int]]]:
-    """Yield (step, prompts) of every batch that the current weights were trained on, over all attempts and ranks.
-
-    Batches of steps that a later process repeated are excluded.
-    """
-    attempts: dict[int, tuple[int, list[dict[str, Any]]]] = {}
-    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        events = [record.event for record in read_file(path)[0]]
-        if events:
-            _, batches = attempts.setdefault(_run_attempt_of(path), (events[0]["first_step"], []))
-            batches += [event for event in events if event["event"] == "consumed"]
-    for attempt, (_, batches) in sorted(attempts.items()):
-        # A later attempt repeated all steps from its first one on.
-        end = min((first for other, (first, _) in attempts.items() if other > attempt), default=None)
-        yield from ((b["step"], b["prompts"]) for b in batches if end is None or b["step"] < end)
-
-
 # -- writers: one process per rollout rank, until another process resumes the run
 
 
 def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
-    """Wait until no process writes the journal in `folder`.
-
-    Raises BlockingIOError, naming a writer, after `patience_s`.
-    """
+    """Wait until no process writes the journal. Raises BlockingIOError, which names one, after `patience_s`."""
     for path in sorted(Path(folder).glob(f"*{LOCK_SUFFIX}")):
         os.close(_lock(path, patience_s))
 
 
 def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
-    """Lock a rank's journal and return the descriptor of the lock file.
-
-    The lock is held until the last duplicate of the descriptor is closed. The trainer passes the descriptor to its
-    rollout process, which keeps it open until the process ends. Raises BlockingIOError if another process holds the
-    lock.
-    """
+    """Lock a rank's journal, until all copies of the returned descriptor are closed. Raises BlockingIOError."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)
 

@@ -1,4 +1,4 @@
-"""The replies that an episode already has: what names them, what keeps them, and how an incomplete one continues."""
+"""The replies that an episode already has: their names, their store, and the request that continues a partial one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class KeptReplies:
         return len(self._replies)
 
     def begin(self, name: str, req: LLMRequest, *, version: int, oldest_allowed: int) -> LLMResponse:
-        """Return the reply kept under `name`; an unfinished reply has the stop reason `abort`.
+        """Return the reply kept under `name`, or else `req.begun`. An unfinished reply has the stop reason `abort`.
 
-        If none is kept, `req.begun` is used. A reply with a token of a version below `oldest_allowed` starts over.
+        A reply with a token of a version below `oldest_allowed` starts over.
         """
         if not self._replies:
             self.since = version
@@ -54,8 +54,8 @@ class KeptReplies:
 def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) -> None:
     """Raise RequestRefused for a request that cuts the vocabulary or changes logits without a report of supports.
 
-    A greedy reply passes: workflows make it for comparison, and do not train it. If the trainer computes supports, it
-    does so with the run's options `trained_as`, which must then be the request's.
+    Greedy replies pass, because they are not trained. If the trainer computes supports, the request's options must be
+    the run's, `trained_as`.
     """
     options = req.gconfig
     if options.greedy or options.support_size:
@@ -63,7 +63,7 @@ def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) 
     if options.computed_size or (trained_as is not None and trained_as.computed_size):
         check_cut(options, trained_as or options)
         return
-    for name, everything in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
+    for name, everything in {"top_k": -1, "top_p": 1.0, "min_p": 0.0}.items():
         if (value := getattr(options, name)) != everything:
             raise RequestRefused(
                 f"gconfig.{name} = {value}: the reply would be sampled from a part of the vocabulary, and trained with "

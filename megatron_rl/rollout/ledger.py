@@ -1,7 +1,7 @@
 """The ledger of prompts that a rollout rank has handed out and whose outcome is open.
 
-The ledger lets a resumed run take every prompt exactly once, even if the number of rollout ranks has changed. Open
-prompts come first, then new ones. A prompt that is skipped because of its success rate counts as taken.
+With it, a resumed run takes every prompt exactly once, even on another number of rollout ranks: first the open prompts,
+then new ones. A prompt that is skipped because of its success rate counts as taken.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ class Share:
     """A rollout rank's part of the endless prompt order: of every `period` numbers, those in range(first, end).
 
     A period is a step's prompts, so that a rank's part of a step does not depend on how far ahead the rank samples.
-
-        Share.of_rank(1, 2, per_step=8)  # Share(period=8, first=4, end=8): 4 to 7, 12 to 15, ...
     """
 
     period: int
@@ -57,57 +55,45 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
     """Iterates over one rank's prompts, and closes those that were consumed or given up.
 
     A prompt is identified by its number. It stays open while its group waits to be trained. With `rates`, prompts are
-    skipped according to their success rates. `outcomes` holds the outcomes of closed prompts until `add_outcomes` adds
-    them to the rates.
-
-        ledger = PromptLedger(prompts, Share.of_rank(1, 2, per_step=8))
-        next(ledger)  # the prompt at place 4
+    skipped according to their success rates.
     """
 
     def __init__(self, prompts: PromptIterator, share: Share, rates: SuccessRates | None = None) -> None:
         self.prompts, self.share, self.rates = prompts, share, rates
         self.outcomes: list[Outcome] = []
+        """Outcomes of closed prompts that are not yet in `rates`."""
         self.passed_over = 0
         """Number of prompts skipped since the process started."""
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
         self._undecided: set[int] = set()
-        """Numbers in `_again` that were neither taken nor skipped, because their rank had not reached them yet."""
+        """Numbers in `_again` that were neither taken nor skipped, because their rank had not reached them."""
         self._next = share.first
         self._open: set[int] = set()
 
     def __next__(self) -> dict[str, Any]:
         with self._lock:
             while True:
-                number, is_decided = self._take_number()
+                if self._again:  # an earlier process has already taken or skipped all but the undecided ones
+                    number = self._again.pop(0)
+                    is_decided = number not in self._undecided
+                    self._undecided.discard(number)
+                else:
+                    number, is_decided = self._next, False
+                    self._next = self.share.following(number)
                 prompt = self.prompts.at(number)
                 if is_decided or self.rates is None or self.rates.takes(prompt):
                     self._open.add(number)
                     return prompt
                 self.passed_over += 1
 
-    def _take_number(self) -> tuple[int, bool]:
-        """Return the next prompt number, and whether an earlier process has already handed out that prompt."""
-        if self._again:
-            number = self._again.pop(0)
-            is_decided = number not in self._undecided
-            self._undecided.discard(number)
-            return number, is_decided
-        number, self._next = self._next, self.share.following(self._next)
-        return number, False
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the ledger's state for a checkpoint.
-
-        It holds the numbers of open prompts, which of these were neither taken nor skipped yet, the next number, the
-        share, and the outcomes not yet added to the rates.
-        """
         with self._lock:
             numbers = {"open": sorted([*self._open, *self._again]), "undecided": sorted(self._undecided)}
             return numbers | {"next": self._next, "outcomes": list(self.outcomes)} | asdict(self.share)
 
     def add_outcomes(self, outcomes: Sequence[Outcome]) -> None:
-        """Add the outcomes of all ranks' prompts to the rates. Remove from `outcomes` those that are now added."""
+        """Add the outcomes of all ranks' prompts to the rates, and remove them from `outcomes`."""
         assert self.rates is not None, "a run without rates has no outcomes"
         with self._lock:
             added = {number for number, *_ in outcomes}
@@ -115,7 +101,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
             self.rates.add(outcomes)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take over this rank's part of the prompts that all ranks of the earlier run left open."""
+        """Take this rank's part of the prompts that the ranks of the earlier run left open."""
         # No rank has handed out a number from `base` on. Below it, each rank's share and `next` tell which ones.
         base = max(state["next"] for state in states)
         base += -base % self.share.period
@@ -130,19 +116,19 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         self._open = set()
 
     def consumed(self, episodes: Sequence[Episode], version: int) -> None:
-        for episode in episodes:
-            self._close(episode)
+        self._close(episodes)
 
     def rejected(self, episode: Episode, why: str) -> None:
-        self._close(episode)
+        self._close([episode])
 
     def dead_lettered(self, episode: Episode, error: BaseException) -> None:
-        self._close(episode)
+        self._close([episode])
 
-    def _close(self, episode: Episode) -> None:
-        if is_numbered(episode.data):
-            with self._lock:
-                number = episode.data["prompt_number"]
-                self._open.discard(number)
-                if self.rates is not None and episode.reward is not None:
-                    self.outcomes.append((number, episode.data["prompt_index"], episode.reward))
+    def _close(self, episodes: Sequence[Episode]) -> None:
+        with self._lock:
+            for episode in episodes:
+                if is_numbered(episode.data):
+                    number = episode.data["prompt_number"]
+                    self._open.discard(number)
+                    if self.rates is not None and episode.reward is not None:
+                        self.outcomes.append((number, episode.data["prompt_index"], episode.reward))

@@ -18,7 +18,7 @@ from megatron_rl.rollout.reuse_buffer import ReuseBuffer
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Identifies this rollout rank and this start of the run, and holds the state to resume from."""
+    """This rollout rank, this start of the run, and the state to resume from."""
 
     rank: int
     ranks: int
@@ -33,10 +33,7 @@ class ResumePoint:
 
 
 class ResumeState:
-    """The resumable state of one rollout rank.
-
-    folder: the run's journal; None if the run keeps none. share: this rank's part of the prompts.
-    """
+    """The resumable state of one rollout rank. folder: the run's journal, if it keeps one."""
 
     def __init__(
         self,
@@ -75,7 +72,6 @@ class ResumeState:
         return [it for it in (self.ledger, self.buffer, self.journal) if it is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's current state, for a checkpoint."""
         return self.ledger.state_dict() | ({} if self.buffer is None else {"reuse": self.buffer.state_dict()})
 
     @property
@@ -90,19 +86,18 @@ class ResumeState:
             found["rollout/passed_over"] = self.ledger.passed_over
         if self.buffer is not None:
             found["rollout/reuse_buffer_groups"] = len(self.buffer.entries)
-        if self.restored is None:
-            return found
-        found["rollout/restored_groups"] = self.restored.groups
-        replies = {"rollout/restored_replies": self.restored.replies}
-        return found | (replies if self.options.journal_replies else {})
+        if self.restored is not None:
+            found["rollout/restored_groups"] = self.restored.groups
+            if self.options.journal_replies:
+                found["rollout/restored_replies"] = self.restored.replies
+        return found
 
     @property
     def records(self) -> Records:
-        """The executor's access to earlier journals and to this process's own."""
         return Records(self.restored, self.journal if self.options.journal_replies else None)
 
     def rotate_journal(self, oldest_checkpoint: int) -> None:
-        """Begin a new journal file with a checkpoint. Rank 0 deletes files that no remaining checkpoint can need."""
+        """Begin a new journal file with a checkpoint. Rank 0 deletes files that no checkpoint can need any more."""
         if self.journal is None or self.folder is None:
             return
         self.journal.begin_file()

@@ -1,8 +1,7 @@
 """Solved groups that have been trained, kept by a rollout rank to be trained again in addition to fresh ones.
 
-Their tokens stay in the journal, whose files are kept as long as the buffer may refer to them. The buffer itself has
-only their locations. It does not affect how fresh groups are admitted, aged and counted: reused groups are appended
-to the fresh ones and marked.
+Their tokens stay in the journal, and the buffer has only their locations. Fresh groups are admitted, aged and counted
+as without a buffer: reused groups are appended to them and marked.
 """
 
 from __future__ import annotations
@@ -40,10 +39,6 @@ class ReuseBuffer(RolloutEvents):
     A group is solved if a sample has at least the reward `solved_reward` and not all rewards are equal. Only each
     prompt's newest solved group is kept. Groups older than `max_age_steps` are dropped, and the oldest if there are
     too many.
-
-        buffer = ReuseBuffer(config.reuse, journal, folder, seed=1, rank=0, ranks=1)
-        drawn = buffer.draw()  # before the step's own groups are consumed
-        batch = with_reused(batch, [buffer.read(entry) for entry in drawn])
     """
 
     def __init__(
@@ -53,19 +48,17 @@ class ReuseBuffer(RolloutEvents):
         self.seed, self.rank, self.ranks = seed, rank, ranks
         self.step = 0
         """Number of `draw` calls."""
-        self.entries: list[Entry] = []
-        """The buffered groups, oldest first."""
+        self.entries: list[Entry] = []  # oldest first
         self._solved: set[int] = set()  # numbers of prompts whose groups wait to be trained
 
     def draw(self) -> list[Entry]:
-        """Begin a step and return the entries that it reuses, without repetition.
-
-        The choice depends only on seed, step, rank and buffer.
-        """
+        """Begin a step and return the entries that it reuses. Call this before the step's own groups are consumed."""
         self.step += 1
         self.entries = [entry for entry in self.entries if self.step - entry.step <= self.options.max_age_steps]
-        count = min(self._share(self.options.groups_per_step), len(self.entries))
-        return random.Random(f"{self.seed} reuse {self.step} {self.rank}").sample(self.entries, count)
+        count = self.options.groups_per_step  # divided among all ranks
+        own = (self.rank + 1) * count // self.ranks - self.rank * count // self.ranks
+        drawn = random.Random(f"{self.seed} reuse {self.step} {self.rank}")
+        return drawn.sample(self.entries, min(own, len(self.entries)))
 
     def read(self, entry: Entry) -> TrajectoryBatch:
         """Return the group as it was first trained. Raises RuntimeError if the journal no longer has it."""
@@ -79,39 +72,29 @@ class ReuseBuffer(RolloutEvents):
         group.sequences["prompt_index"] = torch.full((len(group),), entry.place)
         return group
 
-    def _share(self, count: int) -> int:
-        """Return this rank's part of `count`, which is divided among all ranks."""
-        return (self.rank + 1) * count // self.ranks - self.rank * count // self.ranks
-
-    # -- events
-
     def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
         if is_numbered(episode.data) and is_solved(group, self.options.solved_reward):
             self._solved.add(episode.data["prompt_number"])
 
     def consumed(self, episodes: Sequence[Episode], version: int) -> None:
         for episode in episodes:
-            if episode.data.get("prompt_number") in self._solved:
-                self._solved.remove(episode.data["prompt_number"])
-                self._add(episode)
+            number = episode.data.get("prompt_number", -1)
+            if number in self._solved:
+                self._solved.remove(number)
+                record, place = self.journal.record_of(number), episode.data["prompt_index"]
+                self.entries = [entry for entry in self.entries if entry.place != place]
+                self.entries.append(Entry(place, self.step, record.path.name, record.start, record.size))
         # Each rank's part is rounded up, so the total may exceed buffer_groups by up to one per rank.
         self.entries = self.entries[-max(1, -(-self.options.buffer_groups // self.ranks)) :]
 
     def requeued(self, episode: Episode, why: str) -> None:
         self._solved.discard(episode.data.get("prompt_number", -1))
 
-    def _add(self, episode: Episode) -> None:
-        record, place = self.journal.record_of(episode.data["prompt_number"]), episode.data["prompt_index"]
-        self.entries = [entry for entry in self.entries if entry.place != place]
-        self.entries.append(Entry(place, self.step, record.path.name, record.start, record.size))
-
-    # -- state
-
     def state_dict(self) -> dict[str, Any]:
         return {"rank": self.rank, "step": self.step, "entries": [asdict(entry) for entry in self.entries]}
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of all ranks' entries: its own ones if the number of ranks has not changed."""
+        """Take this rank's part of all ranks' entries: its own if the number of ranks has not changed."""
         self.step = max((state["step"] for state in states), default=0)
         if sorted(state["rank"] for state in states) == list(range(self.ranks)):
             (own,) = (state["entries"] for state in states if state["rank"] == self.rank)
@@ -147,9 +130,8 @@ def is_buffer(state: Any) -> bool:
     """Return whether this is a state that ReuseBuffer.state_dict returned."""
     if not (isinstance(state, dict) and isinstance(state.get("entries"), list)):
         return False
-    keys = {"place": int, "step": int, "file": str, "start": int, "size": int}
-    are_entries = all(
-        isinstance(entry, dict) and {key: type(value) for key, value in entry.items()} == keys
-        for entry in state["entries"]
-    )
-    return are_entries and all(type(state.get(name)) is int for name in ("rank", "step"))
+    types = {"place": int, "step": int, "file": str, "start": int, "size": int}
+    for entry in state["entries"]:
+        if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != types:
+            return False
+    return all(type(state.get(name)) is int for name in ("rank", "step"))

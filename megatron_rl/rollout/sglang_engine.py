@@ -44,11 +44,9 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
         vocab_size: int | None = None,
         routes: RouteForm | None = None,
     ) -> None:
-        """seed, on_drop, run_name, vocab_size, routes: as in ClientOptions.
+        """config: of a TrainConfig, only the section `rollout` and batch.prompts_per_step are used.
 
-        Callbacks are called on the event loop's thread.
-
-        config: of a TrainConfig, only the section `rollout` and batch.prompts_per_step (for `prepare_batch`) are used.
+        seed, on_drop, run_name, vocab_size, routes: as in ClientOptions. Callbacks run on the event loop's thread.
         """
         self._prompts_per_step: int | None = None
         if isinstance(config, TrainConfig):
@@ -64,10 +62,7 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
         self._thread: EventLoopThread | None = None
 
     def initialize(self, addr: str | list[str] | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Connect to the servers at `addr`, by default config.servers.
-
-        Raises RuntimeError naming an unreachable server.
-        """
+        """Connect to the servers at `addr`, by default config.servers. Raises RuntimeError for an unreachable one."""
         urls = [addr] if isinstance(addr, str) else list(addr or self.config.servers)
         if not urls:
             raise ValueError(
@@ -83,10 +78,7 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
             raise
 
     def destroy(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Cancel what is in flight and disconnect. The servers keep running. May be called twice.
-
-        last: a coroutine that closes other users of this event loop; runs after the engine has stopped.
-        """
+        """Cancel what is in flight, disconnect, and run `last`. The servers keep running. May be called twice."""
         if self._thread is None:
             if last is not None:
                 asyncio.run(last)
@@ -163,10 +155,7 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
 
 
 def rows_of(source: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `source`, flattening lists. A source that is not an iterator is repeated without end.
-
-    Raises ValueError for an entry that is not a row, and for a source without rows.
-    """
+    """Yield the rows of `source`, flattening lists. A source that is not an iterator is repeated without end."""
     while True:
         is_empty = True
         for entry in source:

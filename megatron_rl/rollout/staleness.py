@@ -1,7 +1,6 @@
 """Decides when another episode may start: the admission rule of asynchronous RL (AReaL, arXiv 2505.24298).
 
-The gate holds only counts. The policy version counts publications, so it rises by at most one per step, however many
-updates the step has.
+The policy version counts publications, so it rises by at most one per step, however many updates the step has.
 """
 
 from __future__ import annotations
@@ -44,15 +43,10 @@ class AdmissionGate:
         return min(self.slots, self.room(version))
 
     def begin_step(self, groups: int, version: int, waiting: int, surplus: int = 0) -> None:
-        """Begin a step that takes `groups` groups.
-
-        waiting: finished groups not yet taken. surplus: extra groups to sample.
-
-        All earlier steps count as taken in full, also in a resumed run, or if a skipped update left the version
-        unchanged.
-        """
+        """Begin a step that takes `groups` groups. waiting: finished groups not yet taken. surplus: extra groups."""
         self.groups_per_step, self.surplus = groups, surplus
-        # Recomputed in each step rather than summed up, so that a lost group never shifts the bound permanently.
+        # All earlier steps count as taken in full. Recomputed in each step rather than summed up, so that a lost group
+        # never shifts the bound permanently.
         self.accepted = version * groups + waiting
 
     def start(self, *, is_admitted: bool = True) -> None:

@@ -1,7 +1,6 @@
-"""Status of a rollout process in a small file, for viewers such as `megatron-rl watch`.
+"""Status of a rollout process for viewers such as `megatron-rl watch`: status/rollout-N.json in the run's folder.
 
-The file `status/rollout-N.json` in the run's folder is replaced every few seconds. Its size does not depend on the
-number of episodes in flight: it counts them and shows only the slowest.
+The file is replaced every few seconds. It counts the episodes in flight and shows only the slowest.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ LETTERS, TOKENS = 300, 100
 
 
 class StatusFile:
-    """Writes the status of one rollout process while its event loop runs.
-
-    For example:
-
-        status = StatusFile(path, lambda: executor, tokenizer, version=client.get_version, servers=membership.states)
-        status.begin()
-        await status.close()  # the file then says that the process has ended
-    """
+    """Writes the status of one rollout process while its event loop runs."""
 
     def __init__(
         self,
@@ -71,15 +63,14 @@ class StatusFile:
             self._write(self.status() | {"ended": True})
 
     def status(self) -> dict[str, Any]:
-        """Return the status as JSON-compatible data. Takes the same time at any load. Call this on the event loop."""
+        """Return the status as JSON-compatible data. Call this on the event loop."""
         executor, now = self._executor(), time.monotonic()
-        running = executor.running
         return {
             "time": time.time(),
             "pid": os.getpid(),
             "version": self._version(),
             "episodes": executor.state_counts(),
-            "slowest": [self._episode(episode, now) for episode in running[:SLOWEST]],
+            "slowest": [self._episode(episode, now) for episode in executor.running[:SLOWEST]],
             "failures": dict(executor.failures.most_common(KINDS)),
             "servers": self._servers(),
             "ended": False,

@@ -37,10 +37,9 @@ moments in float32."""
 
 
 def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[str, Prompts]]:
-    """Check everything that can be checked before a process starts.
+    """Check everything that can be checked before a process starts. Raises ValueError.
 
-    Return the tokenizer, the training prompts and the held-out prompts of each set. Raises ValueError, which names key,
-    value, rule and remedy.
+    Return the tokenizer, the training prompts and the held-out prompts of each set.
     """
     if platform.has_cuda():
         library.check_cuda()
@@ -102,11 +101,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
 
 
 def dry_run(config: TrainConfig) -> str:
-    """Run `check`, and try whatever else needs no server. Return a line that says what was run.
-
-    Imports the modules in run.import_from, calls the data functions and the workflow's constructor, and tries the
-    rewards on the first training prompt.
-    """
+    """Run `check`, and try the rewards on the first training prompt. Return a line that says what was run."""
     tokenizer, train, held_out = check(config)
     options, folder = config.rollout, Path(config.run.folder)
     for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
@@ -137,10 +132,7 @@ def dry_run(config: TrainConfig) -> str:
 
 
 def check_fields(key: str, prompts: Prompts) -> None:
-    """Raise ValueError for a prompt without `answer` or `tests` if 90 % of the prompts from its source have that field.
-
-    An empty field counts as missing.
-    """
+    """Raise ValueError for a prompt without `answer` or `tests` if 90 % of its source's prompts have the field."""
     for source in dict.fromkeys(prompt.get("source") for prompt in prompts):
         members = [(n, it) for n, it in enumerate(prompts, start=1) if it.get("source") == source]
         for name in ("answer", "tests"):
@@ -174,16 +166,12 @@ def check_publication(config: TrainConfig, arch: Architecture) -> None:
 
 
 def check_greedy(config: TrainConfig, batch: TrajectoryBatch) -> None:
-    """Raise ValueError if ReMax finds no greedy reply in the workflow's trajectories.
-
-    batch: must have whole groups.
-    """
-    reported = ["is_greedy"] if config.reward_model.path else ["is_greedy", "greedy_reward"]
+    """Raise ValueError if ReMax finds no greedy reply in the workflow's trajectories. batch: of whole groups."""
+    model = config.reward_model.path
+    reported = ["is_greedy"] if model else ["is_greedy", "greedy_reward"]
     if config.algo.advantage != "remax" or any(name in batch for name in reported):
         return
-    scored = (
-        f" and reward_model.path = {config.reward_model.path!r}, which scores it," if config.reward_model.path else ""
-    )
+    scored = f" and reward_model.path = {model!r}, which scores it," if model else ""
     raise ValueError(
         f"rollout.workflow = {config.rollout.workflow!r}: returned trajectories with {sorted(batch.sequences)}, and "
         f"algo.advantage = remax{scored} needs {' or '.join(reported)} of the greedy reply; report it in "

@@ -1,11 +1,8 @@
-"""Supports that the trainer computes, if servers do not tell which tokens they sampled from.
+"""Supports that the trainer computes, if servers do not report which tokens they sampled from.
 
-The step's policy has sampled the step's tokens, so its logits tell what top_k, top_p and min_p left. The supports are
-computed once, before the first update, and then are those of all policies, like reported ones (megatron_rl/support.py).
-
-A server without a report tells log p of a token over the whole vocabulary. The logarithm of the support's probability,
-as the trainer computes it, is subtracted from this. The difference of trainer and server is then the same as over the
-whole vocabulary, and ratios of an unchanged policy are 1 up to that.
+The policy's logits before the first update tell what top_k, top_p and min_p left. All policies of the step use these
+supports, like reported ones (megatron_rl/support.py). The servers' log-probabilities are over the whole vocabulary, so
+the trainer's log-probability of the support is subtracted from them.
 
 Trainer and server round differently. A sampled token that the trainer's options exclude is added to its own support, so
 that its ratio is that of an unchanged policy too. `mismatch/outside_support` is the share of such tokens: if it is not
@@ -25,7 +22,7 @@ from megatron_rl.ops import Cut
 
 
 def add_computed_supports(batch: StepBatch, engine: MegatronEngine, generation: GenerationConfig) -> dict[str, float]:
-    """Add the column `support` to a step, and set its log-probabilities over it. Return the step's metrics.
+    """Add the column `support` to a step, and make its log-probabilities those over the support. Return metrics.
 
     engine: the policy, with the weights that servers sampled with. Collective: every rank calls it.
     """

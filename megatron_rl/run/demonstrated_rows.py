@@ -21,10 +21,7 @@ from megatron_rl.types import TrajectoryBatch
 def load_demonstrations(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab: int | None = None
 ) -> ReplyRows | None:
-    """Return the rows of demonstrations.source, or None if it is empty.
-
-    Raises ValueError for a row without an answer, or a row that is too long.
-    """
+    """Return the rows of demonstrations.source, if set. Raises ValueError if one has no answer or is too long."""
     options, key = config.demonstrations, "demonstrations.source"
     if not options.source:
         return None
@@ -37,9 +34,6 @@ class Demonstrations:
     """The demonstrations of a run. Collective: every rank calls `add`, with its share of each update.
 
     The order of the rows depends on the seed alone. A resumed run continues after the rows already taken.
-
-        demonstrations = Demonstrations(config, groups, tokenizer, context=8192)
-        updates = demonstrations.add(batch, updates)
     """
 
     def __init__(
@@ -53,14 +47,11 @@ class Demonstrations:
             self.order = PromptIterator(self.rows.rows, seed=config.run.seed, key="demonstrations.source")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order of the rows, for a checkpoint. {} for a run without rows."""
+        """Return the position in the rows, for a checkpoint. {} for a run without rows."""
         return {} if self.order is None else {"demonstrations": self.order.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the rows that the checkpoint's run took.
-
-        Raises ValueError if the checkpoint was made with other rows.
-        """
+        """Continue after the rows that the checkpoint's run took. Raises ValueError if it had other rows."""
         if self.order is None:
             return
         if "demonstrations" in state:
@@ -69,10 +60,9 @@ class Demonstrations:
             self.order.number = state["step"] * self.options.rows_per_step
 
     def add(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
-        """Return the updates with demonstrations: tokens that a workflow marked, and rows from demonstrations.source.
+        """Return the updates with demonstrations: tokens that a workflow marked, and each update's part of the rows.
 
-        Each update gets its part of the step's rows. Raises ValueError if a workflow marks tokens although no weight is
-        set for them.
+        Raises ValueError if a workflow marks tokens although demonstrations.weight is 0.
         """
         if self.options.weight == 0:
             if DEMONSTRATED in batch:

@@ -3,8 +3,7 @@
 While servers generate, every engine waits in host memory. While the trainer works, the servers have neither KV cache
 nor CUDA graphs, and no weights either until the publication. During the publication, the device has the weights of the
 servers and of the policy, and nothing else. A checkpoint needs all of the policy, so the servers release their weights
-again. An engine moves onto the device by itself when it is used, so no phase of the loop can forget to request the
-device.
+again. An engine moves onto the device by itself when it is used.
 """
 
 from __future__ import annotations
@@ -29,12 +28,8 @@ WEIGHTS = frozenset({"weights"})
 class DeviceSharing:
     """Hands the devices from the servers to the trainer and back. Does nothing if the servers have their own.
 
-        devices = DeviceSharing(config, groups, timers, supervisor, process)
-        devices.give_to_trainer()  # before the first engine is made, with shared_device=devices.engines
-        devices.prepare_publication(policy)  # servers get memory for weights
-        devices.give_to_servers()  # engines go out, servers get their cache
-
-    Create this after the servers have started. Collective: every rank calls every method.
+    Create this after the servers have started. Collective: every rank calls every method. A step calls
+    `give_to_trainer`, `prepare_publication` and `give_to_servers` in this order.
     """
 
     def __init__(
@@ -47,9 +42,9 @@ class DeviceSharing:
         nodes: Axis | None = None,
         dropped: dict[str, str] | None = None,
     ) -> None:
-        """nodes, dropped: the attributes of RolloutProcesses.
+        """supervisor, nodes: None except on each node's first rank. The main rank's `process` commands all servers.
 
-        Each node's first rank has a supervisor; the main rank's process commands all servers.
+        dropped: URL -> reason for each server of another node that must be restarted.
         """
         self.groups, self.timers, self.supervisor, self.process = groups, timers, supervisor, process
         self.nodes, self.dropped = nodes, {} if dropped is None else dropped
@@ -57,17 +52,14 @@ class DeviceSharing:
         """URL -> process id of each of this node's servers when `_set_memory` last ran."""
         self.are_shared = config.rollout.colocated
         self.held = ALL_MEMORY if self.are_shared else NO_MEMORY
-        """Parts of GPU memory that the servers currently hold: initially all. Empty if the devices are not shared."""
+        """Parts of GPU memory that the servers hold. Empty if the devices are not shared."""
         self.engines: SharedDevice | None = None
         """Moves the trainer's engines on and off the device. None if every engine stays on it."""
         if self.are_shared or config.run.offload:
             self.engines = SharedDevice(one_at_a_time=config.run.offload, make_room=self._make_room)
 
     def give_to_servers(self) -> None:
-        """Move the engines to host memory and give the servers their KV cache, so that they can generate.
-
-        The servers must already have the weights.
-        """
+        """Move the engines to host memory and give the servers, which have the weights, their KV cache."""
         if not self.are_shared or self.held == ALL_MEMORY:
             return
         assert self.held == WEIGHTS and self.engines is not None, "a publication comes first"
@@ -82,16 +74,12 @@ class DeviceSharing:
         self._lend(NO_MEMORY)
 
     def prepare_publication(self, policy: MegatronEngine) -> None:
-        """Give the servers memory for weights, beside the policy's weights; everything else of the engines moves out.
-
-        Dead servers are restarted first, while no engine is on the device.
-        """
+        """Give the servers memory for weights, beside the policy's weights. Dead servers are restarted first."""
         if not self.are_shared:
             return
         assert self.engines is not None
         self.engines.leave_but_weights(policy)
-        if self.held == ALL_MEMORY:
-            self._lend(WEIGHTS)
+        self._lend(WEIGHTS)
         supervisor = self.supervisor  # on rank 0 only, so all ranks decide together below
         dead = self._set_memory(WEIGHTS)
         if self.groups.any(bool(dead) or (supervisor is not None and supervisor.lacks_servers)):
@@ -111,16 +99,14 @@ class DeviceSharing:
     def _make_room(self, with_states: bool) -> None:
         """Free servers' memory if an engine needs the device, for example to save, while servers may generate.
 
-        with_states: True if the optimizer's states need room as well. The servers then release their weights too, and
-        another publication must follow. Otherwise they keep their weights, because these are current.
+        with_states: the optimizer's states need room as well. The servers then release their weights too, and another
+        publication must follow.
         """
-        if with_states:
-            self._lend(NO_MEMORY)
-        elif self.held == ALL_MEMORY:
-            self._lend(WEIGHTS)
+        self._lend(NO_MEMORY if with_states else WEIGHTS)
 
     def _lend(self, parts: frozenset[str]) -> None:
-        if not self.are_shared or self.held == parts:
+        """Make the servers release all memory but these parts, if they hold more."""
+        if not self.held > parts:
             return
         with self.timers("device_sharing"):
             if self.held == ALL_MEMORY and self.supervisor is not None:
@@ -128,10 +114,7 @@ class DeviceSharing:
             self._set_memory(parts)
 
     def _set_memory(self, parts: frozenset[str]) -> list[str]:
-        """Make the servers hold exactly these parts of their memory.
-
-        Return the URLs of failed servers on ranks that started servers, [] on others.
-        """
+        """Make the servers hold exactly these parts. Return the URLs of failed ones on ranks that started servers."""
         dist.barrier(self.groups.control)  # until every engine is out
         dead: list[str] = []
         if self.supervisor is not None and self.nodes is not None:

@@ -1,29 +1,35 @@
-"""Evaluations on the held-out prompts: their scores, and replies decoded to text."""
+"""Evaluations on held-out prompts: mean reward, pass@k and majority vote, and replies decoded to text."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from decimal import getcontext
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.algo.reward_shaping import take_out_greedy, written_tokens
 from megatron_rl.config import TrainConfig
+from megatron_rl.rewards import find_last_number, find_tagged, last_boxed
 from megatron_rl.rollout.groups import reward_of_each, trained_versions
-from megatron_rl.run.answer_scores import as_samples, final_answer, summarize
 from megatron_rl.telemetry.run_log import RunLog, Sample, Turn
 from megatron_rl.types import TrajectoryBatch
+
+RIGHT = 1.0
+"""Minimum reward of a reply that counts as right."""
 
 
 class Evaluations:
     """The evaluations of one run, begun and logged in step order. Ranks other than 0 never begin one.
 
     Evaluations are due before the first step, after the last, and in between as configured. An asynchronous run does
-    not wait for those in between, whose replies may then come from several policy versions.
+    not wait for evaluations in between, so their replies may come from several policy versions.
     """
 
     def __init__(
@@ -67,10 +73,9 @@ class Evaluations:
         return [replies for _, replies in self._under_way]
 
     def log_finished(self, *, is_ending: bool = False) -> None:
-        """Log the finished evaluations in order. Raises RuntimeError if one of them failed.
+        """Log the finished evaluations in order. Raises RuntimeError if one failed.
 
-        is_ending: the run is about to end and cuts evaluations short. A failed evaluation then stays pending
-        for the resumed run.
+        is_ending: the run is about to end and cuts evaluations off. A failed one then stays for the resumed run.
         """
         while self._under_way and self._under_way[0][1].done():
             step, replies = self._under_way[0]  # only the oldest, so that the log is in step order
@@ -84,12 +89,11 @@ class Evaluations:
                 ages = {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
             scored = score_sets(self.tokenizer, batch, self.prompts)
             for name, one in scored.items():
-                self.log_file.log_evaluation(
-                    step, name, one.metrics | {"prompts": len(one.rewards)} | ages, one.samples
-                )
-            first = next(iter(scored.values()))
-            self.scores.append(mean_reward(first))
-            self.are_right_or_wrong &= {reward for row in first.rewards for reward in row} <= {0.0, 1.0}
+                metrics = one.metrics | {"prompts": len(one.rewards)} | ages
+                self.log_file.log_evaluation(step, name, metrics, one.samples)
+            rewards = next(iter(scored.values())).rewards
+            self.scores.append(sum(sum(row) / len(row) for row in rewards) / len(rewards))
+            self.are_right_or_wrong &= {reward for row in rewards for reward in row} <= {0.0, 1.0}
 
 
 @dataclass(kw_only=True)
@@ -104,10 +108,6 @@ class SetScores:
     answers: list[list[str]]
     samples: list[Sample]
     """First reply to each prompt."""
-
-
-def mean_reward(scores: SetScores) -> float:
-    return sum(sum(row) / len(row) for row in scores.rewards) / len(scores.rewards)
 
 
 def score_sets(
@@ -138,7 +138,7 @@ def score_sets(
         if "sample" in batch:
             tries = [[int(batch["sample"][row]) for row in numbers] for numbers in replies]
             pairs = [as_samples(*columns) for columns in zip(tries, values, answers, strict=True)]
-            values, answers = [rewards for rewards, _ in pairs], [found for _, found in pairs]
+            values, answers = [value for value, _ in pairs], [answer for _, answer in pairs]
         found[name] = SetScores(
             metrics=summarize(values, answers),
             places=places,
@@ -147,6 +147,78 @@ def score_sets(
             samples=[samples[0] for samples in decoded],
         )
     return found
+
+
+def pass_at_k(replies: int, right: int, k: int) -> float:
+    """Estimate P(at least one of k replies is right) if `right` of `replies` were, by arXiv 2107.03374, eq. 1."""
+    if not 1 <= k <= replies:
+        raise ValueError(f"pass@{k}: needs 1 <= k <= {replies} replies; sample more, or ask for a smaller k.")
+    return 1.0 - math.comb(replies - right, k) / math.comb(replies, k)
+
+
+def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
+    """Return the reward of the most frequent answer. If several answers tie, return the mean of their rewards.
+
+    An answer's reward is the mean reward of its replies. Blank answers do not vote; if all are blank, return 0.
+    """
+    votes = Counter(answer for answer in answers if answer)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    return sum(_mean([r for a, r in zip(answers, rewards, strict=True) if a == w]) for w in winners) / len(winners)
+
+
+def final_answer(text: str) -> str:
+    """Return a reply's final answer: the last <answer>, else the last \\boxed, the last number, or the whole text."""
+    if found := (find_tagged(text) or last_boxed(text)).strip():
+        return found
+    number = find_last_number(text)
+    if number is None:
+        return text.strip()
+    # Normalizing a longer number would round it, which merges votes, or overflow.
+    return str(number.normalize() if len(number.as_tuple().digits) <= getcontext().prec else number)
+
+
+def as_samples(
+    samples: Sequence[int], rewards: Sequence[float], answers: Sequence[str]
+) -> tuple[list[float], list[str]]:
+    """Return the reward and the answer of each sample, in order of sample number, from its trajectories.
+
+    samples: sample number of each trajectory. A sample's reward is the mean of its trajectories' rewards, and its
+    answer is their most frequent one, the first if tied.
+    """
+    rows: dict[int, list[int]] = {}
+    for row, sample in enumerate(samples):
+        rows.setdefault(sample, []).append(row)
+    votes = [Counter(answers[row] for row in rows[sample]) for sample in sorted(rows)]
+    return (
+        [_mean([rewards[row] for row in rows[sample]]) for sample in sorted(rows)],
+        [vote.most_common(1)[0][0] for vote in votes],
+    )
+
+
+def summarize(rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Return the metrics of a data set. rewards, answers: those of each prompt's replies, `[P][n]`; n may vary.
+
+    Metrics are `accuracy`, or `reward/mean` if rewards other than 0 and 1 occur. If every prompt has at least n >= 2
+    replies, they include pass@k for k = 2, 4, 8, ... and n, and maj@n.
+    """
+    flat = [reward for row in rewards for reward in row]
+    name = "accuracy" if set(flat) <= {0.0, 1.0} else "reward/mean"
+    metrics = {name: _mean([_mean(row) for row in rewards])}
+    fewest = min(map(len, rewards))
+    if fewest > 1:
+        for k in sorted({2**power for power in range(1, fewest.bit_length()) if 2**power <= fewest} | {fewest}):
+            metrics[f"pass@{k}"] = _mean([pass_at_k(len(r), sum(x >= RIGHT for x in r), k) for r in rewards])
+        # The same number for each prompt, so that maj@ means the same.
+        votes = [majority(a[:fewest], r[:fewest]) for a, r in zip(answers, rewards, strict=True)]
+        metrics[f"maj@{fewest}"] = _mean(votes)
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def draw(batch: TrajectoryBatch, count: int, *, seed: int = 0) -> list[int]:

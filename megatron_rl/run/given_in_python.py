@@ -1,8 +1,8 @@
 """Rows and functions that a Python program passes to a run.
 
-They are stored in the folder `given` of run.folder, in files named by a hash of their content. The run's other
-processes and a resumed run load them from there. A function of a module is referred to by its import path. Any other
-function, such as one from a notebook or from the program itself, is pickled by value into a generated module.
+They are stored in run.folder/given, in files named by a hash of their content, for the run's other processes and a
+resumed run. A function of a module is referred to by its import path. Any other function, such as one from a notebook,
+is pickled by value into a generated module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +36,38 @@ if hasattr(_own, "__code__") or isinstance(_own, type):
 class Given:
     """The rows and functions that a program passes to one run.
 
-        given = Given(Path("runs/mine"))
-        sections = given.without_functions({"rollout": {"reward": lambda completions, **_: len(completions)}})
-        sections["data"] = {"train": given.rows([{"prompt": "2+2=", "answer": "4"}], key="rows")}
-        given.write()  # once the config is known to be right
-
-    `modules` lists the modules that the config must name in run.import_from.
+    given = Given(Path("runs/mine"))
+    sections = given.without_functions({"rollout": {"reward": lambda completions, **_: len(completions)}})
+    sections["data"] = {"train": given.rows([{"prompt": "2+2=", "answer": "4"}], key="rows")}
+    given.write()  # once the config is known to be right
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / GIVEN
         self.modules: list[str] = []
+        """Modules that the config must name in run.import_from."""
         self._files: dict[Path, bytes] = {}
 
     def rows(self, rows: Iterable[Any], *, key: str) -> str:
-        """Return the path of the file for these rows, each a mapping such as a row of Hugging Face datasets.
-
-        Raises ValueError if there are no rows, or if a row cannot be written as JSON.
-        """
+        """Return the path of the file for these rows. Raises ValueError for no rows, or one that JSON cannot hold."""
         lines = [line_of(row, f"{key}, row {number}") for number, row in enumerate(rows, start=1)]
         if not lines:
             raise ValueError(f"{key}: holds no rows; give at least one.")
         return str(self._add("rows", "\n".join(lines).encode() + b"\n", ".jsonl"))
 
-    def without_functions(self, sections: Mapping[str, Any]) -> Any:
-        """Return the sections with each function, class or other callable replaced by its import path.
+    def without_functions(self, value: Any, key: str = "") -> Any:
+        """Return sections of a config, or a part of them, with each function, class or other callable as import path.
 
-        Raises ValueError for a callable that cannot be pickled.
+        key: the value's dotted key. Raises ValueError for a callable that cannot be pickled.
         """
-        paths = {key: self._path_of(value, key) or self._by_value(value, key) for key, value in callables_in(sections)}
-        return replaced(sections, paths)
+        if isinstance(value, Mapping):
+            return {name: self.without_functions(part, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.without_functions(part, f"{key}[{number}]") for number, part in enumerate(value)]
+        # A dataclass is an entry of algo/registry.py, or a whole section, whose key has no dot.
+        if callable(value) or (dataclasses.is_dataclass(value) and "." in key):
+            return self._path_of(value, key) or self._by_value(value, key)
+        return value
 
     def write(self) -> None:
         """Write the files, and make the functions importable in this process and those that it starts."""
@@ -82,10 +84,7 @@ class Given:
         return path
 
     def _path_of(self, value: Any, key: str) -> str:
-        """Return the import path of a module's function or class, or '' for anything else.
-
-        Also adds the function's module to `modules`; for a functools.partial, that of the wrapped function.
-        """
+        """Return the import path of a module's function or class, or ''. Adds the function's module to `modules`."""
         origin = value.func if isinstance(value, functools.partial) else value
         home = str(getattr(origin, "__module__", MAIN))
         if home == MAIN or not (inspect.isroutine(origin) or inspect.isclass(origin)):
@@ -102,10 +101,7 @@ class Given:
             self.modules.append(module)
 
     def _by_value(self, value: Any, key: str) -> str:
-        """Return the import path of a copy that is pickled by value.
-
-        Each copy has its own module, so that importing one does not load the others.
-        """
+        """Return the import path of a copy that is pickled by value, in a module of its own."""
         try:
             pickled = cloudpickle.dumps(value)
         except Exception as error:  # user objects may raise anything
@@ -117,30 +113,6 @@ class Given:
         path = self._add("function", MODULE.format(name=name, content=pickled.hex()).encode(), ".py")
         self._trust(path.stem)
         return f"{path.stem}:{name}"
-
-
-def callables_in(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each callable, and each registry entry that a decorator made (algo/registry.py), with its key."""
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from callables_in(part, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from callables_in(part, f"{key}[{number}]")
-    elif callable(value) or (dataclasses.is_dataclass(value) and "." in key):  # without a dot it is a config section
-        yield key, value
-
-
-def replaced(value: Any, paths: Mapping[str, str], key: str = "") -> Any:
-    """Return `value`, with each part whose dotted key is in `paths` replaced by its path.
-
-    key: the dotted key of `value` itself.
-    """
-    if isinstance(value, Mapping):
-        return {name: replaced(part, paths, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [replaced(part, paths, f"{key}[{number}]") for number, part in enumerate(value)]
-    return paths.get(key, value)
 
 
 def name_of(value: Any) -> str:

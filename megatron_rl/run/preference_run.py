@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from megatron_rl.algo.preference import PreferenceLoss, pairs_of, preference_met
 from megatron_rl.api import TrainEngine
 from megatron_rl.batch import exchange
 from megatron_rl.config import TrainConfig
-from megatron_rl.engine.megatron_engine import MegatronEngine
-from megatron_rl.run.row_training import RowData, RowSteps, RowTraining, check_rows, start_engine
-from megatron_rl.run.run import Run
+from megatron_rl.run.row_training import RowData, RowRun, RowTraining, check_rows
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 
@@ -46,8 +43,7 @@ class PairTraining(RowTraining):
     def ref_logprobs(self, pairs: TrajectoryBatch) -> Tensor:
         """Return the log-probability of every reply token under the current weights, `[N]` float32; 0 for prompts.
 
-        If the loss needs a reference, pairs must have this result as column `ref_logprobs` before an update or
-        an evaluation.
+        A loss with a reference needs the initial model's result as the pairs' column `ref_logprobs`.
         """
         self.engine.eval()
         return exchange.by_token(pairs, self.groups, self.engine.forward, share_prompts=self.share_prompts)
@@ -66,17 +62,14 @@ class Reference:
     """Log-probabilities under the run's initial model, by pair number, for all pairs that remain to be trained.
 
     The engine computes them before its first update, so no second model is needed. Every rank holds 4 bytes for each
-    reply token of these pairs, and nothing for their prompts.
+    reply token of these pairs.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}
 
     def keep(self, numbers: list[int], pairs: TrajectoryBatch, logprobs: Tensor) -> None:
-        """Keep the log-probabilities of these pairs.
-
-        numbers: the pairs' indices. pairs: their batch. logprobs: `[N]`, one per token of the batch.
-        """
+        """Keep the log-probabilities of pairs. numbers: their indices. logprobs: `[N]`, one per token of `pairs`."""
         # Each pair is two sequences, so every second bound separates pairs.
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), pairs["loss_mask"].cumsum(0)])[pairs.cu_seqlens[::2]]
         parts = logprobs[pairs["loss_mask"]].split(ends.diff().tolist())
@@ -92,8 +85,7 @@ class Reference:
 def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_step: int) -> Iterator[list[int]]:
     """Yield the pairs for the steps from `first_step` on, grouped by the step of the run in which they first occur.
 
-    numbers_of: returns a step's pairs. The groups do not depend on where the run was resumed, so that a resumed run
-    computes bit-identical values.
+    numbers_of: returns a step's pairs. A resumed run gets the same groups, and so computes bit-identical values.
     """
     # Group by all steps, including finished ones, because the composition of a batch affects rounding.
     needed = {number for step in range(first_step, steps) for number in numbers_of(step)}
@@ -105,58 +97,34 @@ def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_ste
             yield new
 
 
-class PreferenceRun(Run):
-    """All parts of one preference run on this rank.
+class PreferenceRun(RowRun):
+    """A run that trains on pairs of replies."""
 
-    For example:
-
-        with PreferenceRun(load_config("configs/count_dpo.yaml", [])) as run:
-            if run.begin():
-                run.update(0)  # logs preference/loss, preference/accuracy, ...
-            run.finish()
-    """
+    training: PairTraining
 
     def _start(self) -> None:
-        self.loss, self.data = check_preference(self.config)
+        self.loss, data = check_preference(self.config)
         self.reference = Reference()
-        self._join()
-        self._open()
-        self.engine = start_engine(self.config, self.groups, head=self.loss.entry.head)
-        shared = self.config.batch.share_prompts
-        self.training = PairTraining(self.engine, self.groups, self.loss, share_prompts=shared)
-        self.steps = RowSteps(
-            *(self.config, self.data, self.training, self.log_file, self.timers),
-            resumed=self.resumed,
-            check=lambda stats, rows: self.check_updates("model", [stats], trained_on=rows),
+        share_prompts = self.config.batch.share_prompts
+        self._start_on(
+            data,
+            head=self.loss.entry.head,
+            training=lambda engine, groups: PairTraining(engine, groups, self.loss, share_prompts=share_prompts),
         )
 
-    @property
-    def trained(self) -> dict[str, MegatronEngine]:
-        return {"model": self.engine}
-
-    def _state(self) -> dict[str, Any]:
-        return self.steps.state_dict()
-
     def begin(self) -> bool:
-        """Bring model and reference to the state of the first step.
-
-        Return False if a stop signal arrived before that.
-        """
+        # Before a checkpoint is loaded, because the reference is the run's initial model.
         if self.loss.entry.needs_reference and not self._ask_reference():
             self.stop_after(self.first_step)  # nothing new to save: a resumed run keeps its checkpoint
             return False
-        if self.resumed:  # after the reference, which is the run's initial model
-            self.load_checkpoint()
-        else:
-            self.evaluate(step=0)
-        return True
+        return super().begin()
 
     def _ask_reference(self) -> bool:
         """Compute the reference log-probabilities with the current weights. Return False if told to stop."""
         for pairs in self.data.held_out.values():
             with self.timers("reference"):
                 pairs.tokens["ref_logprobs"] = self.training.ref_logprobs(pairs)
-        for numbers in asked_together(self.steps.numbers, self.config.run.steps, self.first_step):
+        for numbers in asked_together(self.data.numbers, self.config.run.steps, self.first_step):
             if self.stop_is_near():  # the loop may take as long as the training
                 return False
             with self.timers("reference"):
@@ -164,14 +132,8 @@ class PreferenceRun(Run):
                 self.reference.keep(numbers, pairs, self.training.ref_logprobs(pairs))
         return True
 
-    def update(self, step: int) -> None:
-        self.steps.update(step, self._pairs)
-
-    def _pairs(self, numbers: list[int]) -> TrajectoryBatch:
-        pairs = self.data.rows.batch(numbers)
+    def _batch(self, numbers: list[int]) -> TrajectoryBatch:
+        pairs = super()._batch(numbers)
         if self.loss.entry.needs_reference:
             self.reference.add_to(pairs, numbers)
         return pairs
-
-    def evaluate(self, *, step: int) -> None:
-        self.steps.evaluate(step=step)

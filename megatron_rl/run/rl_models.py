@@ -1,7 +1,4 @@
-"""The models of an RL run: the policy with its losses, and the other models that the config asks for.
-
-Those are the reference, the critic, the reward model and the teachers.
-"""
+"""The models of an RL run: the policy, and if the config asks for them reference, critic, reward model and teachers."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ def build_models(
     prompts: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> RLModels:
-    """Build the models of a run. Collective: every rank calls it.
-
-    shared_device: the device that models and servers use in turn, or None if the models do not share it. prompts: the
-    training prompts. tokenizer: encodes them.
-    """
+    """Build the models of a run. Collective: every rank calls it. prompts: the training prompts."""
     own_gpu.stay_near()  # the servers have started by now, and do not inherit this CPU binding
     options: dict[str, Any] = {"megatron": config.megatron, "shared_device": shared_device}
     policy = MegatronEngine(config.actor, groups=groups, **options)
@@ -63,7 +56,8 @@ def build_models(
     if config.algo.kl_coefficient > 0 and config.lora.rank > 0:
         reference = policy.base
     elif config.algo.kl_coefficient > 0:
-        reference = initialized(MegatronEngine(config.unrouted, groups=groups, trainable=False, **options))
+        reference = MegatronEngine(config.unrouted, groups=groups, trainable=False, **options)
+        reference.initialize()
     teachers = Teachers(config, groups, policy, prompts, tokenizer, **options)
     demonstrations = Demonstrations(config, groups, tokenizer, context=policy.arch.max_positions)
     actor = PolicyActor(
@@ -84,9 +78,8 @@ def build_models(
     reward_model: MegatronEngine | None = None
     if config.reward_model.path:
         its_groups = groups_of(config.reward_model.parallel, config, groups)
-        reward_model = initialized(
-            MegatronEngine(config.reward_engine, groups=its_groups, trainable=False, head="value", **options)
-        )
+        reward_model = MegatronEngine(config.reward_engine, groups=its_groups, trainable=False, head="value", **options)
+        reward_model.initialize()
     return RLModels(
         policy=policy,
         actor=actor,
@@ -99,13 +92,8 @@ def build_models(
     )
 
 
-def initialized(engine: MegatronEngine) -> MegatronEngine:
-    engine.initialize()
-    return engine
-
-
 def groups_of(layout: ParallelConfig, config: TrainConfig, policys: ParallelGroups) -> ParallelGroups:
-    """Return the process groups for another model: the policy's if both have the same layout, otherwise new ones."""
+    """Return the process groups of another model: the policy's if the layouts are equal, otherwise new ones."""
     if layout == config.parallel:
         return policys
     return parallel.start(layout, seed=config.run.seed, timeout_s=config.collective_timeout_s, control=policys.control)

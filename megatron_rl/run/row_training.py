@@ -1,7 +1,4 @@
-"""Training on rows of data, without rollouts: checks, updates and steps of supervised and preference runs.
-
-Warm starts use RowTraining, too.
-"""
+"""Training on rows of data, without rollouts: checks, updates and runs. Warm starts use RowTraining, too."""
 
 from __future__ import annotations
 
@@ -23,9 +20,8 @@ from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.model import transformer_config
 from megatron_rl.launch import own_gpu
 from megatron_rl.ops import library
+from megatron_rl.run.run import Run
 from megatron_rl.run.step_metrics import user_metrics
-from megatron_rl.telemetry.run_log import RunLog
-from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.types import FinetuneSpec, StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.mapping import weight_source
@@ -34,16 +30,41 @@ if TYPE_CHECKING:
     from megatron_rl.api import LossWeightFn
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RowData:
-    """The rows of one run."""
+    """The rows of one run, and the run's position in them."""
 
     order: PromptIterator
-    """Iterates over the training rows in training order."""
     rows: ReplyRows
     held_out: dict[str, TrajectoryBatch]
     """One batch per held-out set, with all of its rows."""
     rows_per_step: int
+    first_step: int = 0
+    """The first step of this process."""
+    rows_before: int = 0
+    """Number of rows taken before `first_step`."""
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue after the rows that a checkpoint's run took. state: the checkpoint's."""
+        self.order.load_state_dict(state["prompts"])
+        self.first_step = state["step"]
+        if self.order.number == 0:  # earlier versions did not count the rows
+            self.order.number = self.first_step * self.rows_per_step
+        self.rows_before = self.order.number
+
+    def numbers(self, step: int) -> list[int]:
+        """Return the indices of the rows of data.train that a step takes.
+
+        Rows are counted from `rows_before` on, also backwards, because earlier processes may have taken other numbers
+        of rows per step.
+        """
+        end = self.end_of(step)
+        places = range(max(0, end - self.rows_per_step), max(0, end))
+        return [self.order.at(place)["prompt_index"] for place in places]
+
+    def end_of(self, step: int) -> int:
+        """Return the number of rows taken once this step has ended."""
+        return self.rows_before + (step + 1 - self.first_step) * self.rows_per_step
 
 
 def check_rows(config: TrainConfig, *, head: str) -> RowData:
@@ -73,23 +94,8 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
     return RowData(order=order, rows=rows, held_out=held_out, rows_per_step=config.batch.prompts_per_step)
 
 
-def start_engine(config: TrainConfig, groups: parallel.ParallelGroups, *, head: str) -> MegatronEngine:
-    """Create the engine to train, with its weights loaded. Collective: every rank calls it."""
-    own_gpu.stay_near()
-    engine = MegatronEngine(config.actor, groups=groups, head=head, megatron=config.megatron)
-    engine.initialize(None, FinetuneSpec(total_updates=config.run.steps))  # sets the learning-rate schedule
-    return engine
-
-
 class RowTraining:
-    """Trains an engine with a loss on rows. Collective: every rank calls every method, with the same whole batches.
-
-    For example:
-
-        training = answer_training(engine, groups)
-        for batch in batches:
-            print(training.metrics(training.update(batch)))  # {"loss": ..., "perplexity": ...}
-    """
+    """Trains an engine with a loss on rows. Collective: every rank calls every method, with the same whole batches."""
 
     weight = "tokens"
     """Unit over which the loss is averaged."""
@@ -103,10 +109,7 @@ class RowTraining:
         *,
         share_prompts: bool = False,
     ) -> None:
-        """weigh: counts the units over which the loss is averaged; by default it counts trained tokens.
-
-        share_prompts: compute a row's prompt only once, for all of its replies.
-        """
+        """weigh: counts what the loss is averaged over, by default tokens. share_prompts: compute each prompt once."""
         self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
         self.loss, self.weigh = loss, weigh
 
@@ -133,86 +136,84 @@ def answer_training(engine: TrainEngine, groups: parallel.ParallelGroups) -> Row
     return RowTraining(engine, groups, LogprobLoss(supervised, by_row=True))
 
 
-class RowSteps:
-    """The steps and evaluations of a run on rows, with their metrics. Collective, like RowTraining.
+class RowRun(Run):
+    """A run that trains one model on rows. A subclass's `_start` calls `_start_on`."""
 
-    For example:
-
-        steps = RowSteps(config, data, training, run.log_file, run.timers, resumed=None, check=check)
-        steps.update(0, data.rows.batch)  # logs supervised/loss
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        data: RowData,
-        training: RowTraining,
-        log_file: RunLog,
-        timers: PhaseTimers,
-        *,
-        resumed: dict[str, Any] | None,
-        check: Callable[[StepStats, str], None],
+    def _start_on(
+        self, data: RowData, *, head: str, training: Callable[[TrainEngine, parallel.ParallelGroups], RowTraining]
     ) -> None:
-        """resumed: a checkpoint's state, whose rows are skipped; None or empty to start with the first row.
+        """Start all parts. head: the model's. training: returns the RowTraining of an engine, with the run's loss."""
+        self.data = data
+        self._join()
+        self._open()
+        own_gpu.stay_near()
+        self.engine = MegatronEngine(self.config.actor, groups=self.groups, head=head, megatron=self.config.megatron)
+        self.engine.initialize(None, FinetuneSpec(total_updates=self.config.run.steps))  # for the learning rate
+        self.training = training(self.engine, self.groups)
+        if left_out := data.rows.left_out:
+            self.say(f"data.train: {left_out} rows are too long and left out, {len(data.order)} are left")
+        if self.resumed:
+            data.resume(self.resumed)
 
-        check: called with the statistics of each update and a description of its rows.
-        """
-        self.config, self.data, self.training = config.run, data, training
-        self.log_file, self.timers, self._check = log_file, timers, check
-        self.section = config.chosen_data.partition(".")[0]
-        if data.rows.left_out:
-            left_out, left = data.rows.left_out, len(data.order)
-            log_file.say(f"data.train: {left_out} rows are too long and left out, {left} are left")
-        self._first_step = 0
-        if resumed:
-            data.order.load_state_dict(resumed["prompts"])
-            self._first_step = resumed["step"]
-            if data.order.number == 0:  # earlier versions did not count the rows
-                data.order.number = self._first_step * data.rows_per_step
-        self._rows_before = data.order.number
-        """Rows taken before this process's first step."""
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        return {"model": self.engine}
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         return {"prompts": self.data.order.state_dict()}
 
-    def numbers(self, step: int) -> list[int]:
-        """Return the indices of the rows of data.train that a step takes.
+    def begin(self) -> bool:
+        """Bring the model to the state of the first step. Return False if a stop signal arrived before that."""
+        if self.resumed:
+            self.load_checkpoint()
+        else:
+            self.evaluate(step=0)
+        return True
 
-        This process's steps continue after the rows taken so far, whatever number of rows per step earlier processes
-        used. For a step before this process's first step, rows are counted back from the same position.
-        """
-        end = self._end_of(step)
-        places = range(max(0, end - self.data.rows_per_step), max(0, end))
-        return [self.data.order.at(place)["prompt_index"] for place in places]
-
-    def _end_of(self, step: int) -> int:
-        return self._rows_before + (step + 1 - self._first_step) * self.data.rows_per_step
-
-    def update(self, step: int, batch_of: Callable[[list[int]], TrajectoryBatch]) -> None:
-        """Train on the step's rows and log the metrics. batch_of: makes a batch from row indices.
-
-        Raises RuntimeError if too many consecutive updates were skipped.
-        """
-        numbers = self.numbers(step)
+    def update(self, step: int) -> None:
+        """Train on the step's rows and log the metrics. Raises RuntimeError if too many updates were skipped."""
+        numbers = self.data.numbers(step)
         with self.timers("update"):
-            stats = self.training.update(batch_of(numbers))
-        self.data.order.number = self._end_of(step)
+            stats = self.training.update(self._batch(numbers))
+        self.data.order.number = self.data.end_of(step)
         found = self.training.metrics(stats) | {"grad_norm": stats.grad_norm, "lr": stats.lr}
         found["skipped_updates"] = int(not stats.applied)
-        metrics = {f"{self.section}/{name}": value for name, value in found.items()}
-        metrics |= user_metrics(self.training.groups)
-        if isinstance(engine := self.training.engine, MegatronEngine) and engine.draft is not None:
-            metrics |= engine.draft.metrics()
+        section = self.config.chosen_data.partition(".")[0]
+        metrics = {f"{section}/{name}": value for name, value in found.items()} | user_metrics(self.groups)
+        if self.engine.draft is not None:
+            metrics |= self.engine.draft.metrics()
         self.log_file.log_step(step, metrics | self.timers.snapshot())
         # After logging, so that the log shows the update that ends the run.
-        self._check(stats, f", whose groups are the rows {', '.join(map(str, numbers))} of data.train")
+        rows = f", whose groups are the rows {', '.join(map(str, numbers))} of data.train"
+        self.check_updates("model", [stats], trained_on=rows)
+
+    def _batch(self, numbers: list[int]) -> TrajectoryBatch:
+        """Return the training rows with these indices, as the loss needs them."""
+        return self.data.rows.batch(numbers)
 
     def evaluate(self, *, step: int) -> None:
         """Evaluate the held-out rows if an evaluation is due."""
-        every = self.config.evaluate_every_steps
-        if step in (0, self.config.steps) or (every > 0 and step % every == 0):
+        every = self.config.run.evaluate_every_steps
+        if step in (0, self.config.run.steps) or (every > 0 and step % every == 0):
             for name, batch in self.data.held_out.items():
                 with self.timers("evaluate"):
                     stats = self.training.evaluate(batch)
                 metrics = self.training.metrics(stats) | {self.training.weight: int(stats.weight)}
                 self.log_file.log_evaluation(step, name, metrics)
+
+
+def check_supervised(config: TrainConfig) -> RowData:
+    """Check the config before a process group is started. Return the rows. Raises ValueError."""
+    if not config.supervised.answer:
+        raise ValueError(
+            "supervised.answer = '': names no column of the rows; set the one with the answer's text, or messages. RL "
+            "is started by megatron-rl launch."
+        )
+    return check_rows(config, head="policy")
+
+
+class SupervisedRun(RowRun):
+    """A run that trains on answers."""
+
+    def _start(self) -> None:
+        self._start_on(check_supervised(self.config), head="policy", training=answer_training)

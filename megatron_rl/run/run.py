@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -48,12 +47,8 @@ LOCK = "run.lock"
 class Run(ABC):
     """The parts that every run has. Collective: every rank calls every method.
 
-        with RLRun(config, resume="auto") as run:  # joins the process group, takes run.folder, starts all parts
-            run.begin()
-            if not run.checkpoint(step=run.first_step):
-                run.finish()
-
-    A subclass starts in `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
+    Entering the `with` block joins the process group, takes run.folder and starts all parts. A subclass starts in
+    `_start`: it checks what it can, calls `_join`, then `_open`, and builds its engines.
     """
 
     def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
@@ -71,7 +66,7 @@ class Run(ABC):
         """True if Ctrl-C on a rank stopped the run. Leaving the `with` block then raises KeyboardInterrupt."""
         self._skipped_in_a_row: Counter[str] = Counter()
 
-    # -- what a subclass provides ------------------------------------------------------------------------------------
+    # -- what a subclass provides
 
     @abstractmethod
     def _start(self) -> None:
@@ -90,7 +85,7 @@ class Run(ABC):
         """Return the checks for silent ranks. Subclasses add checks for their other processes."""
         return [self.hang_watch.silent]
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- life
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as at_end:  # stops the started parts if another fails to start
@@ -105,10 +100,8 @@ class Run(ABC):
             self.at_end = at_end.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.at_end.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self.at_end.__exit__(kind, *rest)
         if self.is_interrupted and kind is None:
             raise KeyboardInterrupt("the run has stopped in order.")
 
@@ -121,8 +114,7 @@ class Run(ABC):
     def _join(self) -> None:
         """Join the run's process group."""
         options = self.config.run
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = options.threads_per_rank or max(1, free_cores() // local_ranks)
+        threads = options.threads_per_rank or max(1, free_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         torch.manual_seed(options.seed)
         self.at_end.callback(parallel.stop)  # ends last, because other parts may need the groups to stop
         timeout_s = self.config.collective_timeout_s
@@ -133,7 +125,7 @@ class Run(ABC):
         """Lock and open the run's folder, choose the checkpoint to resume, and start handling stop signals and hangs.
 
         Call this before anything is written or started. Raises ValueError if another run uses the folder. on_half_time:
-        passed to StopSignal. hangs: the arguments waits_for, can_leave and on_leave of HangWatch.
+        passed to StopSignal. hangs: passed to HangWatch.
         """
         options, groups = self.config.run, self.groups
 
@@ -185,10 +177,7 @@ class Run(ABC):
         self.log_file.say(text)
 
     def check_updates(self, model: str, updates: list[StepStats], *, trained_on: str = "") -> None:
-        """Raise RuntimeError if more than run.most_skipped_updates consecutive updates of `model` were skipped.
-
-        trained_on: words for the error message that describe the last update's data.
-        """
+        """Raise RuntimeError if more than run.most_skipped_updates consecutive updates of `model` were skipped."""
         most = self.config.run.most_skipped_updates
         for update in updates:
             self._skipped_in_a_row[model] = 0 if update.applied else self._skipped_in_a_row[model] + 1
@@ -201,7 +190,7 @@ class Run(ABC):
                     f"continues from the last checkpoint."
                 )
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    # -- checkpoints
 
     def load_checkpoint(self) -> None:
         """Load the trained engines from the checkpoint `resumed_from`."""
@@ -239,10 +228,7 @@ class Run(ABC):
         return self.groups.any(self.stop_signal.came())
 
     def stop_after(self, step: int, why: str = "") -> None:
-        """Write a checkpoint of this state if it is new, and say how to resume.
-
-        After Ctrl-C, also write the report. A run without checkpoints is stopped only by Ctrl-C.
-        """
+        """Write a checkpoint of this state if it is new, and say how to resume. After Ctrl-C, also write the report."""
         self.is_stopped, saves = True, self.config.run.checkpoint_every_steps > 0
         if saves:
             self.checkpoints.finish(wait=True)
@@ -258,7 +244,7 @@ class Run(ABC):
 
     @contextlib.contextmanager
     def _warning_of_checkpoints(self) -> Iterator[None]:
-        """Print checkpoint errors as warnings and continue: training is worth more than the newest checkpoint."""
+        """Print checkpoint errors as warnings: training is worth more than the newest checkpoint."""
         try:
             yield
         except CheckpointError as error:
@@ -269,7 +255,7 @@ class Run(ABC):
         state = self._state() | {"config": saved_form(self.config)}
         self.checkpoints.start(step, self.trained, state, in_background=in_background)
 
-    # -- results ------------------------------------------------------------------------------------------------------
+    # -- results
 
     def save(self, *, step: int) -> None:
         """Write HF weights if they are due. Raises CheckpointError if those of the last step cannot be written."""
@@ -298,7 +284,7 @@ class Run(ABC):
 
 
 def write_report(folder: Path) -> Path:
-    """Write a run's report.html and report.svg; return the page's path. Raises RuntimeError with the reason on failure.
+    """Write a run's report.html and report.svg, and return the page's path. Raises RuntimeError with the reason.
 
     Runs in a separate process, so that a failing report cannot lose trained weights.
     """

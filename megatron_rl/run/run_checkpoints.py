@@ -2,7 +2,7 @@
 
 A checkpoint, `run.folder/checkpoints/step-N`, holds an engine checkpoint per trained model, run.json (the loop's own
 state) and, written last, the manifest. It is written under a temporary name and renamed when complete. Only then are
-older checkpoints removed; damaged ones are never removed. Collective: every rank calls every method.
+older checkpoints removed, but no damaged ones. Collective: every rank calls every method.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RunCheckpoints:
         self.engines: dict[str, MegatronEngine] = {}
         self.aside: Path | None = None
         self.step = 0
-        """Step of the checkpoint in progress, whose temporary folder is `aside`."""
+        """Step of the checkpoint in progress, if any. `aside` is its temporary folder."""
         self.newest = 0
         """Step of the newest checkpoint that this process has written or resumed."""
         self.passed_over: list[str] = []
@@ -90,14 +90,13 @@ class RunCheckpoints:
             raise
         self.aside, self.step = aside, step
 
-    def finish(self, *, wait: bool) -> bool:
-        """Publish the checkpoint in progress if its writers are done. Return True if none is in progress any more.
+    def finish(self, *, wait: bool) -> None:
+        """Publish the checkpoint in progress, if any, once its writers are done. wait: wait for them.
 
-        wait: wait for the writers first. Raises CheckpointError on all ranks if the checkpoint could not be written.
-        In that case all earlier checkpoints still exist.
+        Raises CheckpointError on all ranks if it could not be written. All earlier checkpoints then still exist.
         """
         if self.aside is None:
-            return True
+            return
         try:
             # Ask all engines, even after one that is not done, because each call is a collective.
             is_done = all([engine.finish_saves(wait=wait) for engine in self.engines.values()])
@@ -105,7 +104,7 @@ class RunCheckpoints:
             self._abandon()
             raise
         if not is_done:
-            return False
+            return
         aside, self.aside = self.aside, None
 
         def publish() -> None:
@@ -119,10 +118,9 @@ class RunCheckpoints:
 
         self._on_main(publish, self.step)
         self.newest = self.step
-        return True
 
     def close(self) -> None:
-        """Abandon the checkpoint in progress of a failed run, so that its writers do not outlive the run."""
+        """Abandon the checkpoint in progress, so that its writers do not outlive a failed run."""
         if self.aside is not None:
             for engine in self.engines.values():
                 engine.drop_saves()
@@ -135,8 +133,7 @@ class RunCheckpoints:
                 engine.finish_saves(wait=True)
 
     def _on_main(self, act: Callable[[], None], step: int) -> None:
-        fault = self.groups.on_main(act)
-        if fault:
+        if fault := self.groups.on_main(act):
             raise CheckpointError(
                 f"checkpoint {str(self.folder / f'step-{step}')!r}: {fault}; earlier ones are untouched. See that the "
                 f"disk has space and that run.folder can be written."
@@ -152,10 +149,9 @@ class RunCheckpoints:
     def choose(self, resume: str) -> Path | None:
         """Return the checkpoint to resume, with all files verified against their checksums. None for a fresh start.
 
-        resume: `auto`, a checkpoint's folder, or empty for a fresh start. This run's checkpoints of later steps than
-        the chosen one are renamed, as are damaged ones that `auto` skips. Raises ValueError if the folder is no
-        checkpoint, or for a fresh start in the folder of a run that could be resumed. Raises RuntimeError if the
-        checkpoints are damaged.
+        resume: `auto`, a checkpoint's folder, or empty for a fresh start. Checkpoints of later steps than the chosen
+        one are renamed, and so are damaged ones that `auto` skips. Raises ValueError if the folder is no checkpoint, or
+        for a fresh start in the folder of a run that could be resumed, and RuntimeError if checkpoints are damaged.
         """
         names: list[Any] = [None]
         if self.groups.is_main:
@@ -174,7 +170,14 @@ class RunCheckpoints:
             )
         if not resume:
             return None
-        chosen = self._checked(Path(resume))
+        chosen = Path(resume)
+        if not (chosen / RUN_STATE).is_file():
+            raise ValueError(
+                f"--resume {str(chosen)!r}: has no {RUN_STATE}, so it is no checkpoint of a run; give run.folder/"
+                f"{FOLDER}/step-N, or {AUTO}."
+            )
+        for fault in manifest.faults_for_all(chosen, self.groups):
+            raise RuntimeError(f"--resume {str(chosen)!r}: {fault}; give an earlier checkpoint, or {AUTO}.")
         for step in steps:  # otherwise `auto` would later prefer the steps of the abandoned course
             if step > read_state(chosen)["step"]:
                 self._set_aside(step, "superseded")
@@ -199,16 +202,6 @@ class RunCheckpoints:
             )
         return None
 
-    def _checked(self, path: Path) -> Path:
-        if not (path / RUN_STATE).is_file():
-            raise ValueError(
-                f"--resume {str(path)!r}: has no {RUN_STATE}, so it is no checkpoint of a run; give run.folder/"
-                f"{FOLDER}/step-N, or {AUTO}."
-            )
-        for fault in manifest.faults_for_all(path, self.groups):
-            raise RuntimeError(f"--resume {str(path)!r}: {fault}; give an earlier checkpoint, or {AUTO}.")
-        return path
-
     def _set_aside(self, step: int, reason: str) -> None:
         """Rename a checkpoint so that it is neither found nor pruned."""
 
@@ -225,10 +218,7 @@ class RunCheckpoints:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the `state` that `start` received for a checkpoint, plus `step`, the number of finished steps.
-
-    Raises RuntimeError if the state is invalid, or belongs to another step than the folder's name says.
-    """
+    """Return the `state` that `start` received for a checkpoint, plus `step`. Raises RuntimeError if it is invalid."""
     where = f"checkpoint {str(path)!r}: its {RUN_STATE}"
     try:
         state = json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
@@ -279,12 +269,8 @@ def is_ledger(state: Any) -> bool:
 
 
 def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:
-    """Wait until no other process writes the run's journal.
-
-    Raises RuntimeError on all ranks, naming one that remains.
-    """
-    fault = groups.on_main(lambda: journal.wait_for_owners(run_folder / journal.FOLDER))
-    if fault:
+    """Wait until no other process writes the run's journal. Raises RuntimeError, which names one, on all ranks."""
+    if fault := groups.on_main(lambda: journal.wait_for_owners(run_folder / journal.FOLDER)):
         raise RuntimeError(fault)
 
 
@@ -306,13 +292,10 @@ class PromptResumeState:
             self.rates = SuccessRates(config.data, seed=config.run.seed, measured=measured)
             if resumed and "rates" in resumed:
                 self.rates.load_state_dict(resumed["rates"])
-        self.folder = Path(config.run.folder) / journal.FOLDER
-        self.keeps_journal = config.run.checkpoint_every_steps > 0
-        self.fingerprint = fingerprint(config)
+        self.config, self.folder = config, Path(config.run.folder) / journal.FOLDER
         attempt = [journal.next_run_attempt(self.folder)]
         dist.broadcast_object_list(attempt, src=0, group=groups.control)
         self.run_attempt: int = attempt[0]
-        """Number of times that the run was started, this start included."""
         if resumed:
             prompts.load_state_dict(resumed["prompts"])
 
@@ -322,18 +305,19 @@ class PromptResumeState:
             rank=self.groups.data.rank,
             ranks=self.groups.data.size,
             run_attempt=self.run_attempt,
-            fingerprint=self.fingerprint,
+            fingerprint=fingerprint(self.config),
             resumed=self.resumed,
             rates=self.rates,
         )
 
     def lock(self) -> int | None:
         """Take the lock of this rank's journal, for its rollout process. Return None if the run keeps no journal."""
-        return journal.take_lock(self.folder, self.groups.data.rank) if self.keeps_journal else None
+        keeps_journal = self.config.run.checkpoint_every_steps > 0
+        return journal.take_lock(self.folder, self.groups.data.rank) if keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
         """Record the position between two steps for `state_dict`, and add the outcomes so far to the success rates."""
-        # Not queried when a checkpoint is written, because an abandoned step restarts from its beginning.
+        # Not asked when a checkpoint is written, because an abandoned step restarts from its beginning.
         self._ledger_state = None if rollout is None else rollout.ledger_state()
         outcomes = [] if self._ledger_state is None else self._ledger_state.pop("outcomes")
         if self.rates is None:
@@ -356,10 +340,9 @@ class PromptResumeState:
 
 
 def fingerprint(config: TrainConfig) -> str:
-    """Hash all settings that affect a group that this run samples at a given policy version."""
-    parts = {"model": config.model, "generation": config.generation, "data": config.data}
-    parts |= {"warm_start": config.warm_start, "optimizer": config.optimizer}
-    settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+    """Hash all settings that affect a group that is sampled at a given policy version."""
+    sections = ("model", "generation", "data", "warm_start", "optimizer")
+    settings: dict[str, Any] = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
     rollout, seed = config.rollout, config.run.seed
     settings |= {"workflow": rollout.workflow, "args": rollout.workflow_args, "reward": rollout.reward, "seed": seed}
     settings |= {"recipe": rollout.recipe}

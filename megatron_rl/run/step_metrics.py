@@ -36,23 +36,20 @@ def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 
 def applied_of(stats: list[StepStats]) -> list[StepStats]:
-    """Return the updates to average over: those applied, because skipped ones may be NaN. All if none was applied."""
+    """Return the applied updates, because skipped ones may be NaN. All if none was applied."""
     return [s for s in stats if s.applied] or stats
 
 
 def trained_tokens(stats: StepStats) -> float:
-    """Return the number of tokens that an update trained on.
-
-    This is the entry `tokens` of its sums if the loss is a mean over trajectories, otherwise the update's weight.
-    """
+    """Return the number of tokens that an update trained on. The weight may be a number of trajectories instead."""
     return stats.sums.get("tokens", stats.weight)
 
 
 def user_metrics(groups: ParallelGroups) -> dict[str, float]:
     """Return the means of what losses passed to log_metric since the last call, on the main rank; {} on others.
 
-    Collective. The ranks of a replica have either different parts of a loss's values or equal copies of all. In both
-    cases, the sum of numerators over the sum of denominators is the right mean.
+    Collective. The ranks of a replica have different parts of a loss's values, or equal copies of all. The sum of
+    numerators over the sum of denominators is the right mean in both cases.
     """
     own = stats_tracker.take()
     of_ranks = [own] * groups.world_size if groups.is_main else None
@@ -66,10 +63,7 @@ COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
 
 
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    """Return the policy's metrics.
-
-    The loss is aggregated as configured. The other sums that the loss returns become means over trained tokens.
-    """
+    """Return the policy's metrics. The sums that the loss returns become means over trained tokens."""
     metrics = update_metrics(stats)
     for key in stats[0].sums:
         over = stats if key in COUNTED_IN_ALL else applied_of(stats)
@@ -117,28 +111,21 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
         "reward/groups_without_variance": float((deviations == 0).double().mean()),
         "batch/trajectories": len(batch),
         "batch/sequence_tokens": float(batch.lengths.float().mean()),
-    }
-    metrics |= {
         "histogram/reply_tokens": counts_by_doubling(own.sums_of_tokens(written_tokens(own).long()), batch.total),
         "histogram/token_age": counts_by_number(version - trained_versions(own), batch.total, most=version),
     }
     if "model_rewards" in batch:
         metrics["reward/model"] = float(batch.means_of_samples(batch["model_rewards"]).mean())
-    parts = {name: column for name, column in batch.sequences.items() if name.startswith(PART)}
-    means = {f"reward/{name}": float(batch.means_of_samples(of).mean()) for name, of in parts.items()}
-    means |= {
-        f"trajectory/{name}": float(batch.means_of_samples(column.double()).mean())
-        for name, column in batch.sequences.items()
-        if name not in OWN_COLUMNS and not name.startswith(PART)
-    }
-    return metrics | means | reused
+    for name, column in batch.sequences.items():
+        if name.startswith(PART):
+            metrics[f"reward/{name}"] = float(batch.means_of_samples(column).mean())
+        elif name not in OWN_COLUMNS:
+            metrics[f"trajectory/{name}"] = float(batch.means_of_samples(column.double()).mean())
+    return metrics | reused
 
 
 def reuse_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """Return how much of the step is reused, and the staleness of its tokens in versions.
-
-    Collective: every rank calls it.
-    """
+    """Return how much of the step is reused, and how stale, in versions. Collective: every rank calls it."""
     again = batch.select(batch.is_reused.nonzero()[:, 0].tolist())
     count = {"reuse/trajectories": len(again)}
     if not len(again):
@@ -151,15 +138,13 @@ def reuse_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
 
 
 def publication_metrics(publication: Publication) -> dict[str, Any]:
-    metrics = {
+    sent = {} if publication.sent_bytes is None else {"publish/sent_bytes": publication.sent_bytes}
+    return {
         "publish/duration_s": publication.seconds,
         "publish/paused_s": publication.paused_s,
         "publish/bytes": publication.nbytes,
         "publish/verified_tensors": publication.verified,
-    }
-    if publication.sent_bytes is not None:
-        metrics["publish/sent_bytes"] = publication.sent_bytes
-    return metrics
+    } | sent
 
 
 Total = Callable[[Tensor], Tensor]
@@ -167,10 +152,7 @@ Total = Callable[[Tensor], Tensor]
 
 
 def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> dict[str, int]:
-    """Return a histogram {range: count} of whole numbers, with ranges [2^k, 2^(k+1)); 0 counts as 1.
-
-    It has all ranges from the lowest to the highest non-empty one.
-    """
+    """Return a histogram {range: count} of whole numbers, with ranges [2^k, 2^(k+1)); 0 counts as 1."""
     classes = total(torch.bincount(values.clamp_min(1).double().log2().floor().long(), minlength=63)).tolist()
     present = [number for number, count in enumerate(classes) if count]
     between = range(present[0], present[-1] + 1) if present else ()
@@ -187,10 +169,9 @@ def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, mo
 def mismatch_metrics(
     shares: list[TrajectoryBatch], stats: list[StepStats], version: int, groups: ParallelGroups
 ) -> dict[str, float]:
-    """Compare trainer and server log-probabilities of the step's first update, over all ranks.
+    """Compare trainer and server log-probabilities of the step's first update, without reused trajectories.
 
-    The trainer computes its log-probabilities before it changes the weights. Reused trajectories are excluded. version:
-    policy version before the updates. Collective: every rank calls it.
+    version: policy version before the updates. Collective: every rank calls it.
     """
     if not stats or stats[0].logprobs is None:  # equal on all ranks
         return {}

@@ -25,13 +25,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class StepTraces:
     """Records the steps in telemetry.trace_steps. Collective: every rank calls every method.
 
-        traces = StepTraces(config, groups, timers, engine, process, say=print)
-        timers.snapshot(); traces.begin(3)
-        ...
-        timers.snapshot(); traces.end(3)  # writes run.folder's trace of step 3
-
-    A step lasts from one snapshot of its timers to the next. Its trace has everything that happened in that time, even
-    if it belongs to other steps: rollouts of an asynchronous run, or the evaluation after the previous step.
+    A step lasts from one snapshot of its timers to the next; call `begin` and `end` right after these. Its trace has
+    all that happened in that time, also for other steps, such as rollouts of an asynchronous run.
     """
 
     def __init__(
@@ -49,14 +44,14 @@ class StepTraces:
         self._publications: list[Span] = []
 
     def begin(self, step: int) -> None:
-        """Begin to record the step, if it is to be traced. Call this right after the timers' snapshot."""
+        """Begin to record the step, if it is to be traced."""
         if step in self.steps:
             self._publications = self._last_publication()  # the step's first replies use its weights
             if self.process is not None:
                 self.process.record()
 
     def end(self, step: int) -> None:
-        """Write the trace of the step, if it is to be traced. Call this right after the timers' snapshot."""
+        """Write the trace of the step, if it is to be traced."""
         if step not in self.steps:
             return
         groups = self.groups

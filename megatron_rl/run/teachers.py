@@ -1,7 +1,4 @@
-"""Teachers that run on the trainer's engines: checks, and log-probabilities or distributions for policy tokens.
-
-A teacher with a hint reads a prompt that contains the hint, followed by the same tokens as the policy's.
-"""
+"""Teachers that run on the trainer's engines. With a hint, a teacher reads hint, prompt and the policy's reply."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ Prompts = list[dict[str, Any]]
 def check_teachers(
     config: TrainConfig, policy: Architecture, tokenizer: PreTrainedTokenizerBase, prompts: Prompts
 ) -> None:
-    """Check the teachers. Raises ValueError with the reason.
-
-    A teacher must be complete, share the policy's tokens and have a sufficient context. Every prompt's source must have
-    a teacher.
-    """
+    """Raise ValueError if a teacher's model, tokens or context does not fit, or a prompt's source has no teacher."""
     options, own_tokens = config.teacher, tokenizer.get_vocab()
     teachers, contexts = options.teachers, {POLICY: policy.max_positions, "": policy.max_positions}
     for path in options.engine_paths:
@@ -70,11 +63,7 @@ def check_teachers(
 class Teachers:
     """The teachers of a run, which share the policy's layout. Collective: every rank calls every method.
 
-    For example:
-
-        teachers = Teachers(config, groups, engine, prompts, tokenizer)
-        batch.tokens["teacher_logprobs"] = teachers.logprobs(batch)  # teacher.kl_in: advantage
-        targets = teachers.targets(share)  # teacher.kl_in: loss
+    teacher.kl_in = advantage needs `logprobs`, teacher.kl_in = loss needs `targets`.
     """
 
     def __init__(
@@ -86,9 +75,7 @@ class Teachers:
         tokenizer: PreTrainedTokenizerBase | None,
         **options: Any,
     ) -> None:
-        """prompts: indexed by a batch's `prompt_index`.
-
-        Without prompts, the first teacher reads all trajectories unchanged.
+        """prompts: indexed by `prompt_index`. Without any, the first teacher reads all trajectories unchanged.
 
         options: passed to MegatronEngine.
         """
@@ -105,13 +92,10 @@ class Teachers:
         self.engines = self.own_engines | {POLICY: policy}
 
     def logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """Return the teacher's log-probability of each trained token on this rank, `[N]` float32.
-
-        Log-probabilities that teacher servers have already returned are kept.
-        """
+        """Return the teachers' log-probabilities of the trained tokens on this rank, `[N]` float32."""
         own = batch.own()
-        scored = "teacher_logprobs" in own
-        found = own["teacher_logprobs"].clone() if scored else torch.zeros(len(own["input_ids"]))
+        has_scores = "teacher_logprobs" in own  # by teachers on servers, whose scores are kept
+        found = own["teacher_logprobs"].clone() if has_scores else torch.zeros(len(own["input_ids"]))
         for engine, read, places in self._readings(own):
             values = engine.forward(read, temperature=self.temperature)
             is_scored = read["loss_mask"]
@@ -155,9 +139,7 @@ class Teachers:
 def behind_prompts(
     batch: TrajectoryBatch, chosen: list[int], prompts: list[list[int] | None]
 ) -> tuple[TrajectoryBatch, Tensor]:
-    """Return the chosen trajectories as a teacher reads them, and where their tokens are in `batch`.
-
-    The second result has an index for each token, -1 for those of a replaced prompt.
+    """Return the chosen trajectories as a teacher reads them, and each token's index in `batch`, -1 for new prompts.
 
     prompts: for each chosen trajectory, token ids that replace everything before the first token that the policy wrote.
     None leaves the trajectory unchanged.

@@ -30,10 +30,7 @@ def warm_start_rows(
     context: int,
     vocab: int | None = None,
 ) -> ReplyRows:
-    """Return the training prompts with their answers.
-
-    Raises ValueError, which names the first prompt that has no answer or is too long.
-    """
+    """Return the training prompts with their answers. Raises ValueError if one has no answer or is too long."""
     asked = {"column": "answer", "setting": f"warm_start.updates = {options.updates}"}
     return ReplyRows("data.train", prompts, tokenizer, **asked, context=context, vocab=vocab)
 
@@ -41,15 +38,8 @@ def warm_start_rows(
 class WarmStart:
     """Trains the policy on answers before RL, if `warm_start.updates` is set.
 
-    Collective: every rank calls every method.
-
-        warm_start = WarmStart(config, groups, engine, train_prompts, tokenizer, measure=None, say=print, check=check)
-        if warm_start.run():
-            engine.reset_optimizer(total_updates)  # RL has an optimizer and a schedule of its own
-
-    measure: returns the mean reward of sampled replies. The warm start stops early if it reaches
-    warm_start.stop_at_reward. None disables that.
-    check: called with the statistics of each update.
+    Collective: every rank calls every method. measure: returns the mean reward of sampled replies. The warm start stops
+    early if it reaches warm_start.stop_at_reward. check: called with the statistics of each update.
     """
 
     def __init__(
@@ -71,9 +61,9 @@ class WarmStart:
         """Folder of the warm-started weights, written by `run` or `save`."""
 
     def run(self) -> bool:
-        """Train on answers, or load the result if an earlier run has done so with the same settings.
+        """Train on answers, or load the result of an earlier run with the same settings.
 
-        Return False if no warm start is configured.
+        Return False if no warm start is configured. After True, RL needs a new optimizer and learning-rate schedule.
         """
         if self.options.updates == 0:
             return False
@@ -122,10 +112,8 @@ class WarmStart:
 
     def _settings(self) -> str:
         """Return all settings that affect a warm start's result, except the layout, which affects only rounding."""
-        config = self.config
-        parts = {"model": config.model, "data": config.data, "warm_start": config.warm_start}
-        parts |= {"optimizer": config.optimizer, "generation": config.generation}
-        settings: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+        config, sections = self.config, ("model", "data", "warm_start", "optimizer", "generation")
+        settings: dict[str, Any] = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
         for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # only for RL, or irrelevant
             del settings["optimizer"][key]
         settings |= {"reward": config.rollout.reward, "recipe": config.rollout.recipe}

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.rollout.journal import FOLDER as JOURNAL
-from megatron_rl.rollout.journal import consumed_by_step
 from megatron_rl.rollout.ledger import Share
 from tests.kit.forks import check_end, exit_codes, has_ended, start_ranks
+from tests.kit.journals import consumed_by_step
 from tests.kit.runs import (
     UNTAUGHT,
     experiment,

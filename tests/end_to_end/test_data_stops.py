@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.launch import file_lock
 from megatron_rl.life.stop_signal import EXIT_STOPPED
 from megatron_rl.run.preference_run import PreferenceRun
-from megatron_rl.run.supervised_run import SupervisedRun
+from megatron_rl.run.row_training import SupervisedRun
 from megatron_rl.train import main
 from tests.kit.forks import check_end, exit_codes, has_ended, killed, start_ranks
 from tests.kit.runs import COUNT_MODEL, ROOT, newest_checkpoint, steps_of, wait_for_steps

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.replay.records import recorded_steps
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
-from megatron_rl.run.step_records import recorded_steps
 from megatron_rl.train import train
 from tests.kit.forks import check_end, killed, start_ranks
 from tests.kit.ranks import run_ranks

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.launch import file_lock
-from megatron_rl.run import evaluate_command
-from megatron_rl.run.evaluate_command import evaluate
+from megatron_rl.tools import evaluate_command
+from megatron_rl.tools.evaluate_command import evaluate
 from megatron_rl.train import train
 from tests.kit.forks import killed
 from tests.kit.ranks import fork, run_ranks
@@ -72,10 +72,10 @@ def test_a_second_evaluation_in_a_folder_is_refused_with_the_first_ones_name(tmp
 
 
 def test_an_evaluation_that_fails_frees_its_folder(tmp_path, monkeypatch):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no server starts")
 
-    monkeypatch.setattr(evaluate_command, "start_servers", fails)
+    monkeypatch.setattr(evaluate_command, "Supervisor", fails)
     with pytest.raises(RuntimeError, match="no server starts"):
         evaluate(ROOT / COUNT, [MODEL, f"run.folder={tmp_path}", "model.init=hf"])
     run_ranks(1, functools.partial(file_lock.take, by_process=True), tmp_path / "eval.lock")  # in another process

@@ -12,10 +12,11 @@ from megatron_rl import cli
 from megatron_rl.config import load_config
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.engine.optimizer import CheckedOptimizer
+from megatron_rl.replay.records import read_record, recorded_steps
 from megatron_rl.replay.replay import ReplayedRun
 from megatron_rl.replay.replay_file import unpack, write_replay_file
 from megatron_rl.run import step_records
-from megatron_rl.run.step_records import StepRecorder, read_record, recorded_steps
+from megatron_rl.run.step_records import StepRecorder
 from megatron_rl.telemetry.run_log import RunRecord
 from megatron_rl.tools.report.parting import parting
 from megatron_rl.train import rl_steps

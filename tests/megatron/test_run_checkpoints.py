@@ -50,7 +50,7 @@ def names(folder):
 
 def write(checkpoints, step, engines):
     checkpoints.start(step, engines, {"version": step})
-    assert checkpoints.finish(wait=True)
+    checkpoints.finish(wait=True)
 
 
 def one_engine_fails(folder):
@@ -63,7 +63,8 @@ def one_engine_fails(folder):
     with pytest.raises(CheckpointError, match="disk full"):
         checkpoints.finish(wait=False)
     assert critic.path is None, "nothing is left in work"
-    assert checkpoints.finish(wait=False) and names(folder) == ["step-1"] and checkpoints.newest == 1
+    checkpoints.finish(wait=False)
+    assert names(folder) == ["step-1"] and checkpoints.newest == 1
     write(checkpoints, 3, engines)
     return names(folder)
 

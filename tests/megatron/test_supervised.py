@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +14,9 @@ from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptIterator
 from megatron_rl.data.sft_rows import join_replies
 from megatron_rl.run.preference_run import asked_together
-from megatron_rl.run.row_training import RowData, RowSteps, answer_training
-from megatron_rl.run.supervised_run import check_supervised
+from megatron_rl.run.row_training import RowData, answer_training, check_supervised
 from megatron_rl.telemetry.run_log import read_run
-from megatron_rl.telemetry.timers import PhaseTimers
 from megatron_rl.train import train
-from megatron_rl.types import StepStats
 from tests.kit.models import LAYOUTS, VOCAB, make_engine, make_model
 from tests.kit.ranks import run_ranks
 
@@ -157,51 +153,36 @@ def test_run_is_the_same_on_two_ranks(layout, tmp_path):
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
 
 
-class CountsNothing:
-    """A log and a training that do nothing."""
-
-    groups = SimpleNamespace(world_size=1, is_main=True)
-    engine = None
-
-    def log_step(self, *_):
-        pass
-
-    def update(self, batch):
-        return StepStats(loss=0.0, weight=1.0, grad_norm=0.0, lr=0.0, applied=True)
-
-    def metrics(self, stats):
-        return {}
-
-
-def steps_from(resumed, per_step):
-    config = load_config(ROOT / "configs" / "count_sft.yaml", [*MODEL, f"batch.prompts_per_step={per_step}"])
+def rows_from(resumed, per_step):
     order = PromptIterator([{"prompt": str(number)} for number in range(37)], seed=3)
-    data = RowData(order=order, rows=SimpleNamespace(left_out=0), held_out={}, rows_per_step=per_step)
-    none = CountsNothing()
-    return RowSteps(config, data, none, none, PhaseTimers(), resumed=resumed, check=lambda *_: None)
+    data = RowData(order=order, rows=None, held_out={}, rows_per_step=per_step)
+    if resumed is not None:
+        data.resume(resumed)
+    return data
 
 
 @pytest.mark.parametrize("sizes", [(4, 10, 1), (9, 9, 9), (16, 3, 40), (1, 2, 3)], ids=str)
 def test_a_resume_with_another_batch_size_repeats_no_row_and_leaves_none_out(sizes):
     state, trained = None, []
     for first_step, per_step in enumerate(sizes):
-        steps = steps_from(state, per_step)
+        rows = rows_from(state, per_step)
         for step in (2 * first_step, 2 * first_step + 1):
-            steps.update(step, trained.extend)
-            assert trained[-per_step:] == steps.numbers(step)
-        state = {"step": step + 1} | json.loads(json.dumps(steps.state_dict()))
+            trained += rows.numbers(step)
+            rows.order.number = rows.end_of(step)
+            assert trained[-per_step:] == rows.numbers(step)
+        state = {"step": step + 1, "prompts": json.loads(json.dumps(rows.order.state_dict()))}
     order = PromptIterator([{"prompt": str(number)} for number in range(37)], seed=3)
     assert trained == [row["prompt_index"] for row in order.next_batch(2 * sum(sizes))]
     # The reference of what is still to be trained is complete, and the same after another resume.
-    asked = list(asked_together(steps.numbers, 9, 5))
-    assert {row for step in range(5, 9) for row in steps.numbers(step)} <= {row for rows in asked for row in rows}
-    assert list(asked_together(steps_from(state, per_step).numbers, 9, 5)) == asked
+    asked = list(asked_together(rows.numbers, 9, 5))
+    assert {row for step in range(5, 9) for row in rows.numbers(step)} <= {row for batch in asked for row in batch}
+    assert list(asked_together(rows_from(state, per_step).numbers, 9, 5)) == asked
 
 
 def test_a_checkpoint_of_an_earlier_version_which_counted_no_rows_is_resumed_after_its_steps():
-    state = {"step": 3, "prompts": steps_from(None, 6).state_dict()["prompts"]}
+    state = {"step": 3, "prompts": rows_from(None, 6).order.state_dict()}
     assert state["prompts"]["number"] == 0
-    assert steps_from(state, 6).numbers(3) == steps_from(None, 6).numbers(3)
+    assert rows_from(state, 6).numbers(3) == rows_from(None, 6).numbers(3)
 
 
 @pytest.mark.thorough

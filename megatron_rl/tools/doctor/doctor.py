@@ -23,7 +23,6 @@ from megatron_rl.data.tokens import load_tokenizer, training_prompts
 from megatron_rl.engine.megatron_engine import MegatronEngine
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.rollout.sglang_engine import RemoteSGLangEngine
-from megatron_rl.run.evaluate_command import where_it_is
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.tools.doctor import elimination, states, surroundings
 from megatron_rl.tools.doctor.diagnosis import diagnose, wrong_weights
@@ -32,6 +31,7 @@ from megatron_rl.tools.doctor.hosts import check_hosts
 from megatron_rl.tools.doctor.machine_checks import check_machine
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig
 from megatron_rl.tools.embedded_server.transformer import Decoder
+from megatron_rl.tools.evaluate_command import where_it_is
 from megatron_rl.types import FinetuneSpec
 from megatron_rl.weights.hf_files import HFFolder
 from megatron_rl.weights.mapping import hf_shapes

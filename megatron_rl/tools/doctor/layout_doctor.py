@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         platform.prepare(may_use_transformer_engine=False)
         from megatron_rl.config import load_config
         from megatron_rl.data.tokens import load_tokenizer, training_prompts
-        from megatron_rl.run.evaluate_command import where_it_is
         from megatron_rl.tools.doctor.doctor import of_layout
+        from megatron_rl.tools.evaluate_command import where_it_is
 
         config = load_config(*where_it_is(args.config, args.overrides))
         config.check_world_size(int(os.environ["WORLD_SIZE"]))

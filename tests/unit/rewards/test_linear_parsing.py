@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.rewards import exact_match, find_last_number, find_tagged, last_boxed
 from megatron_rl.rewards.judge import Grading
 from megatron_rl.rewards.program_text import find_program
-from megatron_rl.run.answer_scores import final_answer
+from megatron_rl.run.evaluation import final_answer
 from megatron_rl.workflows.tools import ToolCall, split_tool_calls
 
 READERS = {

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from megatron_rl.run.answer_scores import as_samples, final_answer, majority, pass_at_k, summarize
+from megatron_rl.run.evaluation import as_samples, final_answer, majority, pass_at_k, summarize
 
 
 @pytest.mark.parametrize(("replies", "right"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (8, 8)])

@@ -28,7 +28,7 @@ RESULTS, LOCK = "eval.jsonl", "eval.lock"
 
 
 def evaluate(path: Path, overrides: list[str]) -> str:
-    """Evaluate a config's model, or the newest weights in a run's folder. Return a table of the results.
+    """Evaluate a config's model, or the newest weights in a run's folder. Return one line of metrics per set.
 
     Writes eval.jsonl into run.folder: each prompt's set, index, digest, rewards and final answers. Uses the servers in
     rollout.servers, which must hold the weights, or starts servers and stops them at the end.
@@ -60,19 +60,32 @@ def evaluate(path: Path, overrides: list[str]) -> str:
         write_results(folder / RESULTS, scored, prompts)
     finally:
         os.close(lock)
-    return "\n".join([*table(scored, prompts), str(folder / RESULTS)])
+    lines = []
+    for name, one in scored.items():
+        values = "  ".join(f"{metric} {value:.4f}" for metric, value in one.metrics.items())
+        lines.append(f"{name}: {len(one.places)} of {len(prompts[name])} prompts  {values}")  # some may have failed
+    return "\n".join([*lines, str(folder / RESULTS)])
 
 
 def answers(
     config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[dict[str, Any]]
 ) -> TrajectoryBatch:
-    """Generate and score the replies to all prompts. Servers that this starts have stopped when it returns or fails."""
+    """Generate and score the replies to all prompts. Servers that this starts are stopped at the end."""
     servers = servers_of(config)
     engine, recipe = RemoteSGLangEngine(servers, seed=config.run.seed), serve_rewards(config)
     supervisor: Supervisor | None = None
     try:
         if not servers.servers:
-            supervisor = start_servers(config, folder, engine)
+            supervisor = Supervisor(
+                servers.with_time_for(config.model.path),
+                config.model.path,
+                folder / "eval_servers",
+                dtype=config.model.dtype,
+                context_length=read_architecture(config.model.path).max_positions,
+                threads_per_server=config.run.threads_per_rank or free_cores(),
+                on_death=engine.fail,
+            )
+            supervisor.start()
         engine.initialize(servers.servers if supervisor is None else supervisor.urls)
         workflow = make_workflow(config, tokenizer, config.evaluation_generation, recipe, evaluates=True)
         return engine.evaluate(prompts, workflow).result()
@@ -98,20 +111,6 @@ def where_it_is(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
     return path / "config.yaml", [f"model.path={saved[-1]}", "model.init=hf", *overrides]
 
 
-def start_servers(config: TrainConfig, folder: Path, engine: RemoteSGLangEngine) -> Supervisor:
-    supervisor = Supervisor(
-        servers_of(config).with_time_for(config.model.path),
-        config.model.path,
-        folder / "eval_servers",
-        dtype=config.model.dtype,
-        context_length=read_architecture(config.model.path).max_positions,
-        threads_per_server=config.run.threads_per_rank or free_cores(),
-        on_death=engine.fail,
-    )
-    supervisor.start()
-    return supervisor
-
-
 def write_results(path: Path, scored: dict[str, SetScores], prompts: dict[str, list[dict[str, Any]]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
@@ -120,12 +119,3 @@ def write_results(path: Path, scored: dict[str, SetScores], prompts: dict[str, l
                 line = {"set": name, "prompt_index": place, "prompt": digest_of(prompts[name][place])}
                 line |= {"rewards": rewards, "answers": answers}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def table(scored: dict[str, SetScores], prompts: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return one line per set: the number of scored prompts (some may have failed) and the metrics."""
-    lines = []
-    for name, one in scored.items():
-        values = "  ".join(f"{metric} {value:.4f}" for metric, value in one.metrics.items())
-        lines.append(f"{name}: {len(one.places)} of {len(prompts[name])} prompts  {values}")
-    return lines
