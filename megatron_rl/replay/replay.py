@@ -212,7 +212,7 @@ class ReplayedRun(RLRun):
         critic_stats: list[StepStats],
     ) -> None:
         """Record the step again and compare the two records."""
-        self.records.end(batch, shares, {"policy": stats, "critic": critic_stats})
+        self.records.end(batch, {"policy": stats, "critic": critic_stats})
         if self.groups.is_main:
             self._compare(step)
         self.is_different = self.groups.any(self.difference is not None)

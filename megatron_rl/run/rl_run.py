@@ -420,7 +420,7 @@ class RLRun(Run):
         if self.groups.is_main:
             samples = decode_samples(self.tokenizer, shown, prompts=self.prompts.prompts)
         self.log_file.log_step(step, metrics, samples)
-        self.records.end(batch, shares, {"policy": stats, "critic": critic_stats})
+        self.records.end(batch, {"policy": stats, "critic": critic_stats})
         # These may end the run, so they follow the log, which shows why.
         is_skipped = bool(stats) and not stats[0].applied
         mismatch.check_alarm(differences, self.config.correction.alarm, is_skipped=is_skipped)

@@ -123,10 +123,10 @@ class StepRecorder:
             elif options.records(step, step + 1):
                 self._watches = {name: _TensorWatch(engine) for name, engine in self.engines.items()}
 
-    def end(self, batch: StepBatch, shares: list[TrajectoryBatch], stats: dict[str, list[StepStats]]) -> None:
+    def end(self, batch: StepBatch, stats: dict[str, list[StepStats]]) -> None:
         """Write what the step computed, if the step is recorded.
 
-        batch: the trajectories that were trained. shares: this rank's updates. stats: by model, of each update.
+        batch: the trajectories that were trained. stats: for each model, one entry per update.
         """
         step, self._step = self._step, None
         if step is None:
