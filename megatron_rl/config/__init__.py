@@ -49,44 +49,6 @@ from megatron_rl.config.train_config import TrainConfig
 if TYPE_CHECKING:
     from megatron_rl.config.loading import config_of, load_config
 
-__all__ = [
-    "AlgorithmConfig",
-    "BatchConfig",
-    "COMPARE_GROUP",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DemonstrationsConfig",
-    "DraftConfig",
-    "ESTIMATORS",
-    "EngineConfig",
-    "EvalConfig",
-    "GenerationConfig",
-    "LOSSES",
-    "LoraConfig",
-    "MIXTURE",
-    "MOST_REPORTED",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PAIR_LOSSES",
-    "PIPELINE_CUTS",
-    "ParallelConfig",
-    "PreferenceConfig",
-    "ReuseConfig",
-    "RewardModelConfig",
-    "RewardShapingConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SupervisedConfig",
-    "TeacherConfig",
-    "TelemetryConfig",
-    "TrainConfig",
-    "UNADJUSTED",
-    "WarmStartConfig",
-    "config_of",
-    "load_config",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in ("config_of", "load_config"):

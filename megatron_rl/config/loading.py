@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.other_names import PAGE, ours
-from megatron_rl.config.rules import as_part_of
+from megatron_rl.config.rules import as_part_of, refuse
 from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
@@ -88,12 +88,11 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
 
 
 def take_from_policy(merged: DictConfig) -> None:
-    """Set what the layout and optimizer of a critic, and the layout of a reward model, leave out: as the policy's."""
-    of_critic = {"critic.parallel": "parallel", "critic.optimizer": "optimizer"}
-    wanted = of_critic if OmegaConf.select(merged, "algo.advantage") == "gae" else {}
-    wanted |= {"reward_model.parallel": "parallel"} if OmegaConf.select(merged, "reward_model.path") else {}
-    for name, of_policy in wanted.items():
-        own, given = OmegaConf.select(merged, name), merged.get(of_policy)
+    """Copy the policy's options into the layout and optimizer of a critic and a reward model where they have none."""
+    wanted = ["critic.parallel", "critic.optimizer"] if OmegaConf.select(merged, "algo.advantage") == "gae" else []
+    wanted += ["reward_model.parallel"] if OmegaConf.select(merged, "reward_model.path") else []
+    for name in wanted:
+        own, given = OmegaConf.select(merged, name), merged.get(name.partition(".")[2])
         if isinstance(given, DictConfig) and (own is None or isinstance(own, DictConfig)):
             options = {str(key): given._get_node(key) for key in given if own is None or key not in own}
             for key, value in options.items():
@@ -159,8 +158,7 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
 def is_text(key: str, text: str) -> bool:
     """Return True if an override's value is taken literally, not parsed as YAML.
 
-    Values of options of type str are taken literally, unless they are quoted or null. So are values of which YAML would
-    read a part as a comment.
+    These are values of options of type str, unless quoted or null, and values with a part that YAML reads as a comment.
     """
     if not text.strip():
         return True
@@ -203,7 +201,7 @@ def refuse_computed_values(given: DictConfig) -> None:
             )
         for name in KEY_OF_CONFIG.findall(text):
             if any("${" in str(below) for _, below in leaves(member(written, name))):
-                raise ValueError(f"{key} = {text!r}: {name} is itself made of another key; write its value there.")
+                refuse(key, text, f"{name} is itself made of another key; write its value there")
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -251,10 +249,8 @@ def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
         if section is not None:
             value = given[key]
             if not isinstance(value, DictConfig):
-                raise ValueError(
-                    f"{name} = {value!r}: must be a section with keys "
-                    f"{', '.join(f.name for f in dataclasses.fields(section))}."
-                )
+                keys = ", ".join(f.name for f in dataclasses.fields(section))
+                refuse(name, value, f"must be a section with keys {keys}")
             refuse_unknown_keys(section, value, f"{name}.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 from dataclasses import dataclass
 
@@ -30,11 +31,10 @@ class DescribedOption:
 
 
 def described_options() -> list[DescribedOption]:
-    """Return all options in the order of sections and fields. A nested section, such as `critic.parallel`, is one
-    record."""
-    sections = {name: kind for name, kind in SECTIONS.items() if "." not in name}
+    """Return all options in the order of sections and fields. A nested section is one record."""
+    sections = {name: kind for name, kind in SECTIONS.items() if "." not in name} | {"": TrainConfig}
     found = [option for name, kind in sections.items() for option in options_of(kind, name)]
-    return found + [option for option in options_of(TrainConfig, "") if option.key not in sections]
+    return [option for option in found if option.section or option.key not in sections]
 
 
 def options_of(kind: type, section: str) -> list[DescribedOption]:
@@ -63,9 +63,8 @@ def docs_of_fields(kind: type) -> dict[str, str]:
     """Return the docstring below each field. Python does not keep such docstrings, so they are read from the source."""
     [body] = [node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef)]
     docs = {}
-    # A docstring belongs to the field before it.
-    for field, below in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-                docs[field.target.id] = " ".join(below.value.value.split())
+    for field, below in itertools.pairwise(body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
     return docs

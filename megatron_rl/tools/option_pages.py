@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config.loading import SECTIONS
 from megatron_rl.config.option_records import DescribedOption, described_options
-from megatron_rl.config.resume_rules import ON_RESUME, TAKEN
+from megatron_rl.config.resume_rules import ON_RESUME
 
 BEGIN, END = "<!-- options -->\n", "<!-- end -->\n"
 WIDTH = 120
@@ -81,9 +81,9 @@ def entry(option: DescribedOption, *, quote: str = "", bullet: str = "") -> str:
     """Describe one option: key, default and type on the first line, then its text, its rule and its resume behavior."""
     default = f" = {option.default}" if option.default else ""
     lines = [f"{bullet}{quote}{dotted(option)}{default}{quote} ({option.type})"]
-    resume = ON_RESUME.get(dotted(option), TAKEN)
-    parts = [option.doc, f"Rule: {option.rule}." if option.rule else "", f"Resume: {resume}."]
-    said = " ".join(part for part in parts if part and part != f"Resume: {TAKEN}.")
+    resume = ON_RESUME.get(dotted(option))
+    parts = [option.doc, f"Rule: {option.rule}." if option.rule else "", f"Resume: {resume}." if resume else ""]
+    said = " ".join(filter(None, parts))
     indent = " " * 2
     lines += textwrap.wrap(
         said, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
