@@ -40,10 +40,8 @@ class ContextOutgrown(RequestRefused):
 class InfrastructureFailure(RuntimeError):
     """A sample lost something that it depends on, such as a server, a container, a service or a worker process.
 
-    The policy is not at fault, so this never becomes a reward. The sample is retried, and a metric counts the failures
-    by kind. A run with too many of them stops (rollout.max_infrastructure_failures).
-
-    Example for your own reward, tool or environment:
+    The policy is not at fault, so the sample is retried instead of getting a reward. A metric counts the failures by
+    kind, and too many of them stop the run (rollout.max_infrastructure_failures). Your reward, tool or environment may:
 
         raise InfrastructureFailure("the compiler at build7 gives no answer", kind="compiler")
     """
@@ -76,8 +74,7 @@ class RolloutWorkflow(abc.ABC):
     """
 
     IMPORT_PATHS: ClassVar[tuple[str, ...]] = ()
-    """Constructor arguments that the config gives as an import path, or as a mapping from import paths. The constructor
-    receives the imported objects."""
+    """Constructor arguments that the config gives as import paths, and the constructor receives as imported objects."""
 
     @classmethod
     def evaluating(cls, **arguments: Any) -> RolloutWorkflow:
@@ -110,7 +107,7 @@ class Sampler(abc.ABC):
     """The part of the engine that a workflow uses: it generates replies and knows the policy version."""
 
     steps: KeptSteps | None = None
-    """Storage for the environment steps of this episode; None if they are not kept."""
+    """None if this episode's environment steps are not kept."""
 
     @abc.abstractmethod
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
@@ -149,10 +146,7 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return the first `count` groups to finish, older versions first.
-
-        After a TimeoutError the groups stay available.
-        """
+        """Return the first `count` groups to finish, older versions first. A TimeoutError loses none."""
 
     @abc.abstractmethod
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
@@ -168,8 +162,7 @@ class InferenceEngine(Sampler):
     ) -> TrajectoryBatch:
         """Keep as many episodes in flight as staleness allows, and return the next `count` groups.
 
-        prompts: yields rows, or lists of rows as a DataLoader does. An iterable that can be restarted, such as a list,
-        is repeated without end.
+        prompts: yields rows, or lists of rows as a DataLoader does. A list or DataLoader is repeated without end.
         count: by default batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
         """
 
@@ -185,8 +178,7 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def update_weights(self, path: str | Path, version: int) -> None:
-        """Load a HF safetensors folder into all servers. `TrainEngine.update_weights` can also publish over a process
-        group."""
+        """Load a HF safetensors folder into all servers. See also `TrainEngine.update_weights`."""
 
 
 class NoServerLeft(RuntimeError):
@@ -201,8 +193,7 @@ loads buckets of several senders concurrently; SGLANG_FOLDER_LOADER loads a draf
 DRAFT_FOLDER = "draft"
 """Subfolder of a model's folder with its draft head."""
 DRAFT_PREFIX = "draft."
-"""Prefix of a draft head's tensors in a publication, which has the policy's tensors too. SGLang has the same prefix in
-the names of its checksums."""
+"""Prefix of a draft head's tensors in a publication, and in the names of SGLang's checksums."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +201,6 @@ class HeldWeights:
     """The weights that a server reports to hold."""
 
     version: str | None
-    """None if the server does not report it."""
     checksums: dict[str, str]
     """Tensor -> checksum in the server's `ChecksumForm`. Empty if the server cannot compute checksums."""
 
@@ -227,12 +217,11 @@ class ChecksumForm:
     ranks: int = 1
     """Tensor-parallel ranks of the server."""
     kv_heads: int | None = None
-    """The model's key/value heads. Set if the server has several ranks and the number is known."""
+    """The model's key/value heads, if the server has several ranks and the number is known."""
     experts: int | None = None
-    """Experts in each MoE layer, set if the server keeps them as they are sent and the number is known."""
+    """Experts in each MoE layer, if the server keeps them as they are sent and the number is known."""
     expert_ranks: int = 1
-    """Number of rank groups among which a layer's experts are divided. The ranks of one group each hold a part of every
-    expert of the group."""
+    """Number of rank groups that divide a layer's experts. Each rank of a group holds a part of its experts."""
 
     def name_on(self, name: str, rank: int) -> str:
         """Return the checksum's name for the part of tensor `name` that a rank holds."""
@@ -255,10 +244,7 @@ class WeightReceiver(Protocol):
 
     @property
     def membership(self) -> int:
-        """A number that changes with the set of participating servers.
-
-        A weight-update group created under another number is obsolete.
-        """
+        """A number that changes with the set of participating servers, for which weight-update groups are created."""
 
     @property
     def server_ranks(self) -> dict[str, int]:
@@ -276,10 +262,7 @@ class WeightReceiver(Protocol):
     def pause(self) -> None: ...
 
     def resume(self) -> None:
-        """Resume generation.
-
-        After an incomplete update the servers' current requests are aborted, and the servers receive no new ones.
-        """
+        """Resume generation. After an incomplete update, abort the servers' requests instead, and send no new ones."""
 
     def begin_weight_update(self, version: int) -> None:
         """Open a weight-update session, if the server's protocol has one."""
@@ -302,16 +285,12 @@ class WeightReceiver(Protocol):
         version: int,
         flattened: bool = True,
     ) -> dict[str, Future[None]]:
-        """Ask the servers to receive a bucket from rank 0.
-
-        flattened: one broadcast of all bytes, otherwise one broadcast per tensor.
-        """
+        """Ask the servers to receive a bucket from rank 0, `flattened` by one broadcast, else by one per tensor."""
 
     def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
-        """Ask the servers to receive buckets of several groups, each given as in `load_bucket`.
+        """Ask the servers to receive buckets of several groups, each as in `load_bucket`, concurrently if they can.
 
-        Servers that can receive them concurrently do so; others receive them in this order. pickled: the same buckets
-        for SGLANG_ROUND_LOADER.
+        pickled: the same buckets for SGLANG_ROUND_LOADER.
         """
 
     def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
@@ -323,32 +302,22 @@ class WeightReceiver(Protocol):
     def load_shared(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
     ) -> dict[str, Future[None]]:
-        """Ask the servers to read one flat bucket.
-
-        buckets: what each server receives, either a handle or one pickle per rank.
-        """
+        """Ask the servers to read one flat bucket. buckets: for each server a handle, or one pickle per rank."""
 
     def change_forms(self) -> dict[str, str | None]:
-        """Return, by server URL, the form in which the server accepts weight changes.
+        """Return how each server accepts weight changes.
 
-        `pickle`: SGLang with SGLANG_DELTA_LOADER. `body`: changes are sent as the request's body. None: the server
-        accepts no changes.
+        `pickle`: by SGLANG_DELTA_LOADER. `body`: as the request's body. None: not at all.
         """
 
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
-        """Ask the servers to apply changes to their weights.
-
-        bodies: each server's changes (delta_code.py), or one pickle for each of its ranks.
-        """
+        """Ask the servers to apply changes (delta_code.py), or one pickle for each of a server's ranks."""
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""
 
     def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
-        """Ask the servers to load adapters in PEFT format in place of their previous ones.
-
-        path: a folder that the servers must be able to read.
-        """
+        """Ask the servers to load adapters in place of theirs, from a PEFT folder that they must be able to read."""
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
         """Return how each server computes checksums; None if the trainer cannot compute the same."""
@@ -365,11 +334,10 @@ class LogitsTerm(Protocol):
     def of(
         self, rows: TensorDict, device: torch.device
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Return the loss term of one microbatch, as a function.
+        """Return the loss term of one microbatch, whose rows are on the host, as a function for a model on `device`.
 
-        The microbatch's rows are on the host, the model on `device`. The function maps (logits `[c, V_local]`, their
-        row indices) to the loss part, its sums, and its gradient with respect to the logits. It must not modify the
-        logits. The engine calls it with a few trained rows at a time.
+        It maps (logits `[c, V_local]`, their row indices) of a few trained rows to the loss part, its sums, and its
+        gradient with respect to the logits, which it must not modify.
         """
 
 
@@ -391,11 +359,8 @@ class LogprobLoss:
     temperature: float = 1.0
     """Divides the logits, as in the sampler."""
     by_row: bool = False
-    """True if `fn` is a sum over independent rows.
-
-    The engine may then call it with a few trained rows at a time, with data that has no `cu_seqlens`. It computes the
-    gradient together with the loss, so that it forms the logits only once.
-    """
+    """True if `fn` is a sum over independent rows. The engine may then call it with a few trained rows at a time, whose
+    data has no `cu_seqlens`, and compute the gradient along with the loss, so that it forms the logits only once."""
     beside: LogitsTerm | None = None
     """Another term that is added to the loss."""
 
@@ -449,12 +414,10 @@ class TrainEngine(abc.ABC):
         """Apply one optimizer step on `data`.
 
         `loss_fn(logits, rows)` returns a mean, whose weight is `loss_weight_fn(rows)`: an integer count of rows on the
-        host, by default the trained ones. The gradient is that of the weighted mean over all microbatches and ranks,
-        independent of layout and split. A `LogprobLoss` or `ValueLoss` returns sums instead. An engine with a value
-        head takes a `ValueLoss`.
+        host, by default the trained ones. The gradient is that of the weighted mean over all microbatches and ranks. A
+        `LogprobLoss`, or the `ValueLoss` that an engine with a value head takes, returns sums instead.
 
-        If the loss or the gradient norm is not finite on any rank, weights, optimizer and version do not change. Then
-        `applied` is False and `fault` says why.
+        If the loss or the gradient norm is not finite on any rank, nothing changes, and `applied` is False.
         """
 
     @abc.abstractmethod
@@ -475,11 +438,10 @@ class TrainEngine(abc.ABC):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> Tensor:
-        """Return the log-probability of each trained token, as `[N]` float32.
+        """Return, as `[N]` float32, the log-probability of each trained token, or its state's value with a value head.
 
         post_hook(logits, rows): returns `[T]` values, one per row, to use in place of the log-probabilities.
-        entropy: return the entropy, in nats, of the distribution that each token was sampled from. An engine with a
-        value head returns the value of the state in which each trained token was chosen.
+        entropy: return the entropy, in nats, of the distribution that each token was sampled from.
         """
 
     @abc.abstractmethod
@@ -490,7 +452,7 @@ class TrainEngine(abc.ABC):
     def get_version(self) -> int:
         """Return the version under which the policy is published. `train_batch` increases it if the weights change.
 
-        A loop that publishes only after several updates must set the version, so that versions count publications.
+        A loop that publishes only after several updates sets it, so that versions count publications.
         """
 
     @abc.abstractmethod
@@ -505,17 +467,14 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        """Publish the weights to the rollout servers. Collective: global rank 0 passes the receiver, others None.
+        """Publish the weights to the rollout servers. Global rank 0 passes the receiver, other ranks None.
 
         Servers that fail are dropped. Raises NoServerLeft on global rank 0 if none is left.
         """
 
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Stream the full HF tensors, gathered one by one.
-
-        Collective: all ranks iterate, only global rank 0 gets tensors.
-        """
+        """Stream the full HF tensors, gathered one by one. All ranks iterate, only global rank 0 gets tensors."""
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
