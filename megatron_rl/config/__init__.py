@@ -1,9 +1,8 @@
 """All options of a run, one dataclass per YAML section, checked before any process group or GPU is used.
 
 `load_config` rejects unknown keys, wrong types and out-of-range values; errors name the key, the value, the rule and
-the fix. `option_records` lists every option with its type, default, rule and text. Importing this package does not
-import torch, and imports OmegaConf only when a config is loaded. This keeps reward workers small: they need only
-`config.import_path`.
+the fix. Importing this package does not import torch, and imports OmegaConf only when a config is loaded, which keeps
+reward workers small.
 """
 
 from __future__ import annotations

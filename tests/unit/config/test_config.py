@@ -18,8 +18,8 @@ from megatron_rl.config import (
     load_config,
 )
 from megatron_rl.config.loading import SECTIONS
-from megatron_rl.config.option_records import described_options
 from megatron_rl.config.resume_rules import ON_RESUME, changes_at_resume, saved_form
+from megatron_rl.tools.option_pages import described_options
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
