@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -63,9 +64,8 @@ def path_to(run: Path, step: int, checkpoint: Path | None = None) -> tuple[int, 
     recorded = recorded_steps(run)
     if step not in recorded:
         shown = ", ".join(map(str, recorded[-20:])) or "none"
-        raise ValueError(
-            f"--step {step}: {run} has no record of it, but of {shown}; record steps with telemetry.record_steps."
-        )
+        rule = f"{run} has no record of it, but of {shown}; record steps with telemetry.record_steps"
+        raise ValueError(f"--step {step}: {rule}.")
     found = [checkpoint] if checkpoint is not None else list((run / CHECKPOINTS).glob("step-*"))
     starts = {int(match[1]): path for path in found if (match := re.fullmatch(r"step-(\d+)", path.name))}
     start = max((number for number in starts if number <= step), default=0)
@@ -107,23 +107,14 @@ def config_for(
     return load_config(path, overrides)
 
 
-class _NoServers:
-    """Stands in for the run's rollouts: nothing is published in a replay."""
-
-    def publish(self) -> None:
-        pass
-
-
 class ReplayedRun(RLRun):
     """The models of a recorded run, which take its steps again. Collective: every rank calls every method.
 
-    For example:
-
-        steps = {"first": 10, "last": 12, "checkpoint": Path("runs/demo/checkpoints/step-10")}
-        with ReplayedRun(config, Path("runs/demo"), **steps, tolerance=None, say=print) as run:
-            for _ in rl_steps(run):
-                pass
-        run.difference  # of the first step that differs
+    steps = {"first": 10, "last": 12, "checkpoint": Path("runs/demo/checkpoints/step-10")}
+    with ReplayedRun(config, Path("runs/demo"), **steps, tolerance=None, say=print) as run:
+        for _ in rl_steps(run):
+            pass
+    run.difference  # of the first step that differs
     """
 
     def __init__(
@@ -178,7 +169,7 @@ class ReplayedRun(RLRun):
             say=self.say,
             check=lambda stats: self.check_updates("policy", [stats]),
         )
-        self.rollouts = _NoServers()  # type: ignore[assignment]
+        self.rollouts = SimpleNamespace(publish=lambda: None)  # type: ignore[assignment]
 
     # -- what surrounds the loop --------------------------------------------------------------------------------------
 
@@ -205,11 +196,10 @@ class ReplayedRun(RLRun):
         self.records.begin(step, batch)
         return batch
 
-    def save(self, *, step: int) -> None:
-        pass
+    def save(self, **of_step: int) -> None:
+        """Do nothing: a replay writes no weights, evaluates nothing and has no report."""
 
-    def evaluate(self, *, step: int) -> None:
-        pass
+    evaluate = finish = save
 
     def log(
         self,
@@ -270,9 +260,8 @@ class ReplayedRun(RLRun):
             raise ValueError(f"--step {self.last}: the run ended within it, so its record has no log-probs to compare.")
         is_chosen = torch.isin(trained["group"], torch.tensor(groups))
         if missing := sorted(set(groups) - set(trained["group"].tolist())):
-            raise ValueError(
-                f"--groups: the step has no group {missing[0]}; it has 0 to {int(trained['group'].max())}."
-            )
+            has = f"the step has no group {missing[0]}; it has 0 to {int(trained['group'].max())}"
+            raise ValueError(f"--groups: {has}.")
         is_first = is_chosen & (update == 0)
         chosen = is_first.nonzero()[:, 0].tolist()
         forward = functools.partial(self.engine.forward, temperature=self.config.generation.temperature)
@@ -298,9 +287,6 @@ class ReplayedRun(RLRun):
 
     def checkpoint(self, *, step: int) -> bool:
         return self.is_different or step > self.last
-
-    def finish(self) -> None:
-        pass
 
 
 async def _rewards(record: StepRecord, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

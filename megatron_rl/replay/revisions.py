@@ -33,11 +33,9 @@ FIRST_BAD = re.compile(r"^([0-9a-f]{40}) is the first bad commit$", re.MULTILINE
 class Revisions:
     """A worktree that can be set to any revision of a checkout. Its operators are compiled if their sources differ.
 
-    For example:
-
-        with Revisions() as revisions:
-            revisions.check_out("v0.1.0")
-            code = revisions.run([sys.executable, "-m", "megatron_rl.replay", "runs/demo", "--step", "3"])
+    with Revisions() as revisions:
+        revisions.check_out("v0.1.0")
+        code = revisions.run([sys.executable, "-m", "megatron_rl.replay", "runs/demo", "--step", "3"])
     """
 
     def __init__(self, root: Path | None = None) -> None:
