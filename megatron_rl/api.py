@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class RequestRefused(ValueError):
-    """The server refused the request (4xx). A retry would be refused again."""
+    """The server refused the request (4xx), and would refuse it again."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -65,12 +65,10 @@ def infrastructure_in(error: BaseException | None) -> InfrastructureFailure | No
 class RolloutWorkflow(abc.ABC):
     """Generates the training data of one prompt, which is one episode.
 
-    For example:
-
-        class OneReply(RolloutWorkflow):
-            async def arun_episode(self, engine, data):
-                reply = await engine.agenerate(LLMRequest(rid=new_rid(), input_ids=self.prompt_ids(data)))
-                return [Trajectory.from_reply(reply, reward=self.score(reply.text, data))]
+    class OneReply(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            reply = await engine.agenerate(LLMRequest(rid=new_rid(), input_ids=self.prompt_ids(data)))
+            return [Trajectory.from_reply(reply, reward=self.score(reply.text, data))]
     """
 
     IMPORT_PATHS: ClassVar[tuple[str, ...]] = ()
@@ -86,11 +84,10 @@ class RolloutWorkflow(abc.ABC):
 
     @abc.abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | list[Trajectory] | None:
-        """Generate the trajectories of one prompt. Together they form one group.
+        """Generate the trajectories of one prompt, which form one group. None rejects the prompt.
 
-        Return trajectories, or a padded `[n, L]` TensorDict with `input_ids`, `attention_mask`, `loss_mask`, `rewards`
-        (`[n]` or `[n, L]`) and optionally `logprobs` and `versions`. Return None to reject the prompt. Exceptions go to
-        the executor, which counts them and retries the episode.
+        A TensorDict is padded, `[n, L]`, with `input_ids`, `attention_mask`, `loss_mask`, `rewards` (`[n]` or `[n, L]`)
+        and optionally `logprobs` and `versions`. The executor counts exceptions and retries the episode.
         """
 
 
@@ -119,8 +116,7 @@ class Sampler(abc.ABC):
     async def samples(self, make: Callable[[Sampler, Item], Awaitable[T]], items: Iterable[Item]) -> list[T]:
         """Await `make(sampler, item)` for all items concurrently, and return the results in order.
 
-        Inside an episode a failed sample is retried alone, and its earlier replies are reused. Therefore `make` must
-        use the sampler that it receives, not this one.
+        An episode retries a failed sample alone, and reuses its replies, if `make` uses the sampler that it receives.
         """
         return await together([make(self, item) for item in items])
 
@@ -128,10 +124,8 @@ class Sampler(abc.ABC):
 class InferenceEngine(Sampler):
     """The rollout servers as workflows and the training loop see them.
 
-    For example:
-
-        engine.initialize(["http://127.0.0.1:30000"])
-        batch = engine.rollout_batch([{"messages": [{"role": "user", "content": "2 + 2?"}]}], workflow)
+    engine.initialize(["http://127.0.0.1:30000"])
+    batch = engine.rollout_batch([{"messages": [{"role": "user", "content": "2 + 2?"}]}], workflow)
     """
 
     @abc.abstractmethod
@@ -162,8 +156,8 @@ class InferenceEngine(Sampler):
     ) -> TrajectoryBatch:
         """Keep as many episodes in flight as staleness allows, and return the next `count` groups.
 
-        prompts: yields rows, or lists of rows as a DataLoader does. A list or DataLoader is repeated without end.
-        count: by default batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
+        prompts: rows, or lists of rows as of a DataLoader, repeated without end. count: by default
+        batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
         """
 
     @abc.abstractmethod
@@ -188,8 +182,8 @@ class NoServerLeft(RuntimeError):
 SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
 SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
 SGLANG_FOLDER_LOADER = "megatron_rl.weights.sglang_loaders.load_folder"
-"""Functions passed to SGLang's --custom-weight-loader. SGLANG_DELTA_LOADER loads weight changes; SGLANG_ROUND_LOADER
-loads buckets of several senders concurrently; SGLANG_FOLDER_LOADER loads a draft head's folder."""
+"""Functions for SGLang's --custom-weight-loader: for weight changes, for buckets of several senders at once, and for a
+draft head's folder."""
 DRAFT_FOLDER = "draft"
 """Subfolder of a model's folder with its draft head."""
 DRAFT_PREFIX = "draft."
@@ -231,8 +225,8 @@ class ChecksumForm:
 class WeightReceiver(Protocol):
     """The rollout servers as the weight publisher sees them, each identified by its URL.
 
-    A call addresses every participating server. A call that waits drops the servers that fail, and succeeds if one is
-    left. The other calls return a future per server. One publication, as weights/publish.py does it:
+    A call is for every participating server. It returns a future per server or, if it waits, drops those that fail and
+    succeeds if one is left. One publication, as weights/publish.py does it:
 
         receiver.pause()
         receiver.begin_weight_update(version=7)
@@ -345,9 +339,9 @@ class LogitsTerm(Protocol):
 class LogprobLoss:
     """A loss that needs only log-probabilities, so that the engine never forms `[T, V]` logits for it.
 
-    fn(logprobs, entropy, data) -> (loss_sum, sums). logprobs and entropy are `[T]` float32, 0 in rows that are not
-    trained. data is the microbatch's rows. `loss_sum` is a sum over trained rows, not a mean. `sums` maps names to
-    0-dim tensors that are added over microbatches and ranks.
+    fn(logprobs, entropy, data) -> (loss_sum, sums). logprobs and entropy are `[T]` float32, 0 in untrained rows. data
+    is the microbatch's rows. `loss_sum` is a sum over trained rows. `sums` has 0-dim tensors by name, which are added
+    over microbatches and ranks.
 
         def negative_log_likelihood(logprobs, entropy, rows):
             return -logprobs.sum(), {"entropy": entropy.detach().sum()}
@@ -478,10 +472,9 @@ class TrainEngine(abc.ABC):
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all concurrently and return their results in order.
+    """Await all concurrently and return their results in order. If one fails, cancel the others and raise its error.
 
-    If one fails, the others are cancelled, and its error is raised once they have ended. asyncio.gather would let them
-    continue, and asyncio.TaskGroup before Python 3.13 leaves the calling task marked as cancelled.
+    asyncio.gather would let them continue. TaskGroup before Python 3.13 leaves the calling task marked as cancelled.
     """
     failures: list[BaseException] = []
     settled = asyncio.get_running_loop().create_future()  # asyncio.wait would look at all tasks whenever one is done

@@ -1,7 +1,6 @@
 """Core data types: requests, replies, trajectories and batches. Nothing here uses a network or a GPU.
 
-Alignment: entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts
-these tensors, to align them with the predictions.
+Entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts these tensors.
 """
 
 from __future__ import annotations
@@ -69,21 +68,18 @@ def token_list(ids: Any) -> list[int]:
     kinds = set(map(type, found)) if isinstance(found, list | tuple) else None
     if kinds is None or not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
         entries = "" if kinds is None else f" of {', '.join(sorted(kind.__name__ for kind in kinds))}"
-        raise ValueError(
-            f"LLMRequest.input_ids is a {type(ids).__name__}{entries}: must be the token ids of one prompt, a list of "
-            f"int; a tokenizer makes them with tokenize=True, in the entry 'input_ids' of what it returns."
-        )
+        rule = "must be the token ids of one prompt, a list of int"
+        way_out = "a tokenizer makes them with tokenize=True, in the entry 'input_ids' of what it returns"
+        raise ValueError(f"LLMRequest.input_ids is a {type(ids).__name__}{entries}: {rule}; {way_out}.")
     # The usual case, a list of int, is returned without a copy: prompts may be long and requests many.
     return found if isinstance(found, list) and kinds <= {int} else [int(token) for token in found]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Run-length encoded `[N]` integers, such as policy versions of tokens: 8 bytes per run instead of 4 per token.
+    """Run-length encoded `[N]` integers, such as policy versions: 8 bytes per run instead of 4 per token.
 
-    values: `[R]` int32. lengths: `[R]` int32, the length of each run, at least 1.
-
-    For example:
+    values: `[R]` int32. lengths: `[R]` int32, at least 1.
 
         runs = Runs.of(torch.tensor([3, 3, 3, 4]))  # values [3, 4], lengths [3, 1]
         runs.each()  # tensor([3, 3, 3, 4])
@@ -170,8 +166,6 @@ NO_TOKENS = SampledTokens.of([], [], [])
 class LLMResponse:
     """One reply. `sampled` holds its tokens, including the end-of-sequence token.
 
-    For example:
-
         reply = await engine.agenerate(request)
         is_cut_off = reply.stop_reason == "length"
         oldest = min(reply.output_versions)  # several versions if a publication happened during the reply
@@ -185,7 +179,7 @@ class LLMResponse:
     stop_reason: str
     """`stop`, `length` or `abort` (an incomplete reply, for example because the client gave up resuming it)."""
     text: str = ""
-    """The reply's text. Servers decode it in parts, so a character whose tokens lie in two parts is garbled."""
+    """Servers decode it in parts, so a character whose tokens are in two parts is garbled."""
     latency_s: float = 0.0
     interruptions: int = 0
     routes: Tensor | None = None
@@ -284,10 +278,8 @@ class Reward(float):
 class Trajectory:
     """One finished sequence. Per-token fields are 1-D and equally long; entry t belongs to token t.
 
-    For example:
-
-        reply = await engine.agenerate(request)
-        Trajectory.from_reply(reply, reward=1.0)  # one turn: prompt tokens are not trained, the reply's are
+    reply = await engine.agenerate(request)
+    Trajectory.from_reply(reply, reward=1.0)  # one turn: prompt tokens are not trained, the reply's are
     """
 
     input_ids: Tensor
@@ -300,10 +292,10 @@ class Trajectory:
     """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """Further per-token tensors, such as `turn_rewards`; `routes` `[n, layers, slots]` (megatron_rl/routes.py) and
-    `support` `[n, W]` and `adjustment` `[n, W, P]` (megatron_rl/support.py)."""
+    """Further per-token tensors, such as `turn_rewards`, `routes` `[n, layers, slots]`, `support` `[n, W]` and
+    `adjustment` `[n, W, P]`."""
     sequence: dict[str, float] = field(default_factory=dict)
-    """Further numbers for the whole sequence, e.g. `greedy_reward`. The parts of a `Reward` are added here."""
+    """Further numbers for the whole sequence, e.g. `greedy_reward` and the parts of a `Reward`."""
     is_cut_off: bool = False
     """True if the last reply or the dialogue hit a length limit. rollout.cut_off decides whether to train on it."""
     split: str = ""
@@ -464,7 +456,7 @@ class TrajectoryBatch:
     # trains. batch.step_batch.StepBatch overrides these methods for it, which every rank calls in the same order.
 
     def completed(self, values: Tensor) -> Tensor:
-        """Exchange `[B]` values that each rank knows only for trajectories whose tokens it has. Returns all of them."""
+        """Exchange `[B]` values that each rank knows only for trajectories whose tokens it has."""
         return values
 
     def total(self, counts: Tensor) -> Tensor:
@@ -483,10 +475,7 @@ class TrajectoryBatch:
         return TrajectoryBatch.from_columns({name: column.to(device) for name, column in self.columns().items()})
 
     def columns(self) -> dict[str, Tensor]:
-        """Return all tensors by name, for writing or sending. Inverse of from_columns.
-
-        The names are `tokens.KEY`, `sequences.KEY`, `versions.values` and `versions.lengths` (`[R]`), and `cu_seqlens`.
-        """
+        """Return all tensors by name, for writing or sending: `tokens.KEY`, `sequences.KEY`, `versions.values`, ..."""
         found = {f"tokens.{key}": column for key, column in self.tokens.items()}
         found |= {f"sequences.{key}": column for key, column in self.sequences.items()}
         if self.versions is not None:
@@ -572,10 +561,10 @@ class TrajectoryBatch:
 
     @classmethod
     def from_padded(cls, data: Mapping[str, Tensor] | TensorDict) -> TrajectoryBatch:
-        """Convert `[B, L]` padded tensors (right or left) with an `attention_mask` `[B, L]` into a ragged batch.
+        """Convert `[B, L]` tensors, padded on either side, with an `attention_mask` `[B, L]` into a ragged batch.
 
-        `[B, L]` keys become per-token, `[B]` keys per-sequence tensors. `loss_mask` becomes bool. Missing `logprobs`,
-        `versions` and `group` are filled with 0, -1 and the row number.
+        `[B, L]` keys become per-token, `[B]` keys per-sequence tensors. Missing `logprobs`, `versions` and `group` are
+        0, -1 and the row number.
         """
         columns: dict[str, Any] = {str(key): value for key, value in data.items()}
         for required in ("input_ids", "attention_mask", "loss_mask"):
@@ -642,28 +631,26 @@ class MicroBatch:
 class StepStats:
     """Result of one optimizer step, summed over all microbatches and ranks.
 
-    For example:
-
-        stats = engine.train_batch(batch, LogprobLoss(my_loss))
-        if stats.applied:
-            print(stats.loss, stats.mean("entropy"))  # both per trained token
-        else:
-            print(stats.fault)
+    stats = engine.train_batch(batch, LogprobLoss(my_loss))
+    if stats.applied:
+        print(stats.loss, stats.mean("entropy"))  # both per trained token
+    else:
+        print(stats.fault)
     """
 
     loss: float
-    """Loss divided by `weight`. The applied gradient is the gradient of this number."""
+    """Loss divided by `weight`, whose gradient is applied."""
     weight: float
     """Sum of the loss weights, usually the number of trained tokens."""
     grad_norm: float
     """Gradient norm before clipping."""
     applied: bool
-    """False if loss or gradient were NaN or infinite. The update was then skipped, and the model is unchanged."""
+    """False if loss or gradient were NaN or infinite, and the update was therefore skipped."""
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of the loss function's statistics. Divide them by `weight` or by one another."""
     fault: str = ""
-    """What was NaN or infinite, and on which rank. Empty if the update was not skipped."""
+    """What was NaN or infinite, and on which rank, if the update was skipped."""
     logprobs: Tensor | None = field(default=None, compare=False)
     """`[N]` float32: log p, before the update, of each trained token in this rank's share; 0 for other tokens. Set only
     for a LogprobLoss on MegatronEngine."""

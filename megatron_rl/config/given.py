@@ -1,4 +1,4 @@
-"""Import paths for functions that Python code passes directly, so that other processes can import them."""
+"""Import paths for functions that Python code passes, so that other processes can import them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ GIVEN = "given"
 def find_given(run_folder: str | Path) -> None:
     """Add the run's folder of pickled functions to sys.path, for this process and those it starts.
 
-    Only the program that passed the functions calls this. Other commands do not trust the code in a run's folder. Users
-    who trust it can put the folder on PYTHONPATH.
+    Only the program that passed the functions calls this: other commands do not trust the code in a run's folder.
     """
     folder = Path(run_folder).absolute() / GIVEN
     if folder.is_dir() and str(folder) not in sys.path:
@@ -31,8 +30,7 @@ class GivenPath(str):
 def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
     """Return the import path under which another process finds a function, a class or `__main__:name`.
 
-    Raises ValueError for objects that other processes cannot import. Paths into other modules are returned unchanged.
-    what: what those processes do with the object, for the error message.
+    Raises ValueError if there is none; `what` is then what those processes would do with the object.
     """
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -43,10 +41,8 @@ def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
     module, name = str(given.__module__), str(given.__qualname__)
     # A nested function, a lambda or a decorated function may not be reachable under its name.
     if module not in sys.modules or vars(sys.modules[module]).get(name) is not given:
-        raise ValueError(
-            f"{key} = {module}:{name}: {what} in other processes, which import them, and module {module} "
-            f"has no such name at its top; {way_out}."
-        )
+        rule = f"{what} in other processes, which import them, and module {module} has no such name at its top"
+        raise ValueError(f"{key} = {module}:{name}: {rule}; {way_out}.")
     return GivenPath(f"{name_of_main(key, f'{module}:{name}', what) if module == MAIN else module}:{name}")
 
 
@@ -60,10 +56,6 @@ def name_of_main(key: str, given: str, what: str = "rewards are computed") -> st
     found = importlib.util.find_spec(file.stem) if file.suffix == ".py" and file.stem.isidentifier() else None
     if found is not None and found.origin is not None and file.exists() and Path(found.origin).samefile(file):
         return file.stem
-    program = (
-        f"the program {file} cannot be imported by a name" if file.name else "what is typed or a notebook has no file"
-    )
-    raise ValueError(
-        f"{key} = {given!r}: {what} in other processes, which import them, and {program}; move the "
-        f"function into a module next to it, such as my_rewards.py, and import it from there."
-    )
+    program = f"the program {file} cannot be imported by a name" if file.name else "a notebook or terminal has no file"
+    way_out = "move the function into a module next to it, such as my_rewards.py, and import it from there"
+    raise ValueError(f"{key} = {given!r}: {what} in other processes, which import them, and {program}; {way_out}.")

@@ -51,24 +51,21 @@ OFFERED: dict[str, dict[str, str]] = {
     "estimator": {},
     "loss": {},
 }
-"""Modules and names of this package that a config may use, by kind. A config cannot call anything else in the package,
-for example code that deletes a journal. Estimators and losses are not listed, because a config gives their names
-without a path."""
+"""Modules and names of this package that a config may use, by kind. Nothing else in the package, such as code that
+deletes a journal, can be called. Estimators and losses are not listed, because a config names them without a path."""
 
 
 def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None = ()) -> Any:
-    """Import the object that `path` names. If that is impossible or not allowed, raise a ValueError.
+    """Import the object that `path`, the value of option `key`, names. Raises ValueError if it is not allowed.
 
-    The error names `key` (the option), the path and the reason. An object is allowed if this package offers it as this
-    `kind` (a key of OFFERED, or empty for any kind). It is also allowed if its module is in `import_from`, the config's
-    run.import_from. Others are refused, because importing a module runs it, and a config may come from somebody else.
-    import_from=None, for paths that are fixed in code, allows everything.
+    An object is allowed if this package offers it as this `kind` (a key of OFFERED, or empty for any kind), or if its
+    module is in `import_from`, the config's run.import_from. Others are refused, because importing a module runs it,
+    and a config may come from somebody else. import_from=None, for paths that are fixed in code, allows everything.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
-        raise ValueError(
-            f"{key} = {path!r}: must be an import path package.module:name, e.g. megatron_rl.rewards:exact_match."
-        )
+        rule = "must be an import path package.module:name, e.g. megatron_rl.rewards:exact_match"
+        raise ValueError(f"{key} = {path!r}: {rule}.")
     # Checked before any import, because importing is what would run a stranger's code.
     _check_home(module_name, f"{key} = {path!r}: module {module_name}", import_from)
     is_ours = import_from is not None and is_in(OURS, module_name)
@@ -77,10 +74,8 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(
-            f"{key} = {path!r}: module {module_name} cannot be imported ({error}); check the path, and that its folder "
-            "is on PYTHONPATH or its package installed."
-        ) from error
+        way_out = "check the path, and that its folder is on PYTHONPATH or its package installed"
+        raise ValueError(f"{key} = {path!r}: module {module_name} cannot be imported ({error}); {way_out}.") from error
     # vars() and not getattr: a misspelt name must not find a submodule that happens to be imported already.
     names = vars(module)
     if name not in names:

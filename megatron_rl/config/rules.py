@@ -1,11 +1,11 @@
-"""Validation rules of config fields, declared next to their defaults. A section checks all its fields in one place.
+"""Validation rules of config fields, declared next to their defaults.
 
     @dataclass(kw_only=True)
     class BatchConfig(Section, name="batch"):
         prompts_per_step: int = at_least(1, default=64)
 
-`BatchConfig(prompts_per_step=0)` raises "batch.prompts_per_step = 0: must be at least 1." Rules between fields are
-checked in the section's `__post_init__`, after the parent's.
+`BatchConfig(prompts_per_step=0)` raises "batch.prompts_per_step = 0: must be at least 1." A section's `__post_init__`
+checks rules between fields, after the parent's.
 """
 
 from __future__ import annotations

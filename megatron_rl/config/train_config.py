@@ -52,11 +52,9 @@ WHOLE_OF_TEACHER = "a teacher's distribution is over the whole vocabulary, and t
 class TrainConfig:
     """Config of a run, with one field per section of its YAML file. It is checked on construction.
 
-    For example:
-
-        config = load_config("configs/demo.yaml", ["run.steps=5", "optimizer.lr=1e-5"])
-        config.optimizer.lr  # 1e-05
-        print(config.to_yaml())
+    config = load_config("configs/demo.yaml", ["run.steps=5", "optimizer.lr=1e-5"])
+    config.optimizer.lr  # 1e-05
+    print(config.to_yaml())
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -379,10 +377,9 @@ class TrainConfig:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Timeout for a collective of the trainer's ranks.
+        """Timeout for a collective of the trainer's ranks, also while servers start.
 
-        It is long enough that the hang watch reports late ranks first. Ranks may also wait in a collective while
-        servers start before the first phase.
+        It is long enough that the hang watch reports late ranks first.
         """
         starting_s = self.rollout.start_timeout_s * (1 + self.rollout.server_restarts)
         return max(self.run.phase_timeout_s, starting_s) + self.run.grace_s + 600.0
@@ -407,7 +404,7 @@ class TrainConfig:
 
     @property
     def chosen_data(self) -> str:
-        """Name and value of the option that makes this run train on stored data instead of rollouts, for messages."""
+        """Name and value of the option that makes this run train on data, for messages."""
         if self.supervised.answer:
             return f"supervised.answer = {self.supervised.answer!r}"
         return f"preference.loss = {self.preference.loss!r}"
@@ -431,46 +428,42 @@ class TrainConfig:
 
     @property
     def critic_engine(self) -> EngineConfig:
-        """Options of the critic's engine: the policy's, except for model, layout and optimizer."""
-        critic, own = self.critic, ModelConfig(path=self.critic.model, dtype=self.model.dtype)
-        model = own if critic.model else self.model
-        engine = dataclasses.replace(self.unrouted, parallel=critic.parallel, optimizer=critic.optimizer)
-        return dataclasses.replace(engine, model=model, lora=LoraConfig())
+        critic = self.critic
+        model = ModelConfig(path=critic.model, dtype=self.model.dtype) if critic.model else self.model
+        return dataclasses.replace(self.unrouted, model=model, parallel=critic.parallel, optimizer=critic.optimizer)
 
     @property
     def reward_engine(self) -> EngineConfig:
         model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
-        return dataclasses.replace(self.unrouted, model=model, parallel=self.reward_model.parallel, lora=LoraConfig())
+        return dataclasses.replace(self.unrouted, model=model, parallel=self.reward_model.parallel)
 
     def teacher_engine(self, path: str) -> EngineConfig:
-        """Return options of a teacher's engine: the policy's, including the layout, except for the model."""
-        model = dataclasses.replace(self.model, path=path, init="hf")
-        return dataclasses.replace(self.unrouted, model=model, lora=LoraConfig())
+        return dataclasses.replace(self.unrouted, model=dataclasses.replace(self.model, path=path, init="hf"))
 
     @property
     def may_use_transformer_engine(self) -> bool:
         """False if local layers are chosen and no other option asks for Transformer Engine."""
-        optimizers = [
-            it.megatron.get("use_precision_aware_optimizer") for it in (self.optimizer, self.critic.optimizer)
-        ]
-        kernels = [self.megatron.get(name) for name in ("moe_permute_fusion", "moe_router_fusion")]
-        asks = self.model.flash_attention == "TE" or any(optimizers) or any(kernels)
-        return self.model.transformer_impl != "local" or asks
+        optimizers, kernels = (self.optimizer, self.critic.optimizer), ("moe_permute_fusion", "moe_router_fusion")
+        return (
+            self.model.transformer_impl != "local"
+            or self.model.flash_attention == "TE"
+            or any(it.megatron.get("use_precision_aware_optimizer") for it in optimizers)
+            or any(self.megatron.get(name) for name in kernels)
+        )
 
     @property
     def unrouted(self) -> EngineConfig:
-        """The policy's options for other models, which do not replay the server's routing and have no draft head."""
-        return dataclasses.replace(self.actor, routing_replay="off", draft=DraftConfig())
+        """The policy's options for other models: without routing replay, adapters and a draft head."""
+        return dataclasses.replace(self.actor, routing_replay="off", lora=LoraConfig(), draft=DraftConfig())
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if a layout does not divide the number of processes."""
-        self.parallel.check_world_size(world_size)
-        if self.has_critic:
-            with as_part_of("critic.parallel"):
-                self.critic.parallel.check_world_size(world_size)
-        if self.reward_model.path:
-            with as_part_of("reward_model.parallel"):
-                self.reward_model.parallel.check_world_size(world_size)
+        layouts = {"parallel": self.parallel}
+        layouts |= {"critic.parallel": self.critic.parallel} if self.has_critic else {}
+        layouts |= {"reward_model.parallel": self.reward_model.parallel} if self.reward_model.path else {}
+        for name, layout in layouts.items():
+            with as_part_of(name):
+                layout.check_world_size(world_size)
 
     @property
     def actor(self) -> EngineConfig:
