@@ -21,21 +21,13 @@ from megatron_rl.run.given_in_python import Given
 from megatron_rl.telemetry.run_log import RunRecord, read_run
 
 
-def train_on(
-    rows: Any,
-    model: str | Path | Mapping[str, Any],
-    reward: Any = None,
-    *,
-    held_out: Any = None,
-    resume: str = "",
-    **options: Any,
-) -> Run:
+def train_on(rows: Any, model: str | Path | Mapping[str, Any], reward: Any = None, **options: Any) -> Run:
     """Train a model on prompts with a reward, and return the run with its metrics, samples and report. See Run.
 
     run = train_on(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, run={"steps": 20})
     run.metrics[-1]["reward/mean"]
     """
-    run = Run(rows, model, reward, held_out=held_out, resume=resume, **options)
+    run = Run(rows, model, reward, **options)
     run.train()
     return run
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.given import path_of
+from megatron_rl.config.import_path import path_of
 from megatron_rl.config.rules import (
     Section,
     above,

@@ -18,7 +18,7 @@ from megatron_rl.config.algorithm_section import (
     SupervisedConfig,
 )
 from megatron_rl.config.data_section import DataConfig, EvalConfig, WarmStartConfig
-from megatron_rl.config.given import MAIN, GivenPath, name_of_main
+from megatron_rl.config.import_path import MAIN, GivenPath, name_of_main
 from megatron_rl.config.model_section import (
     PIPELINE_CUTS,
     BatchConfig,
@@ -274,20 +274,16 @@ class TrainConfig:
                 rule = "the trainer computes only what top_k, top_p and min_p exclude"
                 way_out = f"set generation.supports=reported and generation.top_k={MOST_REPORTED} or less"
                 generation.refuse(name, f"{rule}; {way_out}, or set it to {nothing}")
-        older = {
-            f"rollout.max_staleness = {rollout.max_staleness}": (rollout.max_staleness > 0, "set it to 0"),
-            f"rollout.oversample = {rollout.oversample} with rollout.stale = {rollout.stale}": (
-                rollout.oversample > 1 and rollout.stale != "drop",
-                "set rollout.stale=drop",
-            ),
-            f"reuse.groups_per_step = {self.reuse.groups_per_step}": (self.reuse.groups_per_step > 0, "set it to 0"),
-        }
-        for option, (is_set, way_out) in older.items():
-            if is_set:
-                rule = (
-                    f"the trainer computes supports with the step's weights, but {option} allows replies of older ones"
-                )
-                generation.refuse("supports", f"{rule}; {way_out}")
+        older = ""
+        if rollout.max_staleness > 0:
+            older = f"rollout.max_staleness = {rollout.max_staleness} allows replies of older ones; set it to 0"
+        elif rollout.oversample > 1 and rollout.stale != "drop":
+            both = f"rollout.oversample = {rollout.oversample} with rollout.stale = {rollout.stale}"
+            older = f"{both} allows replies of older ones; set rollout.stale=drop"
+        elif self.reuse.groups_per_step > 0:
+            older = f"reuse.groups_per_step = {self.reuse.groups_per_step} allows replies of older ones; set it to 0"
+        if older:
+            generation.refuse("supports", f"the trainer computes supports with the step's weights, but {older}")
 
     def _check_supports(self) -> None:
         """Refuse options that need log-probabilities over the whole vocabulary."""
