@@ -182,8 +182,7 @@ class NoServerLeft(RuntimeError):
 SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
 SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
 SGLANG_FOLDER_LOADER = "megatron_rl.weights.sglang_loaders.load_folder"
-"""Functions for SGLang's --custom-weight-loader: for weight changes, for buckets of several senders at once, and for a
-draft head's folder."""
+"""Functions for SGLang's --custom-weight-loader: for changes, buckets of several senders, a draft head's folder."""
 DRAFT_FOLDER = "draft"
 """Subfolder of a model's folder with its draft head."""
 DRAFT_PREFIX = "draft."

@@ -49,8 +49,7 @@ class LLMRequest:
     """Places for tokens whose logits penalties and biases change, if the reply is trained over the whole vocabulary.
     The reply then has an `adjustment`."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
-    """Called on the engine's event loop, as tokens arrive, with all tokens of the reply so far. An engine that does not
-    stream never calls it."""
+    """Called by a streaming engine on its event loop, as tokens arrive, with all tokens of the reply so far."""
 
     def __post_init__(self) -> None:
         self.input_ids = token_list(self.input_ids)
@@ -292,8 +291,7 @@ class Trajectory:
     """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """Further per-token tensors, such as `turn_rewards`, `routes` `[n, layers, slots]`, `support` `[n, W]` and
-    `adjustment` `[n, W, P]`."""
+    """Further per-token tensors, such as `turn_rewards`, and `routes`, `support` and `adjustment` as in LLMResponse."""
     sequence: dict[str, float] = field(default_factory=dict)
     """Further numbers for the whole sequence, e.g. `greedy_reward` and the parts of a `Reward`."""
     is_cut_off: bool = False

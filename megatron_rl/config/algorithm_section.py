@@ -28,12 +28,10 @@ PAIR_LOSSES = ("dpo", "ipo", "kto", "simpo", "bradley_terry")
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Section, name="algo"):
-    """Advantage estimator, policy loss, KL term and entropy bonus. docs/algorithms.md says which options apply to
-    which."""
+    """Advantage estimator, policy loss, KL term and entropy bonus. docs/algorithms.md says what applies to which."""
 
     advantage: str = name_or_import_path(ESTIMATORS, kind="estimator", default="group_norm")
-    """Advantage estimator: one that `megatron-rl algorithms` lists, such as group_norm (GRPO) or gae (with a critic),
-    or the import path of your own."""
+    """Advantage estimator that `megatron-rl algorithms` lists, such as group_norm (GRPO), or the path of your own."""
     advantage_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the estimator in `advantage`. For gae, set the options of the section critic instead."""
     advantage_mean: str = one_of("none", "group", "batch", "", default="")
@@ -157,8 +155,7 @@ class CorrectionConfig(Section, name="correction"):
     """Source of the proximal policy's log-probabilities. recompute: one extra forward pass before the first update,
     except for the tokens of that update, whose own forward pass computes them. loglinear: no extra pass, but the
     estimate log p(proximal) = (1 - s) log p(behavior) + s log p, with s = b / (b + d), for b updates between sampling
-    and this step, and d updates done in this step. behavior: the behavior policy itself, as in plain PPO, with `weight`
-    off."""
+    and this step, and d updates in it. behavior: the behavior policy itself, as in plain PPO, with `weight` off."""
     weight: str = one_of("off", "clamp", "mask", default="off")
     """Importance weight p(proximal) / p(behavior), without gradient. clamp: limit the weight to [low, high] (truncated
     importance sampling). mask: do not train tokens, or by `level` sequences, whose weight is outside that range

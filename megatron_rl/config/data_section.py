@@ -13,8 +13,7 @@ TAKEN = frozenset(
     "messages conversation tools tokenize add_generation_prompt continue_final_message chat_template padding "
     "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-"""Arguments of `apply_chat_template` that template_args must not contain: they are not template variables, or the
-trainer sets them itself."""
+"""Arguments of `apply_chat_template` that are not template variables, or that the trainer sets itself."""
 BLOCK = 1000
 """Number of prompts in one block of a mixture, in which each part's number of prompts is proportional to its weight."""
 
@@ -49,8 +48,7 @@ class DataConfig(Section, name="data"):
         lambda args: all(isinstance(name, str) for name in args) and not TAKEN & set(args),
         default={},
     )
-    """Arguments for the model's chat template wherever messages are rendered. The field `chat_template_kwargs` of a row
-    takes precedence."""
+    """Arguments for the model's chat template. The field `chat_template_kwargs` of a row takes precedence."""
     shuffle: bool = True
     max_prompt_tokens: int = at_least(0, default=0, hint="0 keeps all")
     """Discard training prompts with more tokens than this. With 0, a prompt longer than the context is an error."""

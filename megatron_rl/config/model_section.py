@@ -23,8 +23,7 @@ class ModelConfig(Section, name="model"):
     Engine if it is installed. local does not import it, unless another option asks for it."""
     flash_attention: str = one_of("torch", "FA3", "TE", default="torch")
     """Attention kernel for bfloat16 on CUDA. torch: PyTorch's FlashAttention 2. FA3: FlashAttention 3 from an installed
-    flash_attn_interface, which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel
-    Transformer Engine chooses."""
+    flash_attn_interface, faster but for Hopper only. TE: the cuDNN or FlashAttention kernel of Transformer Engine."""
     shared_keys: str = one_of("copied", "flex", default="copied")
     """Use of the attention keys that the branches of a forked dialogue share, for bfloat16 on CUDA. copied: copy the
     keys for each branch, then run the kernel set in flash_attention. flex: use FlexAttention without copies, which

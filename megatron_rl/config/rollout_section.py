@@ -72,8 +72,7 @@ class GenerationConfig(Section, name="generation"):
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     seed: int | None = None
-    """Sampling seed. null: each request's seed is derived from the run's or, without a run's seed, chosen by the
-    server."""
+    """Sampling seed. null: each request's seed is derived from the run's or, if it has none, chosen by the server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,8 +197,7 @@ def is_part_of_a_recipe(part: dict[str, Any]) -> bool:
 
 @dataclass(kw_only=True)
 class RolloutConfig(Section, name="rollout"):
-    """Workflow and rewards of the episodes, the servers that generate replies, and how far sampling may run ahead of
-    training."""
+    """Workflow and rewards of episodes, the servers, and how far sampling may run ahead of training."""
 
     workflow: str = import_path(default="megatron_rl.workflows:RLVRWorkflow")
     """Import path of a RolloutWorkflow class. Its arguments are reward_fn, gconfig, tokenizer and workflow_args."""
@@ -220,8 +218,7 @@ class RolloutConfig(Section, name="rollout"):
     servers have registered. Servers may join and leave later. Start each with `megatron-rl serve MODEL --register
     FOLDER --run NAME`, where NAME is the last part of run.folder."""
     router: str = ruled(URL_RULE, lambda url: not url or is_url(url), default="")
-    """URL of an SGLang router (sglang-router 0.3), which picks a server for each request. The run registers its servers
-    with the router."""
+    """URL of an SGLang router (sglang-router 0.3), which picks a server per request. The run registers its servers."""
     backend: str = one_of("auto", "embedded", "sglang", default="auto")
     """Kind of the servers that the run starts. auto: sglang if CUDA is available, and embedded otherwise."""
     server_count: int = at_least(1, default=1)
@@ -253,8 +250,7 @@ class RolloutConfig(Section, name="rollout"):
     no KV cache. While servers generate, the trainer's models wait in host memory. Only synchronous runs can be
     colocated. The `server_count` servers are split evenly among several nodes, and none spans two of them."""
     max_concurrent_episodes: int = at_least(1, default=256)
-    """Maximum number of episodes in progress in each rollout process, one of which belongs to each data-parallel
-    replica."""
+    """Maximum number of episodes in progress in each rollout process. A data-parallel replica has one process."""
     max_staleness: int = at_least(0, default=0, hint="0 is synchronous")
     """Maximum number of policy versions between sampling and training; 0 is synchronous. A step publishes one version,
     regardless of its number of updates."""
@@ -289,8 +285,7 @@ class RolloutConfig(Section, name="rollout"):
     default allows for 10 tokens per second. Time without a server, or with paused servers, does not count. A server
     that returns no reply within the timeout must generate a test token before it gets more requests."""
     control_timeout_s: float = above(0, "seconds", default=60.0)
-    """Timeout for pausing a server, letting it continue or flushing its cache. A server that hangs delays a publication
-    by this long."""
+    """Timeout for pausing a server, letting it continue or flushing its cache. If it hangs, publications wait."""
     start_timeout_s: float = above(0, "seconds", default=300.0)
     """Timeout for starting a server, and for loading or comparing all or part of its weights. If it takes longer to
     read the weights at an assumed 0.2 GB per second, the timeout is that time."""
@@ -313,9 +308,8 @@ class RolloutConfig(Section, name="rollout"):
     service, worker or server is gone. Recent means the last 256 attempts or, if there were more, those of the last
     minute. Above this share the run stops and names the failures. It can then be resumed."""
     journal_replies: bool = False
-    """For runs with checkpoints: also write the finished replies of unfinished episodes to the journal, so that a
-    killed run keeps them, and not only finished groups. Useful for long replies and many turns, but doubles the size of
-    the journal."""
+    """For runs with checkpoints: also write finished replies of unfinished episodes to the journal, so that a killed
+    run keeps them, and not only finished groups. Useful for long replies and many turns, but doubles the journal."""
 
     def __post_init__(self) -> None:
         # Before the fields' own rules, which accept only import paths: Python code may pass functions here.
@@ -469,9 +463,8 @@ class RolloutConfig(Section, name="rollout"):
 
 @dataclass(kw_only=True)
 class ReuseConfig(Section, name="reuse"):
-    """Solved groups are trained again, in addition to each step's fresh groups. Reused tokens keep their first
-    log-probabilities and policy versions, and `correction` reweights them. rollout.max_staleness applies to fresh
-    groups only."""
+    """Solved groups are trained again, in addition to each step's fresh groups, to which alone rollout.max_staleness
+    applies. Reused tokens keep their log-probabilities and policy versions, and `correction` reweights them."""
 
     groups_per_step: int = at_least(0, default=0, hint="0 reuses none")
     """Maximum number of groups reused per step over all ranks, in addition to the batch.prompts_per_step fresh ones."""

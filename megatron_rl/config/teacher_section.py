@@ -62,8 +62,7 @@ class TeacherConfig(Section, name="teacher"):
     alone, without the task's own rewards, set algo.advantage = none."""
     kl_in: str = one_of("advantage", "loss", default="advantage")
     """Where the reverse KL divergence from the teacher enters. advantage: log p(teacher) - log p of each sampled token,
-    whose mean is the negative divergence, is added to its advantage. loss: the divergence over all possible tokens is
-    added to the loss."""
+    whose mean is the negative divergence, is added to its advantage. loss: the divergence over all tokens is added."""
     top_k: int = at_least(0, default=0)
     """For kl_in = loss: compare only the teacher's top_k most likely tokens, and treat all others as one, which stores
     few numbers per token. 0: compare the whole vocabulary, and store the teacher's last hidden state."""
