@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class RequestRefused(ValueError):
-    """The server refused the request (4xx). A retry would be refused again."""
+    """The server refused the request (4xx), and would refuse it again."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -40,10 +40,8 @@ class ContextOutgrown(RequestRefused):
 class InfrastructureFailure(RuntimeError):
     """A sample lost something that it depends on, such as a server, a container, a service or a worker process.
 
-    The policy is not at fault, so this never becomes a reward. The sample is retried, and a metric counts the failures
-    by kind. A run with too many of them stops (rollout.max_infrastructure_failures).
-
-    Example for your own reward, tool or environment:
+    The policy is not at fault, so the sample is retried instead of getting a reward. A metric counts the failures by
+    kind, and too many of them stop the run (rollout.max_infrastructure_failures). Your reward, tool or environment may:
 
         raise InfrastructureFailure("the compiler at build7 gives no answer", kind="compiler")
     """
@@ -67,17 +65,14 @@ def infrastructure_in(error: BaseException | None) -> InfrastructureFailure | No
 class RolloutWorkflow(abc.ABC):
     """Generates the training data of one prompt, which is one episode.
 
-    For example:
-
-        class OneReply(RolloutWorkflow):
-            async def arun_episode(self, engine, data):
-                reply = await engine.agenerate(LLMRequest(rid=new_rid(), input_ids=self.prompt_ids(data)))
-                return [Trajectory.from_reply(reply, reward=self.score(reply.text, data))]
+    class OneReply(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            reply = await engine.agenerate(LLMRequest(rid=new_rid(), input_ids=self.prompt_ids(data)))
+            return [Trajectory.from_reply(reply, reward=self.score(reply.text, data))]
     """
 
     IMPORT_PATHS: ClassVar[tuple[str, ...]] = ()
-    """Constructor arguments that the config gives as an import path, or as a mapping from import paths. The constructor
-    receives the imported objects."""
+    """Constructor arguments that the config gives as import paths, and the constructor receives as imported objects."""
 
     @classmethod
     def evaluating(cls, **arguments: Any) -> RolloutWorkflow:
@@ -89,11 +84,10 @@ class RolloutWorkflow(abc.ABC):
 
     @abc.abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | list[Trajectory] | None:
-        """Generate the trajectories of one prompt. Together they form one group.
+        """Generate the trajectories of one prompt, which form one group. None rejects the prompt.
 
-        Return trajectories, or a padded `[n, L]` TensorDict with `input_ids`, `attention_mask`, `loss_mask`, `rewards`
-        (`[n]` or `[n, L]`) and optionally `logprobs` and `versions`. Return None to reject the prompt. Exceptions go to
-        the executor, which counts them and retries the episode.
+        A TensorDict is padded, `[n, L]`, with `input_ids`, `attention_mask`, `loss_mask`, `rewards` (`[n]` or `[n, L]`)
+        and optionally `logprobs` and `versions`. The executor counts exceptions and retries the episode.
         """
 
 
@@ -110,7 +104,7 @@ class Sampler(abc.ABC):
     """The part of the engine that a workflow uses: it generates replies and knows the policy version."""
 
     steps: KeptSteps | None = None
-    """Storage for the environment steps of this episode; None if they are not kept."""
+    """None if this episode's environment steps are not kept."""
 
     @abc.abstractmethod
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
@@ -124,8 +118,7 @@ class Sampler(abc.ABC):
     ) -> T:
         """Return the result of `make(sampler, *args, **kwargs)`, which generates one of an episode's samples.
 
-        Inside an episode a failed sample is retried alone, and its earlier replies are reused. Therefore `make` must
-        use the sampler that it receives, not this one.
+        An episode retries a failed sample alone, and reuses its replies, if `make` uses the sampler that it receives.
         """
         return await make(self, *args, **kwargs)
 
@@ -133,10 +126,8 @@ class Sampler(abc.ABC):
 class InferenceEngine(Sampler):
     """The rollout servers as workflows and the training loop see them.
 
-    For example:
-
-        engine.initialize(["http://127.0.0.1:30000"])
-        batch = engine.rollout_batch([{"messages": [{"role": "user", "content": "2 + 2?"}]}], workflow)
+    engine.initialize(["http://127.0.0.1:30000"])
+    batch = engine.rollout_batch([{"messages": [{"role": "user", "content": "2 + 2?"}]}], workflow)
     """
 
     @abc.abstractmethod
@@ -151,10 +142,7 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return the first `count` groups to finish, older versions first.
-
-        After a TimeoutError the groups stay available.
-        """
+        """Return the first `count` groups to finish, older versions first. A TimeoutError loses none."""
 
     @abc.abstractmethod
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
@@ -170,9 +158,8 @@ class InferenceEngine(Sampler):
     ) -> TrajectoryBatch:
         """Keep as many episodes in flight as staleness allows, and return the next `count` groups.
 
-        prompts: yields rows, or lists of rows as a DataLoader does. An iterable that can be restarted, such as a list,
-        is repeated without end.
-        count: by default batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
+        prompts: rows, or lists of rows as of a DataLoader, repeated without end. count: by default
+        batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
         """
 
     @abc.abstractmethod
@@ -187,8 +174,7 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def update_weights(self, path: str | Path, version: int) -> None:
-        """Load a HF safetensors folder into all servers. `TrainEngine.update_weights` can also publish over a process
-        group."""
+        """Load a HF safetensors folder into all servers. See also `TrainEngine.update_weights`."""
 
 
 class NoServerLeft(RuntimeError):
@@ -198,13 +184,11 @@ class NoServerLeft(RuntimeError):
 SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
 SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
 SGLANG_FOLDER_LOADER = "megatron_rl.weights.sglang_loaders.load_folder"
-"""Functions passed to SGLang's --custom-weight-loader. SGLANG_DELTA_LOADER loads weight changes; SGLANG_ROUND_LOADER
-loads buckets of several senders concurrently; SGLANG_FOLDER_LOADER loads a draft head's folder."""
+"""Functions for SGLang's --custom-weight-loader: for changes, buckets of several senders, a draft head's folder."""
 DRAFT_FOLDER = "draft"
 """Subfolder of a model's folder with its draft head."""
 DRAFT_PREFIX = "draft."
-"""Prefix of a draft head's tensors in a publication, which has the policy's tensors too. SGLang has the same prefix in
-the names of its checksums."""
+"""Prefix of a draft head's tensors in a publication, and in the names of SGLang's checksums."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +196,6 @@ class HeldWeights:
     """The weights that a server reports to hold."""
 
     version: str | None
-    """None if the server does not report it."""
     checksums: dict[str, str]
     """Tensor -> checksum in the server's `ChecksumForm`. Empty if the server cannot compute checksums."""
 
@@ -229,12 +212,11 @@ class ChecksumForm:
     ranks: int = 1
     """Tensor-parallel ranks of the server."""
     kv_heads: int | None = None
-    """The model's key/value heads. Set if the server has several ranks and the number is known."""
+    """The model's key/value heads, if the server has several ranks and the number is known."""
     experts: int | None = None
-    """Experts in each MoE layer, set if the server keeps them as they are sent and the number is known."""
+    """Experts in each MoE layer, if the server keeps them as they are sent and the number is known."""
     expert_ranks: int = 1
-    """Number of rank groups among which a layer's experts are divided. The ranks of one group each hold a part of every
-    expert of the group."""
+    """Number of rank groups that divide a layer's experts. Each rank of a group holds a part of its experts."""
 
     def name_on(self, name: str, rank: int) -> str:
         """Return the checksum's name for the part of tensor `name` that a rank holds."""
@@ -244,8 +226,8 @@ class ChecksumForm:
 class WeightReceiver(Protocol):
     """The rollout servers as the weight publisher sees them, each identified by its URL.
 
-    A call addresses every participating server. A call that waits drops the servers that fail, and succeeds if one is
-    left. The other calls return a future per server. One publication, as weights/publish.py does it:
+    A call is for every participating server. It returns a future per server or, if it waits, drops those that fail and
+    succeeds if one is left. One publication, as weights/publish.py does it:
 
         receiver.pause()
         receiver.begin_weight_update(version=7)
@@ -257,10 +239,7 @@ class WeightReceiver(Protocol):
 
     @property
     def membership(self) -> int:
-        """A number that changes with the set of participating servers.
-
-        A weight-update group created under another number is obsolete.
-        """
+        """A number that changes with the set of participating servers, for which weight-update groups are created."""
 
     @property
     def server_ranks(self) -> dict[str, int]:
@@ -278,10 +257,7 @@ class WeightReceiver(Protocol):
     def pause(self) -> None: ...
 
     def resume(self) -> None:
-        """Resume generation.
-
-        After an incomplete update the servers' current requests are aborted, and the servers receive no new ones.
-        """
+        """Resume generation. After an incomplete update, abort the servers' requests instead, and send no new ones."""
 
     def begin_weight_update(self, version: int) -> None:
         """Open a weight-update session, if the server's protocol has one."""
@@ -304,16 +280,12 @@ class WeightReceiver(Protocol):
         version: int,
         flattened: bool = True,
     ) -> dict[str, Future[None]]:
-        """Ask the servers to receive a bucket from rank 0.
-
-        flattened: one broadcast of all bytes, otherwise one broadcast per tensor.
-        """
+        """Ask the servers to receive a bucket from rank 0, `flattened` by one broadcast, else by one per tensor."""
 
     def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
-        """Ask the servers to receive buckets of several groups, each given as in `load_bucket`.
+        """Ask the servers to receive buckets of several groups, each as in `load_bucket`, concurrently if they can.
 
-        Servers that can receive them concurrently do so; others receive them in this order. pickled: the same buckets
-        for SGLANG_ROUND_LOADER.
+        pickled: the same buckets for SGLANG_ROUND_LOADER.
         """
 
     def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
@@ -325,32 +297,22 @@ class WeightReceiver(Protocol):
     def load_shared(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
     ) -> dict[str, Future[None]]:
-        """Ask the servers to read one flat bucket.
-
-        buckets: what each server receives, either a handle or one pickle per rank.
-        """
+        """Ask the servers to read one flat bucket. buckets: for each server a handle, or one pickle per rank."""
 
     def change_forms(self) -> dict[str, str | None]:
-        """Return, by server URL, the form in which the server accepts weight changes.
+        """Return how each server accepts weight changes.
 
-        `pickle`: SGLang with SGLANG_DELTA_LOADER. `body`: changes are sent as the request's body. None: the server
-        accepts no changes.
+        `pickle`: by SGLANG_DELTA_LOADER. `body`: as the request's body. None: not at all.
         """
 
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
-        """Ask the servers to apply changes to their weights.
-
-        bodies: each server's changes (delta_code.py), or one pickle for each of its ranks.
-        """
+        """Ask the servers to apply changes (delta_code.py), or one pickle for each of a server's ranks."""
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""
 
     def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
-        """Ask the servers to load adapters in PEFT format in place of their previous ones.
-
-        path: a folder that the servers must be able to read.
-        """
+        """Ask the servers to load adapters in place of theirs, from a PEFT folder that they must be able to read."""
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
         """Return how each server computes checksums; None if the trainer cannot compute the same."""
@@ -367,11 +329,10 @@ class LogitsTerm(Protocol):
     def of(
         self, rows: TensorDict, device: torch.device
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Return the loss term of one microbatch, as a function.
+        """Return the loss term of one microbatch, whose rows are on the host, as a function for a model on `device`.
 
-        The microbatch's rows are on the host, the model on `device`. The function maps (logits `[c, V_local]`, their
-        row indices) to the loss part, its sums, and its gradient with respect to the logits. It must not modify the
-        logits. The engine calls it with a few trained rows at a time.
+        It maps (logits `[c, V_local]`, their row indices) of a few trained rows to the loss part, its sums, and its
+        gradient with respect to the logits, which it must not modify.
         """
 
 
@@ -379,9 +340,9 @@ class LogitsTerm(Protocol):
 class LogprobLoss:
     """A loss that needs only log-probabilities, so that the engine never forms `[T, V]` logits for it.
 
-    fn(logprobs, entropy, data) -> (loss_sum, sums). logprobs and entropy are `[T]` float32, 0 in rows that are not
-    trained. data is the microbatch's rows. `loss_sum` is a sum over trained rows, not a mean. `sums` maps names to
-    0-dim tensors that are added over microbatches and ranks.
+    fn(logprobs, entropy, data) -> (loss_sum, sums). logprobs and entropy are `[T]` float32, 0 in untrained rows. data
+    is the microbatch's rows. `loss_sum` is a sum over trained rows. `sums` has 0-dim tensors by name, which are added
+    over microbatches and ranks.
 
         def negative_log_likelihood(logprobs, entropy, rows):
             return -logprobs.sum(), {"entropy": entropy.detach().sum()}
@@ -393,11 +354,8 @@ class LogprobLoss:
     temperature: float = 1.0
     """Divides the logits, as in the sampler."""
     by_row: bool = False
-    """True if `fn` is a sum over independent rows.
-
-    The engine may then call it with a few trained rows at a time, with data that has no `cu_seqlens`. It computes the
-    gradient together with the loss, so that it forms the logits only once.
-    """
+    """True if `fn` is a sum over independent rows. The engine may then call it with a few trained rows at a time, whose
+    data has no `cu_seqlens`, and compute the gradient along with the loss, so that it forms the logits only once."""
     beside: LogitsTerm | None = None
     """Another term that is added to the loss."""
 
@@ -451,12 +409,10 @@ class TrainEngine(abc.ABC):
         """Apply one optimizer step on `data`.
 
         `loss_fn(logits, rows)` returns a mean, whose weight is `loss_weight_fn(rows)`: an integer count of rows on the
-        host, by default the trained ones. The gradient is that of the weighted mean over all microbatches and ranks,
-        independent of layout and split. A `LogprobLoss` or `ValueLoss` returns sums instead. An engine with a value
-        head takes a `ValueLoss`.
+        host, by default the trained ones. The gradient is that of the weighted mean over all microbatches and ranks. A
+        `LogprobLoss`, or the `ValueLoss` that an engine with a value head takes, returns sums instead.
 
-        If the loss or the gradient norm is not finite on any rank, weights, optimizer and version do not change. Then
-        `applied` is False and `fault` says why.
+        If the loss or the gradient norm is not finite on any rank, nothing changes, and `applied` is False.
         """
 
     @abc.abstractmethod
@@ -477,11 +433,10 @@ class TrainEngine(abc.ABC):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> Tensor:
-        """Return the log-probability of each trained token, as `[N]` float32.
+        """Return, as `[N]` float32, the log-probability of each trained token, or its state's value with a value head.
 
         post_hook(logits, rows): returns `[T]` values, one per row, to use in place of the log-probabilities.
-        entropy: return the entropy, in nats, of the distribution that each token was sampled from. An engine with a
-        value head returns the value of the state in which each trained token was chosen.
+        entropy: return the entropy, in nats, of the distribution that each token was sampled from.
         """
 
     @abc.abstractmethod
@@ -492,7 +447,7 @@ class TrainEngine(abc.ABC):
     def get_version(self) -> int:
         """Return the version under which the policy is published. `train_batch` increases it if the weights change.
 
-        A loop that publishes only after several updates must set the version, so that versions count publications.
+        A loop that publishes only after several updates sets it, so that versions count publications.
         """
 
     @abc.abstractmethod
@@ -507,24 +462,20 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, receiver: WeightReceiver | None, version: int) -> None:
-        """Publish the weights to the rollout servers. Collective: global rank 0 passes the receiver, others None.
+        """Publish the weights to the rollout servers. Global rank 0 passes the receiver, other ranks None.
 
         Servers that fail are dropped. Raises NoServerLeft on global rank 0 if none is left.
         """
 
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Stream the full HF tensors, gathered one by one.
-
-        Collective: all ranks iterate, only global rank 0 gets tensors.
-        """
+        """Stream the full HF tensors, gathered one by one. All ranks iterate, only global rank 0 gets tensors."""
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all concurrently and return their results in order.
+    """Await all concurrently and return their results in order. If one fails, cancel the others and raise its error.
 
-    If one fails, the others are cancelled, and its error is raised once they have ended. asyncio.gather would let them
-    continue, and asyncio.TaskGroup before Python 3.13 leaves the calling task marked as cancelled.
+    asyncio.gather would let them continue. TaskGroup before Python 3.13 leaves the calling task marked as cancelled.
     """
     failures: list[BaseException] = []
     settled = asyncio.get_running_loop().create_future()  # asyncio.wait would look at all tasks whenever one is done

@@ -1,7 +1,4 @@
-"""Training inside a Python program or notebook, from rows, a model and a reward. It uses the loop of train.py.
-
-It has the features of `megatron-rl launch`: checks, checkpoints and resume, metrics, samples, report, weights.
-"""
+"""Training inside a Python program or notebook, from rows, a model and a reward, with the loop of train.py."""
 
 from __future__ import annotations
 
@@ -13,34 +10,24 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from megatron_rl.config import RunConfig, TrainConfig
 from megatron_rl.config.loading import config_of
+from megatron_rl.config.rules import refuse
 from megatron_rl.launch import open_files, own_gpu, start_up
 from megatron_rl.launch.local import arrange, gpus_of_host
 from megatron_rl.run.given_in_python import Given
 from megatron_rl.telemetry.run_log import RunRecord, read_run
 
 
-def train_on(
-    rows: Any,
-    model: str | Path | Mapping[str, Any],
-    reward: Any = None,
-    *,
-    held_out: Any = None,
-    resume: str = "",
-    **options: Any,
-) -> Run:
-    """Train a model on prompts with a reward, and return the run with its metrics, samples and report.
+def train_on(rows: Any, model: str | Path | Mapping[str, Any], reward: Any = None, **options: Any) -> Run:
+    """Train a model on prompts with a reward, and return the run with its metrics, samples and report. See Run.
 
-        run = train_on(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, run={"steps": 20})
-        run.metrics[-1]["reward/mean"]
-
-    See Run for the arguments.
+    run = train_on(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, run={"steps": 20})
+    run.metrics[-1]["reward/mean"]
     """
-    run = Run(rows, model, reward, held_out=held_out, resume=resume, **options)
+    run = Run(rows, model, reward, **options)
     run.train()
     return run
 
@@ -118,7 +105,8 @@ class Run:
         try:
             if self._run is None:
                 self._start()
-            self._listen()
+            if threading.current_thread() is threading.main_thread():  # a notebook resets the handler before each cell
+                self._run.stop_signal.listen([signal.SIGINT])
             done = next(self._steps, None)
             if done is None or done == self.config.run.steps:
                 next(self._steps, None)  # after the last step the run writes its report
@@ -147,9 +135,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _start(self) -> None:
@@ -165,11 +151,6 @@ class Run:
         self._steps = parts.steps(self._run)
         atexit.register(self.close)
         self._parts.callback(atexit.unregister, self.close)
-
-    def _listen(self) -> None:
-        """Handle Ctrl-C again: a notebook resets the handler before each cell."""
-        if threading.current_thread() is threading.main_thread():
-            self._run.stop_signal.listen([signal.SIGINT])
 
     # -- results
 
@@ -195,10 +176,7 @@ class Run:
         return steps[max(steps)] if steps else []
 
     def save(self, folder: str | Path) -> None:
-        """Write the current weights as a Hugging Face folder.
-
-        The run itself writes the final weights to run.folder/final.
-        """
+        """Write the current weights as a Hugging Face folder. The run itself writes the last ones to `final`."""
         if self._run is None or self.is_over:
             raise RuntimeError(f"save({str(folder)!r}): the run has no engine now; call it between two steps.")
         next(iter(self._run.trained.values())).save(folder)
@@ -220,9 +198,7 @@ def config_on(
     own: dict[str, dict[str, Any]] = {"model": named, "data": {}, "rollout": {}, "run": {}}
     for name in own:
         if not isinstance(sections.setdefault(name, {}), dict):
-            raise ValueError(
-                f"{name} = {sections[name]!r}: must be a dict of its keys, such as those of docs/options.md."
-            )
+            refuse(name, sections[name], "must be a dict of its keys, such as those of docs/options.md")
     given = Given(Path(sections["run"].get("folder", options.get("run.folder", RunConfig.folder))))
     for key, part in {"train": rows, "evaluation": held_out}.items():
         if part is not None:
@@ -234,7 +210,7 @@ def config_on(
         own["rollout"]["reward"] = reward
     for name, keys in own.items():
         if twice := sorted(set(keys) & set(sections[name])):
-            raise ValueError(f"{name}.{twice[0]} = {sections[name][twice[0]]!r}: is given twice; leave it out there.")
+            refuse(f"{name}.{twice[0]}", sections[name][twice[0]], "is given twice; leave it out there")
         sections[name] = sections[name] | keys
     sections = given.without_functions(sections)
     run = sections["run"]

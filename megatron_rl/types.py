@@ -1,7 +1,6 @@
 """Core data types: requests, replies, trajectories and batches. Nothing here uses a network or a GPU.
 
-Alignment: entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts
-these tensors, to align them with the predictions.
+Entry t of every per-token tensor of a trajectory belongs to token t. Only `batch/packing.py` shifts these tensors.
 """
 
 from __future__ import annotations
@@ -42,27 +41,24 @@ class LLMRequest:
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: dict[str, Any] = field(default_factory=dict)
     begun: LLMResponse | None = None
-    """Partial reply to continue. Engines that support it append tokens to this object as they arrive, so that a
-    cancelled call loses none."""
+    """Partial reply to continue. Engines append tokens to it as they arrive, so that a cancelled call loses none."""
     grammar: dict[str, str] | None = None
     """Constraint on the reply: one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`, and its value.
-    Such a reply is sampled from the allowed tokens only, so it may be trained only if it has a `support`."""
+    The reply is sampled from the allowed tokens, so it may be trained only if it has a `support`."""
     changed_size: int = 0
-    """Places for the tokens whose logits penalties and biases change, if the reply is trained over the whole
-    vocabulary. The reply then has an `adjustment`."""
+    """Places for tokens whose logits penalties and biases change, if the reply is trained over the whole vocabulary.
+    The reply then has an `adjustment`."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
-    """Called on the engine's event loop, as tokens arrive, with all tokens of the reply so far. These tokens are final
-    unless the call fails. An engine that does not stream never calls it."""
+    """Called by a streaming engine on its event loop, as tokens arrive, with all tokens of the reply so far."""
 
     def __post_init__(self) -> None:
         self.input_ids = token_list(self.input_ids)
 
 
 def token_list(ids: Any) -> list[int]:
-    """Convert a tokenizer's output for one prompt to a list of token ids.
+    """Convert a tokenizer's output for one prompt to a list of token ids. Raises ValueError.
 
-    ids: a list, a tensor, a mapping with `input_ids`, or a batch of one. Raises ValueError for anything other than the
-    integers of a single prompt.
+    ids: a list, a tensor, a mapping with `input_ids`, or a batch of one.
     """
     found = ids["input_ids"] if isinstance(ids, Mapping) and "input_ids" in ids else ids
     found = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
@@ -71,21 +67,18 @@ def token_list(ids: Any) -> list[int]:
     kinds = set(map(type, found)) if isinstance(found, list | tuple) else None
     if kinds is None or not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
         entries = "" if kinds is None else f" of {', '.join(sorted(kind.__name__ for kind in kinds))}"
-        raise ValueError(
-            f"LLMRequest.input_ids is a {type(ids).__name__}{entries}: must be the token ids of one prompt, a list of "
-            f"int; a tokenizer makes them with tokenize=True, in the entry 'input_ids' of what it returns."
-        )
+        rule = "must be the token ids of one prompt, a list of int"
+        way_out = "a tokenizer makes them with tokenize=True, in the entry 'input_ids' of what it returns"
+        raise ValueError(f"LLMRequest.input_ids is a {type(ids).__name__}{entries}: {rule}; {way_out}.")
     # The usual case, a list of int, is returned without a copy: prompts may be long and requests many.
     return found if isinstance(found, list) and kinds <= {int} else [int(token) for token in found]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Run-length encoded `[N]` integers, such as policy versions of tokens: 8 bytes per run instead of 4 per token.
+    """Run-length encoded `[N]` integers, such as policy versions: 8 bytes per run instead of 4 per token.
 
-    values: `[R]` int32. lengths: `[R]` int32, the length of each run, at least 1.
-
-    For example:
+    values: `[R]` int32. lengths: `[R]` int32, at least 1.
 
         runs = Runs.of(torch.tensor([3, 3, 3, 4]))  # values [3, 4], lengths [3, 1]
         runs.each()  # tensor([3, 3, 3, 4])
@@ -107,7 +100,7 @@ class Runs:
     def of_pairs(cls, pairs: Sequence[tuple[int, int]]) -> Runs:
         """Build from (value, length) pairs."""
         columns = np.array([value for value, _ in pairs], np.int32), np.array([length for _, length in pairs], np.int32)
-        return cls(torch.from_numpy(columns[0]), torch.from_numpy(columns[1]))
+        return cls(*map(torch.from_numpy, columns))
 
     @classmethod
     def cat(cls, parts: Sequence[Runs]) -> Runs:
@@ -127,7 +120,7 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """Tokens that a server generated, about 8 bytes each. They are created when a reply is parsed, and never change.
+    """Tokens that a server generated, about 8 bytes each. They never change.
 
     ids: `[n]` int32. logprobs: `[n]` float32, at the sampling temperature; over the tokens that top-k, top-p and min-p
     kept if the server records them, else over all. versions: the policy version that sampled each token.
@@ -148,7 +141,7 @@ class SampledTokens:
         return cls(ids, logprobs, Runs.cat([part.versions for part in parts]))
 
     def __post_init__(self) -> None:
-        tokens, logprobs, versions = self.ids.shape[0], self.logprobs.shape[0], len(self.versions)
+        tokens, logprobs, versions = len(self.ids), len(self.logprobs), len(self.versions)
         if not tokens == logprobs == versions:
             found = f"{tokens} tokens, {logprobs} log-probabilities, {versions} versions"
             raise ValueError(f"a reply has {found}: it needs one of each for every token.")
@@ -159,8 +152,8 @@ class SampledTokens:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SampledTokens):
             return NotImplemented
-        pairs = [(self.ids, other.ids), (self.logprobs, other.logprobs)]
-        return all(torch.equal(a, b) for a, b in [*pairs, (self.versions.each(), other.versions.each())])
+        mine, theirs = ((it.ids, it.logprobs, it.versions.each()) for it in (self, other))
+        return all(map(torch.equal, mine, theirs))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -172,14 +165,12 @@ NO_TOKENS = SampledTokens.of([], [], [])
 class LLMResponse:
     """One reply. `sampled` holds its tokens, including the end-of-sequence token.
 
-    For example:
-
         reply = await engine.agenerate(request)
         is_cut_off = reply.stop_reason == "length"
         oldest = min(reply.output_versions)  # several versions if a publication happened during the reply
 
-    output_tokens, output_logprobs and output_versions are lists with `output_len` entries. They are rebuilt at each
-    access, so read them once. A custom engine may pass these lists to the constructor instead of `sampled`.
+    output_tokens, output_logprobs and output_versions are lists that are rebuilt at each access, so read them once. A
+    custom engine may pass these lists to the constructor instead of `sampled`.
     """
 
     input_tokens: list[int]
@@ -187,16 +178,15 @@ class LLMResponse:
     stop_reason: str
     """`stop`, `length` or `abort` (an incomplete reply, for example because the client gave up resuming it)."""
     text: str = ""
-    """The reply's text. Servers decode it in parts, so a character whose tokens lie in two parts is garbled."""
+    """Servers decode it in parts, so a character whose tokens are in two parts is garbled."""
     latency_s: float = 0.0
     interruptions: int = 0
     routes: Tensor | None = None
     """`[input_len + output_len - 1, layers, slots]`: the experts that each token was routed to, in the format of
-    megatron_rl/routes.py. The last token has no entry, because the model has not read it. None if algo.routing_replay
-    is off."""
+    megatron_rl/routes.py. The model has not read the last token. None if algo.routing_replay is off."""
     support: Tensor | None = None
-    """`[output_len, W]` int32: the tokens from which each token was sampled, in the format of megatron_rl/support.py.
-    `sampled.logprobs` are then over these tokens. None if generation.top_k is -1."""
+    """`[output_len, W]` int32: the tokens from which each token was sampled, over which `sampled.logprobs` are then, in
+    the format of megatron_rl/support.py. None if generation.top_k is -1."""
     adjustment: Tensor | None = None
     """`[output_len, W, P]` float32: how penalties and biases changed the logits of these tokens, in the format of
     megatron_rl/support.py. None if the request has no such option."""
@@ -262,8 +252,7 @@ class LLMResponse:
 PART = "part/"
 """Name prefix of columns that hold one part of the reward."""
 TURN_REWARDS = "turn_rewards"
-"""Per-token column: each turn's reward on the last token of the reply that earned it, 0 on all other tokens. The turns'
-rewards sum up to the trajectory's reward."""
+"""Per-token column: each turn's reward on the last token of the reply that earned it, 0 elsewhere."""
 REUSED = "is_reused"
 """Batch column: 1 for trajectories of groups that an earlier step has trained, 0 for fresh ones."""
 
@@ -271,8 +260,7 @@ REUSED = "is_reused"
 class Reward(float):
     """A weighted sum of named parts that also stores these parts. Arithmetic on it returns plain floats.
 
-    Reward functions need not create it: they return a dict of parts, or rollout.recipe sums several functions. A
-    workflow creates it:
+    A workflow creates it from a reward function's dict of parts, or from several functions of rollout.recipe:
 
         Trajectory.from_reply(reply, Reward(1.0, {"right": 1.0, "tagged": 0.0}))  # sequence["part/right"] is 1.0
     """
@@ -289,14 +277,12 @@ class Reward(float):
 class Trajectory:
     """One finished sequence. Per-token fields are 1-D and equally long; entry t belongs to token t.
 
-    For example:
-
-        reply = await engine.agenerate(request)
-        Trajectory.from_reply(reply, reward=1.0)  # one turn: prompt tokens are not trained, the reply's are
+    reply = await engine.agenerate(request)
+    Trajectory.from_reply(reply, reward=1.0)  # one turn: prompt tokens are not trained, the reply's are
     """
 
     input_ids: Tensor
-    """int32. `TrajectoryBatch.from_trajectories` converts this and the next three tensors to the dtypes stated here."""
+    """int32. A batch converts this and the next three tensors to the dtypes stated here."""
     loss_mask: Tensor
     """bool: True if the token was generated and is trained."""
     logprobs: Tensor
@@ -305,15 +291,13 @@ class Trajectory:
     """int32 policy version that sampled the token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    """Further per-token tensors, such as `turn_rewards`; `routes` `[n, layers, slots]` (megatron_rl/routes.py) and
-    `support` `[n, W]` and `adjustment` `[n, W, P]` (megatron_rl/support.py)."""
+    """Further per-token tensors, such as `turn_rewards`, and `routes`, `support` and `adjustment` as in LLMResponse."""
     sequence: dict[str, float] = field(default_factory=dict)
-    """Further numbers for the whole sequence, e.g. `greedy_reward`. The parts of a `Reward` are added here."""
+    """Further numbers for the whole sequence, e.g. `greedy_reward` and the parts of a `Reward`."""
     is_cut_off: bool = False
     """True if the last reply or the dialogue hit a length limit. rollout.cut_off decides whether to train on it."""
     split: str = ""
-    """For an agent's dialogue: why it continues no earlier dialogue of its episode, or why it shares only the beginning
-    of one. Empty for other trajectories."""
+    """For an agent's dialogue: why it does not continue, or only begins as, an earlier dialogue of its episode."""
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, Reward):
@@ -344,7 +328,7 @@ class Trajectory:
 
 
 def route_column(routes: Tensor | None, tokens: int) -> dict[str, Tensor]:
-    """Return {"routes": column} for `tokens` tokens, or {} if routes is None. Tokens after the last route get none."""
+    """Return {"routes": column} for `tokens` tokens, or {} if routes is None."""
     return {} if routes is None else {route_columns.COLUMN: route_columns.with_no_routes(routes, tokens)}
 
 
@@ -365,9 +349,8 @@ class TrajectoryBatch:
       `routes` is `[N, layers, slots]`, `support` `[N, W]`, and `adjustment` `[N, W, P]`.
     sequences: `[B]` tensors, one entry per trajectory (`rewards` float32, `group` int64: the prompt's number, ...).
     cu_seqlens: `[B + 1]` int64, prefix sums of the lengths.
-    versions: policy version of each token, run-length encoded, -1 for tokens that no policy sampled.
-      `batch["versions"]` decodes it to `[N]` int32. A `versions` column passed in `tokens` is encoded.
-      Together, ids, mask, log-probabilities and versions take about 9 bytes per token.
+    versions: policy version of each token, run-length encoded, -1 for tokens that no policy sampled. May also be given
+      as a column of `tokens`. `batch["versions"]` decodes it to `[N]` int32.
     """
 
     tokens: dict[str, Tensor]
@@ -403,11 +386,11 @@ class TrajectoryBatch:
         Raises ValueError for any other shape, and for a new column if N = B makes it ambiguous.
         """
         n, b = int(self.cu_seqlens[-1]), len(self)
-        fitting = [columns for columns, size in ((self.tokens, n), (self.sequences, b)) if value.shape == (size,)]
-        chosen = [columns for columns in fitting if key in columns or key not in self]  # none, one, or both if N = B
         if key == "versions" and value.shape == (n,):
             self.versions = Runs.of(value)
             return
+        fitting = [columns for columns, size in ((self.tokens, n), (self.sequences, b)) if value.shape == (size,)]
+        chosen = [columns for columns in fitting if key in columns or key not in self]  # none, one, or both if N = B
         if len(chosen) != 1:
             raise ValueError(
                 f"batch[{key!r}] has shape {tuple(value.shape)}: a batch of {b} trajectories with {n} tokens takes "
@@ -433,8 +416,7 @@ class TrajectoryBatch:
     def samples(self) -> Tensor:
         """`[B]` int64: each trajectory's sample, numbered from 0 without gaps.
 
-        Trajectories of one group with the same `sample` count as one sample, such as the dialogues of one agent.
-        Without a column `sample`, every trajectory is its own sample.
+        Trajectories of a group with the same value in the column `sample`, such as an agent's dialogues, are one.
         """
         if "sample" not in self.sequences:
             return torch.arange(len(self))
@@ -469,11 +451,10 @@ class TrajectoryBatch:
         return self.completed(torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.sequence_ids, values))
 
     # A step's batch has the numbers of all trajectories on every rank, but only the tokens that the rank's replica
-    # trains. batch.step_batch.StepBatch overrides the following methods for it. Every rank calls them in the same
-    # order.
+    # trains. batch.step_batch.StepBatch overrides these methods for it, which every rank calls in the same order.
 
     def completed(self, values: Tensor) -> Tensor:
-        """Exchange `[B]` values that each rank knows only for trajectories whose tokens it has. Returns all of them."""
+        """Exchange `[B]` values that each rank knows only for trajectories whose tokens it has."""
         return values
 
     def total(self, counts: Tensor) -> Tensor:
@@ -492,10 +473,7 @@ class TrajectoryBatch:
         return TrajectoryBatch.from_columns({name: column.to(device) for name, column in self.columns().items()})
 
     def columns(self) -> dict[str, Tensor]:
-        """Return all tensors by name, for writing or sending. Inverse of from_columns.
-
-        The names are `tokens.KEY`, `sequences.KEY`, `versions.values` and `versions.lengths` (`[R]`), and `cu_seqlens`.
-        """
+        """Return all tensors by name, for writing or sending: `tokens.KEY`, `sequences.KEY`, `versions.values`, ..."""
         found = {f"tokens.{key}": column for key, column in self.tokens.items()}
         found |= {f"sequences.{key}": column for key, column in self.sequences.items()}
         if self.versions is not None:
@@ -530,8 +508,7 @@ class TrajectoryBatch:
     def with_one_more_token(self) -> tuple[TrajectoryBatch, Tensor]:
         """Append a token 0, marked as trained, to each sequence. Returns the batch and those tokens' rows `[B]`.
 
-        What a model returns for this token counts as its result for the whole sequence. Per-token tensors other than
-        input_ids and loss_mask are dropped.
+        A model's result for this token is that for the whole sequence. Other per-token tensors are dropped.
         """
         ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))  # each sequence before has grown by one
         added = torch.zeros(int(ends[-1]), dtype=torch.bool)
@@ -558,23 +535,22 @@ class TrajectoryBatch:
 
         Raises ValueError if there are no trajectories.
         """
-        flat = [(number, t) for number, group in enumerate(groups) for t in group]
+        flat = [trajectory for group in groups for trajectory in group]
         if not flat:
-            raise ValueError(
-                "no trajectories: every episode of the batch was rejected or failed; see the rollout metrics."
-            )
-        first = flat[0][1]
-        tokens = {}
-        for key, dtype in TOKEN_KEYS.items():
-            columns = [getattr(trajectory, key) for _, trajectory in flat]
-            tokens[key] = torch.cat([column if column.dtype == dtype else column.to(dtype) for column in columns])
-        tokens |= {k: torch.cat([t.tokens[k] for _, t in flat]) for k in first.tokens}
-        sequences = {
-            "rewards": torch.tensor([t.reward for _, t in flat], dtype=torch.float32),
-            "group": torch.tensor([number for number, _ in flat], dtype=torch.int64),
+            rule = "every episode of the batch was rejected or failed; see the rollout metrics"
+            raise ValueError(f"no trajectories: {rule}.")
+        tokens = {
+            key: torch.cat([getattr(it, key).to(dtype) for it in flat])  # copies only another dtype
+            for key, dtype in TOKEN_KEYS.items()
         }
-        sequences |= {k: torch.tensor([t.sequence[k] for _, t in flat], dtype=torch.float32) for k in first.sequence}
-        return cls(tokens, sequences, prefix_sums(torch.tensor([len(t.input_ids) for _, t in flat])))
+        tokens |= {key: torch.cat([it.tokens[key] for it in flat]) for key in flat[0].tokens}
+        numbers = [number for number, group in enumerate(groups) for _ in group]
+        sequences = {
+            "rewards": torch.tensor([it.reward for it in flat], dtype=torch.float32),
+            "group": torch.tensor(numbers, dtype=torch.int64),
+        }
+        sequences |= {k: torch.tensor([it.sequence[k] for it in flat], dtype=torch.float32) for k in flat[0].sequence}
+        return cls(tokens, sequences, prefix_sums(torch.tensor([len(it.input_ids) for it in flat])))
 
     @classmethod
     def of(cls, data: TrajectoryBatch | TensorDict) -> TrajectoryBatch:
@@ -583,18 +559,16 @@ class TrajectoryBatch:
 
     @classmethod
     def from_padded(cls, data: Mapping[str, Tensor] | TensorDict) -> TrajectoryBatch:
-        """Convert `[B, L]` padded tensors (right or left) with an `attention_mask` `[B, L]` into a ragged batch.
+        """Convert `[B, L]` tensors, padded on either side, with an `attention_mask` `[B, L]` into a ragged batch.
 
-        `[B, L]` keys become per-token, `[B]` keys per-sequence tensors. `loss_mask` becomes bool. Missing `logprobs`,
-        `versions` and `group` are filled with 0, -1 and the row number.
+        `[B, L]` keys become per-token, `[B]` keys per-sequence tensors. Missing `logprobs`, `versions` and `group` are
+        0, -1 and the row number.
         """
         columns: dict[str, Any] = {str(key): value for key, value in data.items()}
         for required in ("input_ids", "attention_mask", "loss_mask"):
             if required not in columns:
-                raise ValueError(
-                    f"{required!r} is missing from {sorted(columns)}: a padded batch needs it; return it from "
-                    f"arun_episode."
-                )
+                rule = "a padded batch needs it; return it from arun_episode"
+                raise ValueError(f"{required!r} is missing from {sorted(columns)}: {rule}.")
         mask = columns["attention_mask"].bool()
         tokens: dict[str, Tensor] = {}
         sequences: dict[str, Tensor] = {}
@@ -607,13 +581,14 @@ class TrajectoryBatch:
             elif value.shape == mask.shape[:1]:
                 sequences[key] = value
             else:
+                shapes = f"per token {tuple(mask.shape)} or per sequence {tuple(mask.shape[:1])}"
                 raise ValueError(
                     f"{key!r} has shape {tuple(value.shape)}: with attention_mask {tuple(mask.shape)} a tensor is "
-                    f"per token {tuple(mask.shape)} or per sequence {tuple(mask.shape[:1])}; reshape it in the "
-                    f"workflow."
+                    f"{shapes}; reshape it in the workflow."
                 )
-        tokens.setdefault("logprobs", torch.zeros(len(tokens["input_ids"]), dtype=torch.float32))
-        tokens.setdefault("versions", torch.full((len(tokens["input_ids"]),), -1, dtype=torch.int32))
+        ids = tokens["input_ids"]
+        tokens.setdefault("logprobs", torch.zeros_like(ids, dtype=torch.float32))
+        tokens.setdefault("versions", torch.full_like(ids, -1))
         sequences.setdefault("group", torch.arange(len(mask)))
         return cls(tokens, sequences, prefix_sums(mask.sum(1)))
 
@@ -627,16 +602,14 @@ class MicroBatch:
       trained), both int64; `loss_mask` and all other `tokens` of the batch, shifted to match `labels`. It also has
       `[B]` tensors per sequence, and `cu_seqlens` `[B + 1]` int32.
     positions: `[T]` int64, each token's index in its sequence (rotary position).
-    routes: `[M, layers, slots]` for the rows that a model computes, or None. They belong to input tokens, so they are
-      not shifted.
     source: `[T]` int64, the row of the TrajectoryBatch that `labels[t]` comes from (-1 at sequence ends).
 
-    A model computes M rows. M is less than T if sequences share a prefix, or if the last rows of sequences are not
-    needed:
+    A model computes M rows, fewer than T if sequences share a prefix, or if their last rows are not needed:
     computed: `[M]` int64, for each computed row, the row of `rows` whose token it reads.
     read: `[T]` int64, for each row of `rows`, the computed row that makes its prediction.
     segments: `[S, 4]` int64 in the order of computed rows: first row, number of rows, parent segment (-1: none), total
       rows of all ancestors. A row attends to its own segment up to itself, and to all ancestors.
+    routes: `[M, layers, slots]` of the tokens read, or None.
     """
 
     rows: TensorDict
@@ -656,33 +629,29 @@ class MicroBatch:
 class StepStats:
     """Result of one optimizer step, summed over all microbatches and ranks.
 
-    For example:
-
-        stats = engine.train_batch(batch, LogprobLoss(my_loss))
-        if stats.applied:
-            print(stats.loss, stats.mean("entropy"))  # both per trained token
-        else:
-            print(stats.fault)
+    stats = engine.train_batch(batch, LogprobLoss(my_loss))
+    if stats.applied:
+        print(stats.loss, stats.mean("entropy"))  # both per trained token
+    else:
+        print(stats.fault)
     """
 
     loss: float
-    """Loss divided by `weight`. The applied gradient is the gradient of this number."""
+    """Loss divided by `weight`, whose gradient is applied."""
     weight: float
     """Sum of the loss weights, usually the number of trained tokens."""
     grad_norm: float
     """Gradient norm before clipping."""
     applied: bool
-    """False if loss or gradient were NaN or infinite. The update was then skipped, and the model is unchanged."""
+    """False if loss or gradient were NaN or infinite, and the update was therefore skipped."""
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of the loss function's statistics. Divide them by `weight` or by one another."""
     fault: str = ""
-    """What was NaN or infinite, and on which rank. Empty if the update was not skipped."""
+    """What was NaN or infinite, and on which rank, if the update was skipped."""
     logprobs: Tensor | None = field(default=None, compare=False)
-    """`[N]` float32: log p, before the update, of each trained token in this rank's share; 0 for other tokens.
-
-    Set only for a LogprobLoss on MegatronEngine, which computes it anyway.
-    """
+    """`[N]` float32: log p, before the update, of each trained token in this rank's share; 0 for other tokens. Set only
+    for a LogprobLoss on MegatronEngine."""
 
     def mean(self, key: str) -> float:
         return self.sums[key] / max(self.weight, 1.0)

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config.option_records import described_options
-from megatron_rl.tools.option_pages import BEGIN, END, dotted, options_markdown, options_text
+from megatron_rl.tools.option_pages import BEGIN, END, described_options, options_markdown, options_text
 
 PAGE = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
-KEYS = {dotted(option) for option in described_options()}
+KEYS = {option.dotted for option in described_options()}
 
 
 def test_the_page_is_what_the_command_writes():
@@ -22,7 +21,7 @@ def test_the_page_is_what_the_command_writes():
 def test_a_section_a_key_and_everything_can_be_printed(capsys):
     main(["options", "batch"])
     printed = capsys.readouterr().out
-    text = next(option.doc for option in described_options() if dotted(option) == "batch.prompts_per_step")
+    text = next(option.doc for option in described_options() if option.dotted == "batch.prompts_per_step")
     assert f"batch.prompts_per_step = 64 (int)\n  {text[:30]}" in printed and "algo." not in printed
     assert options_text("algo.clip_low").startswith("algo.clip_low = 0.2 (float)")
     everything = options_text()

@@ -10,13 +10,12 @@ import pytest
 import yaml
 
 from megatron_rl.config import load_config
-from megatron_rl.config.option_records import described_options
 from megatron_rl.config.other_names import OTHERS, ours
-from megatron_rl.tools.option_pages import dotted
+from megatron_rl.tools.option_pages import described_options
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "from_other_trainers.md").read_text(encoding="utf-8")
-KEYS = {dotted(option) for option in described_options()}
+KEYS = {option.dotted for option in described_options()}
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
 BLOCKS = {name: body for name, body in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL)}
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from megatron_rl.api import InfrastructureFailure
-from megatron_rl.config.given import path_of
+from megatron_rl.config.import_path import path_of
 from megatron_rl.rewards.reward_service import WorkersTraceback
 from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
 from megatron_rl.telemetry import stats_tracker

@@ -1,9 +1,8 @@
 """All options of a run, one dataclass per YAML section, checked before any process group or GPU is used.
 
 `load_config` rejects unknown keys, wrong types and out-of-range values; errors name the key, the value, the rule and
-the fix. `option_records` lists every option with its type, default, rule and text. Importing this package does not
-import torch, and imports OmegaConf only when a config is loaded. This keeps reward workers small: they need only
-`config.import_path`.
+the fix. Importing this package does not import torch, and imports OmegaConf only when a config is loaded, which keeps
+reward workers small.
 """
 
 from __future__ import annotations
@@ -48,44 +47,6 @@ from megatron_rl.config.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from megatron_rl.config.loading import config_of, load_config
-
-__all__ = [
-    "AlgorithmConfig",
-    "BatchConfig",
-    "COMPARE_GROUP",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DemonstrationsConfig",
-    "DraftConfig",
-    "ESTIMATORS",
-    "EngineConfig",
-    "EvalConfig",
-    "GenerationConfig",
-    "LOSSES",
-    "LoraConfig",
-    "MIXTURE",
-    "MOST_REPORTED",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PAIR_LOSSES",
-    "PIPELINE_CUTS",
-    "ParallelConfig",
-    "PreferenceConfig",
-    "ReuseConfig",
-    "RewardModelConfig",
-    "RewardShapingConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SupervisedConfig",
-    "TeacherConfig",
-    "TelemetryConfig",
-    "TrainConfig",
-    "UNADJUSTED",
-    "WarmStartConfig",
-    "config_of",
-    "load_config",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,7 @@ ESTIMATORS = (
     *("group_norm", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline", "remax", "opo", "cpgd"),
     *("otb", "maxrl", "pass@k", "gdpo", "gae", "none", "turn_norm", "gigpo", "agent_norm"),
 )
-"""Estimators in the catalogue of megatron_rl.algo. This module does not import the catalogue, but a test compares this
-list with it."""
+"""Estimators in the catalogue of megatron_rl.algo, which this module does not import. A test compares the two."""
 COMPARE_GROUP = (
     *("group_norm", "dr_grpo", "rloo", "reinforce++-baseline", "opo", "cpgd", "otb", "maxrl", "pass@k", "gdpo"),
     *("turn_norm", "gigpo", "agent_norm"),
@@ -23,39 +22,22 @@ COMPARE_GROUP = (
 COMPARE_REWARDS = tuple(it for it in COMPARE_GROUP if it not in ("gdpo", "turn_norm", "gigpo"))
 """Estimators whose advantages are all 0 if a prompt's rewards are equal. The other members of COMPARE_GROUP compare
 parts of rewards, or turns, which may differ although the rewards are equal."""
-LOSSES = (
-    "ppo_clip",
-    "gspo",
-    "cispo",
-    "sapo",
-    "reinforce",
-    "m2po",
-    "cpgd",
-    "dppo",
-    "gmpo",
-    "topr",
-    "clip_cov",
-    "kl_cov",
-)
+LOSSES = tuple("ppo_clip gspo cispo sapo reinforce m2po cpgd dppo gmpo topr clip_cov kl_cov".split())
 PAIR_LOSSES = ("dpo", "ipo", "kto", "simpo", "bradley_terry")
 
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Section, name="algo"):
-    """Advantage estimator, policy loss, KL term and entropy bonus. docs/algorithms.md says which options apply to
-    which."""
+    """Advantage estimator, policy loss, KL term and entropy bonus. docs/algorithms.md says what applies to which."""
 
     advantage: str = name_or_import_path(ESTIMATORS, kind="estimator", default="group_norm")
-    """Advantage estimator: one that `megatron-rl algorithms` lists, such as group_norm (GRPO) or gae (with a critic),
-    or the import path of your own."""
+    """Advantage estimator that `megatron-rl algorithms` lists, such as group_norm (GRPO), or the path of your own."""
     advantage_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the estimator in `advantage`. For gae, set the options of the section critic instead."""
     advantage_mean: str = one_of("none", "group", "batch", "", default="")
-    """Mean that is subtracted from the estimator's result: the group's, the batch's, or none. Empty: the estimator's
-    default."""
+    """Mean that is subtracted from the estimator's result. Empty: the estimator's default."""
     advantage_std: str = one_of("none", "group", "batch", "", default="")
-    """Standard deviation by which the estimator's result is divided: the group's, the batch's, or none. Empty: the
-    estimator's default."""
+    """Standard deviation by which the estimator's result is divided. Empty: the estimator's default."""
     advantage_clip: float = at_least(0, default=0.0, hint="0 sets no bound")
     """Advantages are clipped to [-advantage_clip, advantage_clip]; 0 disables clipping."""
     loss: str = name_or_import_path(LOSSES, kind="loss", default="ppo_clip")
@@ -67,20 +49,18 @@ class AlgorithmConfig(Section, name="algo"):
     clip_high: float = 0.2
     """See clip_low. A value above clip_low gives DAPO's clip-higher."""
     dual_clip: float = ruled("must be 0 (off), or above 1", lambda it: it == 0 or it > 1, default=0.0)
-    """Limits the loss of a token with a negative advantage to dual_clip times |advantage|. 3 is usual; 0 disables the
-    limit."""
+    """Limits the loss of a token with a negative advantage to dual_clip times |advantage|. 3 is usual; 0 sets none."""
     aggregation: str = one_of("token_mean", "sequence_mean", "sequence_sum", "constant", default="token_mean")
-    """Averaging of the tokens' losses. token_mean: the mean over all trained tokens. The other choices give
-    each trajectory one number, and take the mean over trajectories. That number is the mean over the trajectory's
-    tokens (sequence_mean), their sum (sequence_sum), or their sum divided by aggregation_length (constant, as in Dr.
-    GRPO)."""
+    """Averaging of the tokens' losses. token_mean: the mean over all trained tokens. The other choices take the mean
+    over trajectories of each one's mean over tokens (sequence_mean), its sum (sequence_sum), or its sum divided by
+    aggregation_length (constant, as in Dr. GRPO)."""
     aggregation_length: int = at_least(0, default=0)
     """Number of tokens by which a trajectory's sum is divided; only for aggregation = constant."""
     high_entropy_share: float = within("(0, 1]", default=1.0, hint="1 trains all tokens")
-    """Share of the trained tokens whose advantages count, namely those with the highest entropy. All other tokens get
-    advantage 0. A value below 1 costs an extra forward pass."""
+    """Share of the trained tokens, those with the highest entropy, whose advantages count. All others get advantage 0.
+    A value below 1 costs an extra forward pass."""
     high_entropy_level: str = one_of("batch", "sequence", default="batch")
-    """Tokens among which high_entropy_share selects: those of the whole batch, or those of each sequence separately."""
+    """Tokens among which high_entropy_share selects: the whole batch's, or each sequence's separately."""
     kl_coefficient: float = at_least(0, default=0.0)
     """Weight of the KL term against the frozen reference model. A value above 0 loads a second engine for the
     reference, but not with `lora`, where the policy without adapters is the reference."""
@@ -88,31 +68,26 @@ class AlgorithmConfig(Section, name="algo"):
     """Estimator of the KL divergence; docs/algorithms.md has the formulas. unbiased, which needs kl_in = loss, is k3
     times the ratio p / p(proximal). The gradient of the ratio is included."""
     kl_in: str = one_of("loss", "reward", default="loss")
-    """loss: the KL term is added to the loss and differentiated. reward: the KL term is subtracted from each token's
-    reward."""
+    """loss: the KL term is added to the loss and differentiated. reward: it is subtracted from each token's reward."""
     kl_target: float = at_least(0, default=0.0, hint="0 keeps the coefficient")
-    """Target KL per token in nats, for kl_in = reward only. kl_coefficient is adapted to reach this target. 0 keeps the
-    coefficient fixed."""
+    """Target KL per token in nats, reached by adapting kl_coefficient; needs kl_in = reward. 0 keeps it fixed."""
     kl_horizon: float = above(0, "trajectories", default=10_000.0)
     """Number of trajectories over which an adapted kl_coefficient changes by at most a fifth."""
     positive_weight: float = at_least(0, default=0.0, hint="0 disables the term")
-    """Weight of an extra loss term -log p on positive trajectories (VAPO, arXiv 2504.05118, uses 0.1). A trajectory is
-    positive if its reward is at least positive_reward. The term is averaged over the tokens of the positive
-    trajectories, or over these trajectories if `aggregation` averages over trajectories. 0 disables the term."""
+    """Weight of an extra loss term -log p on trajectories whose reward is at least positive_reward (VAPO, arXiv
+    2504.05118, uses 0.1). The term is averaged over their tokens, or over trajectories if `aggregation` does so."""
     positive_reward: float = 1.0
-    """Minimum reward of a positive trajectory (see positive_weight). The reward before reward_shaping counts."""
+    """Minimum reward for positive_weight. The reward before reward_shaping counts."""
     entropy_coefficient: float = at_least(0, default=0.0)
     """Weight of the entropy bonus; 0 disables it."""
     entropy_target: float = at_least(0, default=0.0, hint="0 keeps the weight")
-    """Target entropy per token in nats. entropy_coefficient is adapted to keep the entropy above this target. 0 keeps
-    the coefficient fixed."""
+    """Minimum entropy per token in nats, kept by adapting entropy_coefficient. 0 keeps the coefficient fixed."""
     entropy_step: float = above(0, default=0.005)
     """Amount by which an adapted entropy_coefficient rises or falls per step."""
     routing_replay: str = one_of("off", "experts", "experts_and_weights", default="off")
     """Send each of the policy's tokens through the MoE experts that the server chose for it (R3, arXiv 2510.11370).
-    experts: the policy's own router computes the routing weights of these experts. experts_and_weights: the routing
-    weights are the server's too, but their gradient is that of the policy's own routing weights. This choice works only
-    with servers that the run starts."""
+    experts: the policy's own router computes their routing weights. experts_and_weights: the routing weights are the
+    server's too, with the gradient of the policy's own; needs servers that the run starts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,10 +98,8 @@ class AlgorithmConfig(Section, name="algo"):
         if self.dual_clip and self.loss not in ("ppo_clip", "gspo"):
             self.refuse("dual_clip", "must be 0 (off), or above 1 with algo.loss = ppo_clip or gspo")
         if (self.aggregation_length > 0) != (self.aggregation == "constant"):
-            rule = (
-                "must be at least 1 with algo.aggregation = constant, e.g. generation.max_new_tokens, and 0 elsewhere"
-            )
-            self.refuse("aggregation_length", rule)
+            wanted = "at least 1 with algo.aggregation = constant, e.g. generation.max_new_tokens, and 0 elsewhere"
+            self.refuse("aggregation_length", f"must be {wanted}")
         # The estimator is unbiased through its gradient, and a reward has none.
         if self.kl_estimator == "unbiased" and self.kl_in != "loss":
             self.refuse("kl_estimator", "must be k1, k2, k3, or, with algo.kl_in = loss, unbiased")
@@ -136,10 +109,7 @@ class AlgorithmConfig(Section, name="algo"):
 
     @property
     def learns_from_equal_rewards(self) -> str:
-        """Setting that lets a group with equal rewards still contribute to training; empty if there is none.
-
-        User-defined estimators are not considered.
-        """
+        """Setting that trains a group with equal rewards; empty if there is none, or the estimator is the user's."""
         if self.advantage in ESTIMATORS and self.advantage not in COMPARE_REWARDS:
             return f"algo.advantage = {self.advantage}"
         if self.advantage_mean in ("none", "batch") and self.advantage in ("group_norm", "dr_grpo"):
@@ -155,16 +125,13 @@ class AlgorithmConfig(Section, name="algo"):
 
 @dataclass(kw_only=True)
 class RewardShapingConfig(Section, name="reward_shaping"):
-    """Changes to rewards before advantages are computed, in the order listed. A KL penalty (algo.kl_in = reward) comes
-    last."""
+    """Changes to rewards before advantages are computed, in this order. A KL penalty (algo.kl_in = reward) is last."""
 
     cut_off_share: float = within("[0, 1]", default=1.0, hint="1 changes nothing")
     """A reply whose length reaches generation.max_new_tokens keeps only this share of its reward, even if its last
-    token ends it properly. For a dialogue, the length of the longest reply counts. NeMo-RL calls this the penalty for
-    not stopping properly."""
+    token ends it properly. For a dialogue, the length of the longest reply counts."""
     overlong_buffer: int = at_least(0, "tokens", default=0)
-    """Number of tokens before generation.max_new_tokens over which the penalty grows from 0 to overlong_penalty. 0
-    disables the penalty."""
+    """Number of tokens before generation.max_new_tokens over which overlong_penalty grows from 0. 0 disables it."""
     overlong_penalty: float = above(0, default=1.0)
     """Amount subtracted from the reward of a reply with generation.max_new_tokens tokens (DAPO's soft overlong
     punishment, arXiv 2503.14476). For a dialogue, the length of the longest reply counts."""
@@ -185,57 +152,47 @@ class CorrectionConfig(Section, name="correction"):
     updates change, and the loss clips its ratio to the proximal policy."""
 
     proximal: str = one_of("recompute", "loglinear", "behavior", default="recompute")
-    """Source of the proximal policy's log-probabilities. recompute: one extra forward pass before the first
-    update, over the tokens of the later updates. The first update's tokens need no extra pass, because that update's
-    own forward pass computes their log-probabilities. loglinear: no extra pass, but the estimate log p(proximal) = (1 -
-    s) log p(behavior) + s log p, with s = b / (b + d). Here, b is the number of updates between sampling and this step,
-    and d the number of updates done in this step. behavior: use the behavior policy itself, as in plain PPO.
-    `weight` must then be off."""
+    """Source of the proximal policy's log-probabilities. recompute: one extra forward pass before the first update,
+    except for the tokens of that update, whose own forward pass computes them. loglinear: no extra pass, but the
+    estimate log p(proximal) = (1 - s) log p(behavior) + s log p, with s = b / (b + d), for b updates between sampling
+    and this step, and d updates in it. behavior: the behavior policy itself, as in plain PPO, with `weight` off."""
     weight: str = one_of("off", "clamp", "mask", default="off")
     """Importance weight p(proximal) / p(behavior), without gradient. clamp: limit the weight to [low, high] (truncated
-    importance sampling). mask: do not train tokens whose weight is outside that range (IcePop, arXiv 2510.18855). If
-    `level` is sequence or product, whole sequences are masked. off: treat every token as if the proximal policy had
-    sampled it."""
+    importance sampling). mask: do not train tokens, or by `level` sequences, whose weight is outside that range
+    (IcePop, arXiv 2510.18855). off: treat every token as if the proximal policy had sampled it."""
     level: str = one_of("token", "sequence", "product", default="token")
-    """Unit with one importance weight: a token or a sequence. token: one weight per token. sequence: one weight per
-    sequence, the geometric mean of its trained tokens' weights. product: one weight per sequence, the product of its
-    tokens' weights. The product is the true importance weight of a sequence."""
+    """Unit with one importance weight. token: each token. sequence: a sequence, with the geometric mean of its trained
+    tokens' weights. product: a sequence, with the product of these weights, which is its true importance weight."""
     low: float = within("[0, 1]", default=0.0, hint="a weight of 1 means that trainer and server agree")
     """Lower bound of the importance weight."""
     high: float = at_least(1, default=5.0, hint="a weight of 1 means that trainer and server agree")
     """Upper bound of the importance weight."""
     negative_bound: float = at_least(0, default=0.0, hint="0 keeps all")
-    """Set the advantages of a trajectory to 0 if they are negative and the policy has moved far from it. The policy
-    need not unlearn what it no longer says (DeepSeek-V3.2, arXiv 2512.02556). Far means that the mean of log
-    p(behavior) - log p over the trajectory's trained tokens exceeds this bound, in nats. If advantages differ per
-    token, the sign of their sum over the trajectory counts. 0 disables this option."""
+    """Set the advantages of a trajectory to 0 if they are negative and the policy no longer says it (DeepSeek-V3.2,
+    arXiv 2512.02556): the mean of log p(behavior) - log p over its trained tokens exceeds this bound, in nats. If
+    advantages differ per token, the sign of their sum over the trajectory counts. 0 disables this option."""
     reject: str = one_of("off", "k1", "k2", "k3", default="off")
-    """Estimate of KL(behavior || proximal), to find tokens or trajectories that are far from the policy that sampled
-    them. If the estimate exceeds reject_bound, they are rejected: their advantages become 0. The estimates are those of
-    verl's correction: k1 = -log w, k2 = (log w)^2 / 2 and k3 = w - 1 - log w, where w = p(proximal) / p(behavior)."""
+    """Estimate of KL(behavior || proximal) by which tokens or trajectories are rejected, i.e. get advantage 0, if it
+    exceeds reject_bound. The estimates are those of verl's correction: k1 = -log w, k2 = (log w)^2 / 2 and k3 = w - 1 -
+    log w, where w = p(proximal) / p(behavior)."""
     reject_level: str = one_of("token", "mean", "sum", "max", default="token")
     """token: reject single tokens by their own estimate. mean, sum, max: reject whole trajectories by the mean, sum or
     maximum of the estimates of their trained tokens."""
     reject_bound: float = at_least(0, default=0.0)
-    """Threshold in nats; a larger estimate leads to rejection. k1 may be negative, so its absolute value is compared.
-    With reject_level = max, the largest absolute value among the trajectory's tokens is compared."""
+    """Threshold in nats. For k1, which may be negative, the absolute value counts (with max, that of each token)."""
     alarm: float = at_least(0, default=0.0, hint="0 stops only for NaN or infinity")
-    """Stop the run if trainer and server disagree by more than this number of nats. Their disagreement is the mean of
-    |log p - log q|, where p is the trainer's probability of a sampled token and q the server's. The mean covers those
-    of the step's tokens that the current policy version sampled. If there are none, it covers all tokens of the step.
-    With 0, only a NaN or infinite difference stops the run."""
+    """Stop the run if trainer and server disagree by more than this number of nats: the mean of |log p - log q| for
+    probabilities p of the trainer and q of the server, over the step's tokens that the current policy version sampled
+    or, if there are none, over all. With 0, only a NaN or infinite difference stops the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The weight compares these two policies, which are then identical.
+        # The weight and the estimate compare these two policies, which are then identical.
+        way_out = "set it to off, or take another proximal policy"
         if self.proximal == "behavior" and self.weight != "off":
-            rule = "correction.proximal = behavior makes every weight 1; set it to off, or take another proximal policy"
-            self.refuse("weight", rule)
+            self.refuse("weight", f"correction.proximal = behavior makes every weight 1; {way_out}")
         if self.proximal == "behavior" and self.reject != "off":
-            rule = (
-                "correction.proximal = behavior makes every estimate 0; set it to off, or take another proximal policy"
-            )
-            self.refuse("reject", rule)
+            self.refuse("reject", f"correction.proximal = behavior makes every estimate 0; {way_out}")
         if (self.reject_bound > 0) != (self.reject != "off"):
             self.refuse("reject_bound", "must be above 0 with correction.reject = k1, k2 or k3, and 0 without")
 
@@ -252,30 +209,25 @@ class CorrectionConfig(Section, name="correction"):
 
 @dataclass(kw_only=True)
 class CriticConfig(Section, name="critic"):
-    """The value model for algo.advantage = gae. Its layout and optimizer are the policy's unless other values are
-    given."""
+    """The value model for algo.advantage = gae. It has the policy's layout and optimizer where none are given."""
 
     model: str = ""
     """Hugging Face folder of a language model, or of a sequence classification model with one label. Empty: start from
     the policy as it is when RL begins. If the model has no scalar head, all values are 0 at first."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The critic's layout. Its keys are those of the section parallel, which also gives the values of keys left out."""
+    """The critic's layout, with the keys of the section parallel, which also gives the values of keys left out."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The critic's optimizer. Its keys are those of the section optimizer, which also gives the values of keys left
-    out."""
+    """The critic's optimizer, with the keys of the section optimizer, which also gives the values of keys left out."""
     discount: float = within("(0, 1]", default=1.0, hint="1 discounts nothing")
     """Discount factor per trained token or turn."""
     trace_decay: float = within("[0, 1]", default=1.0)
-    """GAE's lambda. 1: an advantage sums up all later rewards. 0: it uses only the next reward, and then the critic's
-    value of the next state."""
+    """GAE's lambda. 1: an advantage sums up all later rewards. 0: only the next reward and the next state's value."""
     level: str = one_of("token", "turn", default="token")
     """Unit that has an advantage: a token, or a turn. A turn is an unbroken run of trained tokens."""
     decoupled: bool = False
-    """Use trace_decay only for the policy's advantages. The critic's targets then use 1 instead (VAPO, arXiv
-    2504.05118)."""
+    """Use trace_decay only for the policy's advantages, and 1 for the critic's targets (VAPO, arXiv 2504.05118)."""
     length_factor: float = at_least(0, default=0.0, hint="0 uses trace_decay for all replies")
-    """If above 0, 1 - 1 / (length_factor l) replaces trace_decay, where l is the trajectory's number of trained tokens
-    or turns. VAPO uses 0.05."""
+    """If above 0, 1 - 1 / (length_factor l) replaces trace_decay, for l trained tokens or turns. VAPO uses 0.05."""
     value_clip: float = at_least(0, default=0.2, hint="0 sets no bound")
     """Maximum change of a value in one step."""
     warmup_steps: int = at_least(0, default=0)
@@ -287,31 +239,29 @@ class RewardModelConfig(Section, name="reward_model"):
     """A frozen model that scores whole sequences. Its scores are added to the workflow's own rewards."""
 
     path: str = ""
-    """Hugging Face folder of a sequence classification model with one label and the policy's tokenizer. Empty: no
-    reward model."""
+    """Hugging Face folder of a sequence classification model with one label and the policy's tokenizer. Empty: none."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The reward model's layout. Its keys are those of the section parallel, which also gives the values of keys left
-    out."""
+    """The reward model's layout, with the keys of the section parallel, which gives the values of keys left out."""
     coefficient: float = 1.0
     """A trajectory's reward is the workflow's reward plus this coefficient times the score."""
 
 
 @dataclass(kw_only=True)
 class PreferenceConfig(Section, name="preference"):
-    """Training on pairs of replies instead of RL. Start it with `megatron-rl preferences` or, on more than one rank,
-    with `megatron-rl launch`. Each step is one update on batch.prompts_per_step pairs."""
+    """Training on pairs of replies instead of RL, started by `megatron-rl preferences` or, on more than one rank,
+    `megatron-rl launch`. Each step is one update on batch.prompts_per_step pairs."""
 
     loss: str = name_or_import_path(PAIR_LOSSES, kind="pair_loss", default="")
-    """dpo, ipo, kto and simpo train a policy; bradley_terry trains a reward model. The import path of your own loss is
-    also valid. Empty: no training on pairs."""
+    """dpo, ipo, kto and simpo, or your own loss by its import path, train a policy; bradley_terry trains a reward
+    model. Empty: no training on pairs."""
     loss_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the loss in `loss`."""
 
 
 @dataclass(kw_only=True)
 class DemonstrationsConfig(Section, name="demonstrations"):
-    """Imitation learning as a part of RL steps. The steps also train on rows with answers, and on tokens that a
-    workflow marks. To mark tokens, a workflow stores their weights in Trajectory.tokens["demonstrated"]."""
+    """Imitation learning as a part of RL steps, on rows with answers and on tokens that a workflow marks by storing
+    their weights in Trajectory.tokens["demonstrated"]."""
 
     weight: float = at_least(0, default=0.0, hint="0 disables imitation")
     """Weight of the imitation term, which is the mean of -log p over an update's demonstrated tokens."""
@@ -332,9 +282,9 @@ class DemonstrationsConfig(Section, name="demonstrations"):
 
 @dataclass(kw_only=True)
 class SupervisedConfig(Section, name="supervised"):
-    """Training on answers instead of RL. Start it with `megatron-rl sft` or, on more than one rank, with `megatron-rl
-    launch`. Each step is one update on batch.prompts_per_step rows."""
+    """Training on answers instead of RL, started by `megatron-rl sft` or, on more than one rank, `megatron-rl launch`.
+    Each step is one update on batch.prompts_per_step rows."""
 
     answer: str = ""
-    """Column of the rows that holds the answer's text. `messages`: the answer is the last message of a dialogue, and
-    the messages before it are the prompt. The last message must be the assistant's. Empty: no supervised run."""
+    """Column of the rows that holds the answer's text. `messages`: the answer is the last message of a dialogue, which
+    must be the assistant's, and the messages before it are the prompt. Empty: no supervised run."""

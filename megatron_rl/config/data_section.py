@@ -10,17 +10,12 @@ from megatron_rl.config.rules import Section, above, at_least, one_of, refuse, r
 
 MIXTURE = "mixture"
 TAKEN = frozenset(
-    (
-        *("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message"),
-        *("chat_template", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-    )
+    "messages conversation tools tokenize add_generation_prompt continue_final_message chat_template padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-"""Arguments of `apply_chat_template` that template_args must not contain: they are not template variables, or the
-trainer sets them itself."""
+"""Arguments of `apply_chat_template` that are not template variables, or that the trainer sets itself."""
 BLOCK = 1000
-"""Number of prompts in one block of a mixture. In each block, every part has a number of prompts proportional to its
-weight."""
+"""Number of prompts in one block of a mixture, in which each part's number of prompts is proportional to its weight."""
 
 
 def are_sets(sets: dict[str, Any]) -> bool:
@@ -37,12 +32,12 @@ class DataConfig(Section, name="data"):
     """Prompts for training and for evaluation."""
 
     train: str = "???"
-    """Source of the training prompts. It is a .jsonl or .parquet file, a folder saved by Hugging Face's
-    `datasets`, or hf:NAME[:CONFIG] on their hub. It may also be the import path of a function that returns a list of
-    prompts, or `mixture`. A mixture combines several of these sources, which train_args lists."""
+    """Source of the training prompts: a .jsonl or .parquet file, a folder saved by Hugging Face's `datasets`,
+    hf:NAME[:CONFIG] on their hub, the import path of a function that returns a list of prompts, or `mixture` for
+    several of these sources, which train_args lists."""
     train_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of `train`. For a function: its keyword arguments. For a folder or hub name: `split`. For a mixture:
-    its parts by name, each in the form {source: ..., args: {...}, weight: 1.0}."""
+    its parts by name, each as {source: ..., args: {...}, weight: 1.0}."""
     evaluation: str = ""
     """Held-out prompts, in any form that `train` can have. Empty: no evaluation on held-out prompts."""
     evaluation_args: dict[str, Any] = field(default_factory=dict)
@@ -53,33 +48,26 @@ class DataConfig(Section, name="data"):
         lambda args: all(isinstance(name, str) for name in args) and not TAKEN & set(args),
         default={},
     )
-    """Arguments for the model's chat template wherever messages are rendered: for prompts, answers, pairs, evaluation
-    and agents. The field `chat_template_kwargs` of a row takes precedence."""
+    """Arguments for the model's chat template. The field `chat_template_kwargs` of a row takes precedence."""
     shuffle: bool = True
     max_prompt_tokens: int = at_least(0, default=0, hint="0 keeps all")
-    """Discard training prompts with more tokens than this. 0 discards none; a prompt longer than the context is then an
-    error."""
+    """Discard training prompts with more tokens than this. With 0, a prompt longer than the context is an error."""
     max_tokens: int = at_least(0, default=0, hint="0 keeps all")
-    """Discard rows with more tokens than this. The limit is for a prompt plus its answer or, in a pair, plus the longer
-    reply."""
+    """Discard rows with more tokens than this, counting the prompt plus its answer or, in a pair, the longer reply."""
     success_rates: str = ruled(
         "must be an eval.jsonl, or empty", lambda path: not path or path.endswith(".jsonl"), default=""
     )
     """Path of an eval.jsonl that `megatron-rl eval` wrote, with the training prompts as one of its sets. With
-    `sampling` = all, only prompts whose success rate is in success_band are trained. If `shuffle` is false, prompts
-    with higher success rates come first. With any other `sampling`, no prompt is discarded, and the file gives the
-    initial success rates."""
+    `sampling` = all, only prompts whose success rate is in success_band are trained, without `shuffle` the highest
+    rates first. With any other `sampling`, the file gives the initial success rates, and no prompt is discarded."""
     success_band: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Lowest and highest mean reward of the prompts to train. Only success_rates and `sampling` = band use this
-    option."""
+    """Lowest and highest mean reward of the prompts to train, for success_rates or `sampling` = band."""
     sampling: str = one_of("all", "band", "failures", "variance", default="all")
-    """Probability that a prompt is trained when the run reaches it. It depends on the mean reward r of the prompt's
-    recent groups. all: 1. band: 1 if r is in success_band. failures: 1 - r (Kimi k1.5, arXiv 2501.12599). variance: 4 r
-    (1 - r). Prompts without a known r are always trained. The weights of a mixture's parts apply to all prompts that
-    the run reaches, trained or not."""
+    """Probability that a prompt is trained when the run reaches it, by the mean reward r of its recent groups. all: 1.
+    band: 1 if r is in success_band. failures: 1 - r (Kimi k1.5, arXiv 2501.12599). variance: 4 r (1 - r). Prompts
+    without a known r are always trained. A mixture's weights apply to the prompts reached, trained or not."""
     least_chance: float = within("(0, 1]", default=0.1)
-    """Minimum probability under `sampling`. Because of it, every prompt's success rate is measured again from time to
-    time."""
+    """Minimum probability under `sampling`, by which every prompt's success rate is measured again now and then."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,12 +99,11 @@ class DataConfig(Section, name="data"):
 
 @dataclass(kw_only=True)
 class EvalConfig(Section, name="eval"):
-    """Evaluation of the policy on data.evaluation, which is the set named held_out, and on further sets. It runs during
-    training as run.evaluate_every_steps says, or with `megatron-rl eval`."""
+    """Evaluation of the policy on data.evaluation, which is the set named held_out, and on further sets, during
+    training (run.evaluate_every_steps) or by `megatron-rl eval`."""
 
     sets: dict[str, Any] = ruled("must map names to {source: ..., args: ...}", are_sets, default={})
-    """Further sets of evaluation prompts by name: {source: ..., args: {...}}. A source may have any form that
-    data.train can have."""
+    """Further sets of evaluation prompts by name, as {source: ..., args: {...}} with a source as for data.train."""
     samples_per_prompt: int = at_least(1, default=1)
     """Replies sampled per prompt. With 2 or more, pass@k and majority vote are reported."""
     temperature: float = at_least(0, default=0.0, hint="0 is greedy")
@@ -126,8 +113,9 @@ class EvalConfig(Section, name="eval"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            rule = "must be 1, or more with eval.temperature > 0: greedy replies are all the same"
-            self.refuse("samples_per_prompt", rule)
+            self.refuse(
+                "samples_per_prompt", "must be 1, or more with eval.temperature > 0: greedy replies are all the same"
+            )
 
 
 @dataclass(kw_only=True)
@@ -143,5 +131,4 @@ class WarmStartConfig(Section, name="warm_start"):
     check_every_updates: int = at_least(1, default=20)
     """Number of updates between two measurements of the mean reward for stop_at_reward."""
     folder: str = ""
-    """Folder for the result, in Hugging Face format. A later run with the same warm start loads the result from there.
-    Empty: every run repeats the warm start."""
+    """Folder for the result, which a later run with the same warm start loads. Empty: every run repeats it."""

@@ -1,17 +1,20 @@
-"""Resolves objects named in a config by import path, `package.module:name`."""
+"""Import paths `package.module:name` of objects that a config names, and of functions that Python code passes."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 OURS = "megatron_rl"
+MAIN = "__main__"
 OFFERED: dict[str, dict[str, str]] = {
     "data": {
         "megatron_rl.data.tasks": "addition count_ones count_ones_pairs sort_digits copy_letters trail reasoning_gym",
@@ -51,24 +54,21 @@ OFFERED: dict[str, dict[str, str]] = {
     "estimator": {},
     "loss": {},
 }
-"""Modules and names of this package that a config may use, by kind. A config cannot call anything else in the package,
-for example code that deletes a journal. Estimators and losses are not listed, because a config gives their names
-without a path."""
+"""Modules and names of this package that a config may use, by kind. Nothing else in the package, such as code that
+deletes a journal, can be called. Estimators and losses are not listed, because a config names them without a path."""
 
 
 def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None = ()) -> Any:
-    """Import the object that `path` names. If that is impossible or not allowed, raise a ValueError.
+    """Import the object that `path`, the value of option `key`, names. Raises ValueError if it is not allowed.
 
-    The error names `key` (the option), the path and the reason. An object is allowed if this package offers it as this
-    `kind` (a key of OFFERED, or empty for any kind). It is also allowed if its module is in `import_from`, the config's
-    run.import_from. Others are refused, because importing a module runs it, and a config may come from somebody else.
-    import_from=None, for paths that are fixed in code, allows everything.
+    An object is allowed if this package offers it as this `kind` (a key of OFFERED, or empty for any kind), or if its
+    module is in `import_from`, the config's run.import_from. Others are refused, because importing a module runs it,
+    and a config may come from somebody else. import_from=None, for paths that are fixed in code, allows everything.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
-        raise ValueError(
-            f"{key} = {path!r}: must be an import path package.module:name, e.g. megatron_rl.rewards:exact_match."
-        )
+        rule = "must be an import path package.module:name, e.g. megatron_rl.rewards:exact_match"
+        raise ValueError(f"{key} = {path!r}: {rule}.")
     # Checked before any import, because importing is what would run a stranger's code.
     _check_home(module_name, f"{key} = {path!r}: module {module_name}", import_from)
     is_ours = import_from is not None and is_in(OURS, module_name)
@@ -77,10 +77,8 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(
-            f"{key} = {path!r}: module {module_name} cannot be imported ({error}); check the path, and that its folder "
-            "is on PYTHONPATH or its package installed."
-        ) from error
+        way_out = "check the path, and that its folder is on PYTHONPATH or its package installed"
+        raise ValueError(f"{key} = {path!r}: module {module_name} cannot be imported ({error}); {way_out}.") from error
     # vars() and not getattr: a misspelt name must not find a submodule that happens to be imported already.
     names = vars(module)
     if name not in names:
@@ -178,3 +176,41 @@ def described(function: Callable[..., Any]) -> str:
     if code is None:
         return type(function).__qualname__
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+
+
+class GivenPath(str):
+    """Import path of an object that Python code passed itself and therefore trusts."""
+
+
+def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
+    """Return the import path under which another process finds a function, a class or `__main__:name`.
+
+    Raises ValueError if there is none; `what` is then what those processes would do with the object.
+    """
+    if isinstance(given, str):
+        module, _, name = given.partition(":")
+        return given if module != MAIN else f"{name_of_main(key, given, what)}:{name}"
+    way_out = "write it as a function of a module, with def, and give that; arguments go into rollout.recipe"
+    if not (inspect.isroutine(given) or inspect.isclass(given)):
+        raise ValueError(f"{key} = {given!r}: is a {type(given).__name__}, no function; {way_out}.")
+    module, name = str(given.__module__), str(given.__qualname__)
+    # A nested function, a lambda or a decorated function may not be reachable under its name.
+    if module not in sys.modules or vars(sys.modules[module]).get(name) is not given:
+        rule = f"{what} in other processes, which import them, and module {module} has no such name at its top"
+        raise ValueError(f"{key} = {module}:{name}: {rule}; {way_out}.")
+    return GivenPath(f"{name_of_main(key, f'{module}:{name}', what) if module == MAIN else module}:{name}")
+
+
+def name_of_main(key: str, given: str, what: str = "rewards are computed") -> str:
+    """Return the name under which the running program can be imported without running its `__main__` block."""
+    main = sys.modules[MAIN]
+    if main.__spec__ is not None:  # python -m
+        return main.__spec__.name
+    file = Path(str(vars(main).get("__file__", "")))
+    # Another file of that name may come first on sys.path and would be imported instead.
+    found = importlib.util.find_spec(file.stem) if file.suffix == ".py" and file.stem.isidentifier() else None
+    if found is not None and found.origin is not None and file.exists() and Path(found.origin).samefile(file):
+        return file.stem
+    program = f"the program {file} cannot be imported by a name" if file.name else "a notebook or terminal has no file"
+    way_out = "move the function into a module next to it, such as my_rewards.py, and import it from there"
+    raise ValueError(f"{key} = {given!r}: {what} in other processes, which import them, and {program}; {way_out}.")

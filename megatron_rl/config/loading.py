@@ -17,12 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.other_names import PAGE, ours
-from megatron_rl.config.rules import as_part_of
+from megatron_rl.config.rules import as_part_of, refuse
 from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
-"""Maximum number of values in a YAML text after its aliases are expanded. Ten lines of nested aliases can expand to
-billions of values."""
+"""Maximum number of values in a YAML text, whose nested aliases could expand to billions in ten lines."""
 KEY_OF_CONFIG = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
@@ -42,10 +41,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 
 def config_of(sections: Mapping[str, Any]) -> TrainConfig:
-    """Build a config from Python, e.g. `{"optimizer": {"lr": 1e-5}}`, with the same checks as for a file.
-
-    A dotted key such as `{"optimizer.lr": 1e-5}` is set in its section. Raises ValueError.
-    """
+    """Build a config from Python, e.g. `{"optimizer": {"lr": 1e-5}}` or `{"optimizer.lr": 1e-5}`. Raises ValueError."""
     merged = OmegaConf.create({})
     with naming_keys(merged, "in the arguments"):
         for key, value in sections.items():
@@ -66,10 +62,7 @@ def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
 
 
 def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
-    """Check the merged sections and build the config.
-
-    missing: advice for an option without a value; KEY in it is replaced by the option.
-    """
+    """Check the merged sections and build the config. missing: advice for an option KEY without a value."""
     # Order matters: nothing is interpolated before it is known to be harmless; only known keys have types.
     refuse_computed_values(merged)
     refuse_unknown_keys(TrainConfig, merged, "")
@@ -79,21 +72,21 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
     if keys := sorted(OmegaConf.missing_keys(config)):
         raise ValueError(f"{keys[0]}: has no value; {missing.replace('KEY', keys[0])}.")
     # Nested sections first, under their full names: critic.parallel shares parallel's class, and so its errors.
-    for name in (name for name in SECTIONS if "." in name):
-        with as_part_of(name):
-            OmegaConf.to_object(OmegaConf.select(config, name))
+    for name in SECTIONS:
+        if "." in name:
+            with as_part_of(name):
+                OmegaConf.to_object(OmegaConf.select(config, name))
     found = OmegaConf.to_object(config)
     assert isinstance(found, TrainConfig)
     return found
 
 
 def take_from_policy(merged: DictConfig) -> None:
-    """Set what the layout and optimizer of a critic, and the layout of a reward model, leave out: as the policy's."""
-    of_critic = {"critic.parallel": "parallel", "critic.optimizer": "optimizer"}
-    wanted = of_critic if OmegaConf.select(merged, "algo.advantage") == "gae" else {}
-    wanted |= {"reward_model.parallel": "parallel"} if OmegaConf.select(merged, "reward_model.path") else {}
-    for name, of_policy in wanted.items():
-        own, given = OmegaConf.select(merged, name), merged.get(of_policy)
+    """Copy the policy's options into the layout and optimizer of a critic and a reward model where they have none."""
+    wanted = ["critic.parallel", "critic.optimizer"] if OmegaConf.select(merged, "algo.advantage") == "gae" else []
+    wanted += ["reward_model.parallel"] if OmegaConf.select(merged, "reward_model.path") else []
+    for name in wanted:
+        own, given = OmegaConf.select(merged, name), merged.get(name.partition(".")[2])
         if isinstance(given, DictConfig) and (own is None or isinstance(own, DictConfig)):
             options = {str(key): given._get_node(key) for key in given if own is None or key not in own}
             for key, value in options.items():
@@ -159,8 +152,7 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
 def is_text(key: str, text: str) -> bool:
     """Return True if an override's value is taken literally, not parsed as YAML.
 
-    Values of options of type str are taken literally, unless they are quoted or null. So are values of which YAML would
-    read a part as a comment.
+    These are values of options of type str, unless quoted or null, and values with a part that YAML reads as a comment.
     """
     if not text.strip():
         return True
@@ -189,21 +181,19 @@ def value_of(text: str, override: str) -> Any:
 def refuse_computed_values(given: DictConfig) -> None:
     """Raise ValueError for every interpolation except `${another.key}` where that key's value is literal.
 
-    OmegaConf would otherwise insert environment variables, which may be secret, into a config that is printed and
-    stored. It would also call any registered resolver.
+    OmegaConf would call resolvers, and insert environment variables, which may be secret, into a config that is stored.
     """
     written = OmegaConf.to_container(given, resolve=False)
     for key, text in leaves(written):
         if not (isinstance(text, str) and "${" in text):
             continue
         if "${" in KEY_OF_CONFIG.sub("", text):
-            raise ValueError(
-                f"{key} = {text!r}: only another key of the config can stand in braces, as in ${{run.folder}}, and no "
-                f"environment variable or function; write the value, or pass it as {key}=... on the command line."
-            )
+            rule = "only another key of the config can stand in braces, as in ${run.folder}"
+            way_out = f"write the value, or pass it as {key}=... on the command line"
+            refuse(key, text, f"{rule}, and no environment variable or function; {way_out}")
         for name in KEY_OF_CONFIG.findall(text):
             if any("${" in str(below) for _, below in leaves(member(written, name))):
-                raise ValueError(f"{key} = {text!r}: {name} is itself made of another key; write its value there.")
+                refuse(key, text, f"{name} is itself made of another key; write its value there")
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -235,26 +225,23 @@ def wrap_single_values(schema: type, given: DictConfig) -> None:
 
 def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
     """Raise ValueError for the first key that the dataclass lacks, and suggest the nearest known key."""
-    fields = {f.name: f for f in dataclasses.fields(schema)}
+    fields = [f.name for f in dataclasses.fields(schema)]
     for key in map(str, given):
         name = f"{prefix}{key}"
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
+            near = difflib.get_close_matches(key, fields, n=1)
             for found, value in leaves(member(OmegaConf.to_container(given, resolve=False), key), name):
                 # `optimizer.epsilon` is a longer name for a key of its own section, not another trainer's name.
-                is_longer = bool(near) and str(key).startswith(near[0])
+                is_longer = bool(near) and key.startswith(near[0])
                 if (here := ours(found)) and not (is_longer and prefix and not here.startswith(prefix)):
-                    raise ValueError(f"{found} = {value!r}: unknown key; here it is {here} ({PAGE}).")
+                    refuse(found, value, f"unknown key; here it is {here} ({PAGE})")
             hint = f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(fields)}."
-            raise ValueError(f"{name} = {OmegaConf.select(given, str(key))!r}: unknown key; {hint}")
-        section = SECTIONS.get(name)
-        if section is not None:
+            raise ValueError(f"{name} = {OmegaConf.select(given, key)!r}: unknown key; {hint}")
+        if section := SECTIONS.get(name):
             value = given[key]
             if not isinstance(value, DictConfig):
-                raise ValueError(
-                    f"{name} = {value!r}: must be a section with keys "
-                    f"{', '.join(f.name for f in dataclasses.fields(section))}."
-                )
+                keys = ", ".join(f.name for f in dataclasses.fields(section))
+                refuse(name, value, f"must be a section with keys {keys}")
             refuse_unknown_keys(section, value, f"{name}.")
 
 

@@ -13,29 +13,25 @@ class ModelConfig(Section, name="model"):
     """The policy model, and the layers, kernels and dtype with which it is computed."""
 
     path: str = "???"
-    """Hugging Face folder with config.json and a tokenizer. It must also have safetensors files, unless init is
-    random."""
+    """Hugging Face folder with config.json, a tokenizer and, unless init is random, safetensors files."""
     init: str = one_of("hf", "random", default="hf")
-    """`hf` loads the folder's safetensors. `random` draws the initial weights from run.seed; they are the same for
-    every parallel layout."""
+    """hf: load the folder's safetensors. random: draw the weights from run.seed, the same for every parallel layout."""
     dtype: str = one_of("float32", "bfloat16", default="float32")
-    """Compute dtype: float32 or bfloat16. With bfloat16, the optimizer keeps its main parameters in float32."""
+    """Compute dtype. With bfloat16, the optimizer keeps its main parameters in float32."""
     transformer_impl: str = one_of("auto", "transformer_engine", "local", default="auto")
     """Layers to use: Transformer Engine's (transformer_engine) or megatron.core's own (local). auto uses Transformer
-    Engine if it is installed. A run with local does not import it at all, unless another option asks for it."""
+    Engine if it is installed. local does not import it, unless another option asks for it."""
     flash_attention: str = one_of("torch", "FA3", "TE", default="torch")
     """Attention kernel for bfloat16 on CUDA. torch: PyTorch's FlashAttention 2. FA3: FlashAttention 3 from an installed
-    flash_attn_interface, which is faster but runs on Hopper only. TE: whichever cuDNN or FlashAttention kernel
-    Transformer Engine chooses."""
+    flash_attn_interface, faster but for Hopper only. TE: the cuDNN or FlashAttention kernel of Transformer Engine."""
     shared_keys: str = one_of("copied", "flex", default="copied")
-    """Use of the attention keys that the branches of a forked dialogue share, for bfloat16 on CUDA.
-    `copied`: copy the keys for each branch, then run the kernel set in flash_attention. `flex`: do not copy them, but
-    use FlexAttention, which torch compiles in the first step. `flex` is meant for long dialogues that fork often.
-    Microbatches without forks use the kernel set in flash_attention in both cases."""
+    """Use of the attention keys that the branches of a forked dialogue share, for bfloat16 on CUDA. copied: copy the
+    keys for each branch, then run the kernel set in flash_attention. flex: use FlexAttention without copies, which
+    torch compiles in the first step; for long dialogues that fork often. Without forks, both use flash_attention's."""
     delta_kernel: str = one_of("torch", "fla", default="torch")
     """Implementation of gated delta net layers. torch: plain PyTorch. fla: the flash-linear-attention kernels, for
-    bfloat16 on CUDA. These kernels need this package's extra `fla`, and Triton compiles and tunes them in the first
-    step. The command `plan` always assumes torch, and `rehearse` does so where the extra is not installed."""
+    bfloat16 on CUDA. They need this package's extra `fla`, and Triton compiles and tunes them in the first step. `plan`
+    always assumes torch, and `rehearse` does so where the extra is not installed."""
 
 
 PIPELINE_CUTS = (
@@ -45,8 +41,7 @@ PIPELINE_CUTS = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Fields of `megatron:` that give pipeline stages different numbers of layers. They apply to every model with
-stages."""
+"""Fields of `megatron:` that give pipeline stages different numbers of layers, in every model with stages."""
 
 
 @dataclass(kw_only=True)
@@ -56,22 +51,17 @@ class ParallelConfig(Section, name="parallel"):
     tensor: int = at_least(1, default=1, hint="1 disables the axis")
     """Tensor-parallel ranks, which split the matrices of each layer."""
     pipeline: int = at_least(1, default=1, hint="1 disables the axis")
-    """Pipeline stages. The layers are split evenly among them, or as Megatron's own fields in `megatron:` say
-    (docs/cluster.md)."""
+    """Pipeline stages, among which layers are split evenly, or as fields of `megatron:` say (docs/cluster.md)."""
     virtual_pipeline: int = at_least(1, default=1, hint="1 disables the axis")
-    """Model chunks per pipeline stage (interleaved 1F1B). With more chunks the pipeline bubble is smaller, but there is
-    more communication."""
+    """Model chunks per pipeline stage (interleaved 1F1B). More chunks: a smaller bubble, but more communication."""
     context: int = at_least(1, default=1, hint="1 disables the axis")
-    """Context-parallel ranks, which divide the tokens of a microbatch. They are needed for sequences too long for one
-    rank."""
+    """Context-parallel ranks, which divide the tokens of a microbatch, for sequences too long for one rank."""
     expert: int = at_least(1, default=1, hint="1 disables the axis")
-    """Expert-parallel ranks, which divide the experts of an MoE layer. They add no ranks to the layout, but reuse the
-    tensor x context x data ranks."""
+    """Expert-parallel ranks, which divide the experts of an MoE layer. They reuse the tensor x context x data ranks."""
     expert_tensor: int = at_least(1, default=1, hint="1 disables the axis")
     """Ranks that split each expert's matrices."""
     sequence: bool | None = None
-    """Sequence parallelism: norms and dropout are split along the sequence over the tensor-parallel ranks. null: on if
-    tensor > 1."""
+    """Sequence parallelism: tensor-parallel ranks split norms and dropout along the sequence. null: if tensor > 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,8 +70,8 @@ class ParallelConfig(Section, name="parallel"):
         if self.sequence and self.tensor == 1:
             self.refuse("sequence", "needs parallel.tensor > 1")
         if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
-            mixture = "a mixture of experts under parallel.tensor > 1"
-            self.refuse("sequence", f"{mixture} needs sequence parallelism; leave the key out")
+            rule = "a mixture of experts under parallel.tensor > 1 needs sequence parallelism; leave the key out"
+            self.refuse("sequence", rule)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -118,28 +108,27 @@ class LoraConfig(Section, name="lora"):
     """Projections that get an adapter, by the ends of their names in the model's files (`q_proj`, `experts.up_proj`).
     Empty: all projections of attention, feed-forward layers and experts."""
     path: str = ""
-    """Folder with initial adapters in PEFT's format, such as another run's `final/adapter`. These adapters must match
-    rank, alpha and targets. Empty: start with adapters that do not change the model's output. The reference is always
-    the model without adapters."""
+    """Folder with initial adapters in PEFT's format, such as another run's `final/adapter`, of this rank, alpha and
+    targets. Empty: start with adapters that do not change the model's output."""
 
 
 @dataclass(kw_only=True)
 class DraftConfig(Section, name="draft"):
-    """A draft head, which guesses tokens that the policy then reads several at a time. Replies are the same as without
-    it, in fewer passes of the policy. The head is trained in each update, and the policy is trained as without it."""
+    """A draft head, which guesses tokens that the policy then reads several at a time, for the same replies in fewer
+    passes. The head is trained in each update, and the policy is trained as without it."""
 
     kind: str = one_of("none", "eagle", "mtp", default="none")
-    """none: no draft head. eagle: one transformer layer as in EAGLE (arXiv 2401.15077). It needs embedded servers or
-    SGLang on GPUs, and a model of a family that the embedded server runs. mtp: the multi-token-prediction layer in the
-    model's folder. It is trained and saved with the model, and no server of the run decodes with it."""
+    """none: no draft head. eagle: one transformer layer as in EAGLE (arXiv 2401.15077), for embedded servers or SGLang
+    on GPUs, and families of models that the embedded server runs. mtp: the multi-token-prediction layer in the model's
+    folder, trained and saved with the model; no server of the run decodes with it."""
     tokens: int = at_least(1, default=3)
     """Number of tokens that a server guesses before each pass of the policy."""
     tokens_per_pass: int = at_least(1, default=64, hint="a CPU reads a few dozen in twice the time of one")
-    """Maximum number of tokens that a pass of the policy reads in an embedded server, guesses included. The server
-    guesses fewer if that is faster, going by how often guesses were right. SGLang always guesses `tokens`."""
+    """Maximum number of tokens, guesses included, that a pass of the policy reads in an embedded server. By how often
+    guesses were right, it guesses fewer if that is faster. SGLang always guesses `tokens`."""
     depths: int = at_least(1, default=1, hint="1 trains the first guess alone")
-    """Number of consecutive guesses that the head learns. From the second on, it reads its own states instead of the
-    policy's, as when servers guess several tokens. Training costs a pass of the head for each."""
+    """Number of consecutive guesses that the head learns, each for a pass of it. From the second on, it reads its own
+    states instead of the policy's, as when servers guess several tokens."""
     lr: float = above(0, default=1e-3)
     """Constant learning rate of the head's own AdamW."""
 
@@ -153,11 +142,10 @@ class OptimizerConfig(Section, name="optimizer"):
     min_lr: float = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
     schedule: str = one_of("constant", "linear", "cosine", default="constant")
-    """Learning rate after the warm-up. constant: it stays at `lr`. linear and cosine: it falls from `lr` to `min_lr`
-    over the updates of the run."""
+    """Learning rate after the warm-up: constantly `lr`, or falling from it to `min_lr` over the run's updates."""
     warmup_updates: int = at_least(0, default=0)
-    """Number of updates at the start of the run in which the learning rate rises from 0 to `lr`. The first update has
-    rate 0 and changes nothing, as in transformers and Megatron-LM."""
+    """Number of updates in which the learning rate rises from 0 to `lr`. The first update has rate 0 and changes
+    nothing, as in transformers and Megatron-LM."""
     weight_decay: float = at_least(0, default=0.0)
     beta1: float = within("[0, 1)", default=0.9)
     beta2: float = within("[0, 1)", default=0.95)
@@ -169,18 +157,16 @@ class OptimizerConfig(Section, name="optimizer"):
     overlap: bool = False
     """Reduce gradients during the backward pass, and gather updated weights during the next forward pass."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Memory options that are passed to megatron.core's optimizer and gradient buffers, under megatron.core's own field
-    names. Examples: `grad_reduce_in_fp32: false`, `optimizer_cpu_offload: true`. docs/cluster.md says what each option
-    saves."""
+    """Memory options of megatron.core's optimizer and gradient buffers, by its own field names, such as
+    `grad_reduce_in_fp32: false` or `optimizer_cpu_offload: true`. docs/cluster.md says what each saves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.min_lr <= self.lr:
             self.refuse("min_lr", f"must be in [0, optimizer.lr = {self.lr}]")
         if self.overlap and not self.distributed:
-            self.refuse(
-                "overlap", "hides the distributed optimizer's communication; set optimizer.distributed=true too"
-            )
+            rule = "hides the distributed optimizer's communication; set optimizer.distributed=true too"
+            self.refuse("overlap", rule)
 
 
 @dataclass(kw_only=True)
@@ -194,11 +180,9 @@ class BatchConfig(Section, name="batch"):
     tokens_per_microbatch: int = at_least(1, default=16_384)
     """Maximum number of packed tokens in one forward pass of one data-parallel rank."""
     allow_longer_sequences: bool = True
-    """Give a sequence longer than tokens_per_microbatch a forward pass of its own. false: such a sequence ends the run
-    with an error."""
+    """Give a sequence longer than tokens_per_microbatch a forward pass of its own. false: it ends the run."""
     share_prompts: bool = True
-    """Compute a prefix only once if several replies, or branches of a dialogue, share it. The update stays the same but
-    costs less."""
+    """Compute a prefix only once if several replies or branches of a dialogue share it. The update stays the same."""
 
 
 @dataclass(kw_only=True)
@@ -221,7 +205,6 @@ class EngineConfig:
     """As rollout.exact, for the policy and its frozen copy."""
     seed: int = 1
     bucket_bytes: int = 1 << 28
-    """Size of one buffer for weight publication. A publication uses two buffers, each at least as large as the largest
-    tensor."""
+    """Size of each of a publication's two buffers, which are at least as large as the largest tensor."""
     publication: str = "group"
     publication_folder: str = "runs/default/published"

@@ -89,9 +89,7 @@ OURS: dict[str, str] = {name: key for key, names in OTHERS.items() for name in n
 def ours(key: str) -> str:
     """Return the key here that matches another trainer's `key`, ignoring its leading sections; '' if there is none.
 
-    For example:
-
-        ours("actor_rollout_ref.rollout.n")  # "generation.n_samples"
+    ours("actor_rollout_ref.rollout.n")  # "generation.n_samples"
     """
     parts = key.replace("-", "_").lstrip("_").split(".")
     endings = (".".join(parts[first:]) for first in range(len(parts)))

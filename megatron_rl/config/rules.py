@@ -1,11 +1,11 @@
-"""Validation rules of config fields, declared next to their defaults. A section checks all its fields in one place.
+"""Validation rules of config fields, declared next to their defaults.
 
     @dataclass(kw_only=True)
     class BatchConfig(Section, name="batch"):
         prompts_per_step: int = at_least(1, default=64)
 
-`BatchConfig(prompts_per_step=0)` raises "batch.prompts_per_step = 0: must be at least 1." Rules between fields are
-checked in the section's `__post_init__`, after the parent's.
+`BatchConfig(prompts_per_step=0)` raises "batch.prompts_per_step = 0: must be at least 1." A section's `__post_init__`
+checks rules between fields, after the parent's.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def ruled(rule: str, holds: Callable[[Any], bool], *, default: Any, hint: str = 
 
 
 def at_least(lowest: int, unit: str = "", *, default: Any, hint: str = "") -> Any:
-    return ruled(
-        f"must be at least {lowest} {unit}".rstrip(), lambda value: value >= lowest, default=default, hint=hint
-    )
+    rule = f"must be at least {lowest} {unit}".rstrip()
+    return ruled(rule, lambda value: value >= lowest, default=default, hint=hint)
 
 
 def above(bound: int, unit: str = "", *, default: Any, hint: str = "") -> Any:
@@ -88,15 +87,11 @@ def import_path(*, default: str) -> Any:
 
 
 ENTERED: dict[str, set[str]] = {"estimator": set(), "loss": set(), "pair_loss": set()}
-"""Names that the decorators of megatron_rl.algo.registry have registered, by kind. Built-in names come from lists in
-this package, because it does not import the catalogue."""
+"""Names that users have registered with the decorators of megatron_rl.algo.registry, by kind."""
 
 
 def name_or_import_path(names: tuple[str, ...], *, kind: str, default: str) -> Any:
-    """Return a field for a name in the catalogue or an import path. The default is always valid, even if empty.
-
-    kind: a key of ENTERED.
-    """
+    """Return a field for a name in the catalogue (kind: a key of ENTERED), an import path, or the default."""
 
     def holds(value: str) -> bool:
         return value in names or value in ENTERED[kind] or is_import_path(value) or value == default

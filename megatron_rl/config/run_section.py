@@ -24,7 +24,7 @@ class RunConfig(Section, name="run"):
         hint="e.g. my_project or my.rewards",
     )
     """Packages or modules, besides megatron_rl, from which a config may import its workflow, reward, data, advantage
-    estimator and loss. For example, [my_rewards] permits your own my_rewards.py in a folder on PYTHONPATH."""
+    estimator and loss, such as [my_rewards] for your my_rewards.py in a folder on PYTHONPATH."""
     seed: int = 1
     steps: int = at_least(1, default=100)
     evaluate_every_steps: int = at_least(0, default=0)
@@ -39,19 +39,17 @@ class RunConfig(Section, name="run"):
     """Number of newest checkpoints to keep."""
     grace_s: float = above(0, "seconds", default=60.0)
     """Time after SIGTERM or SIGUSR1 in which the run must finish or abandon its step and save a checkpoint. A run
-    without checkpoints just ends. Ctrl-C makes every run finish or abandon its step, but without a time limit. A second
-    Ctrl-C ends the run at once."""
+    without checkpoints just ends. After Ctrl-C there is no time limit. A second Ctrl-C ends the run at once."""
     phase_timeout_s: float = above(0, "seconds", default=3600.0)
-    """Maximum duration of one phase of a step (rollout, update, publish, ...). After that time, every rank reports
-    where it stands, and the run ends. If the run was only waiting for rollouts, it writes a checkpoint first."""
+    """Maximum duration of one phase of a step (rollout, update, publish, ...). Then every rank reports where it stands,
+    and the run ends. If it was only waiting for rollouts, it writes a checkpoint first."""
     most_skipped_updates: int = at_least(0, default=3)
-    """Maximum number of consecutive skipped updates of one model. An update is skipped if its loss or gradient is NaN
-    or infinite. If one more update is skipped, the run ends with an error that names the tokens with such numbers. 0:
-    the first skipped update ends the run."""
+    """Maximum number of consecutive updates of one model that may be skipped, because their loss or gradient is NaN or
+    infinite. One more ends the run with an error that names the tokens with such numbers."""
     threads_per_rank: int = at_least(0, default=0)
-    """CPU threads of each trainer rank, and of each server that the run starts. 0: as many as cores are free when the
-    run starts, within the process's CPU set and its container's quota. A host's trainer ranks divide the free cores
-    evenly. The thread count can change the order of summation, so set it if two runs must agree to the last bit."""
+    """CPU threads of each trainer rank, and of each server that the run starts. 0: the cores that are free at the
+    start, within CPU set and container quota, divided among the host's trainer ranks. The thread count can change the
+    order of summation, so set it if two runs must agree to the last bit."""
     offload: bool = False
     """Policy and reference model take turns in device memory. The one not in use is kept in host memory."""
 
@@ -72,37 +70,33 @@ class TelemetryConfig(Section, name="telemetry"):
         default=[],
         hint="any other is refused",
     )
-    """Where metrics are sent in addition to the run's folder: any of tensorboard, wandb, trackio."""
+    """Where metrics are sent in addition to the run's folder."""
     project: str = "megatron_rl"
-    """Name of the project, in services that have projects. In the project, the run has the name of its folder."""
+    """Name of the project, in services that have projects. The run has the name of its folder there."""
     prometheus: str = ruled(
         "must be host:port, e.g. 127.0.0.1:9464",
         lambda address: not address or re.fullmatch(r".+:\d{1,5}", address) is not None,
         default="",
     )
-    """Address (host:port) at which rank 0 serves the latest metrics. Port 0: any free port. Empty: the metrics are not
-    served."""
+    """Address at which rank 0 serves the latest metrics. Port 0: any free port. Empty: they are not served."""
     samples_logged: int = at_least(0, default=8, hint="0 logs none")
-    """Number of random trajectories per training step that are written to samples.jsonl as text. 0 writes none. If the
-    step has fewer trajectories, all of them are written."""
+    """Maximum number of random trajectories per training step that are written to samples.jsonl as text."""
     trace_steps: list[int] = ruled(
         "each must be at least 0, the first step", lambda steps: all(step >= 0 for step in steps), default=[]
     )
-    """Steps, counted from 0, whose timelines of trainer ranks, rollouts and servers are recorded. The timelines are
-    written to trace/step-N.json.gz and can be opened at ui.perfetto.dev."""
+    """Steps, counted from 0, whose timelines of trainer ranks, rollouts and servers are written to
+    trace/step-N.json.gz, to be opened at ui.perfetto.dev."""
     record_steps: list[str] = ruled(
         "each must be a step's number from 0, `every K` with K of at least 1, or on_alarm",
         lambda steps: all(re.fullmatch(r"\d+|every [1-9]\d*|on_alarm", step) for step in steps),
         default=["on_alarm"],
         hint="e.g. [3, 12], 'every 100', on_alarm, or [] for none",
     )
-    """Steps that `megatron-rl replay` can repeat: numbers of steps from 0, `every K` for every K-th step, or on_alarm
-    for the steps since the oldest of the newest run.keep_checkpoints checkpoints, if an error ends the run. A record
-    has the step's trajectories and what the step computed from them, in run.folder/records. For on_alarm, up to 256 MB
-    of them stay in each rank's memory until there is an error; without checkpoints, none are kept. Steps given by
-    number or `every K` are written at once, also have gradients and weights by tensor, and survive a kill. Their
-    checkpoints are kept in addition to run.keep_checkpoints, and so are the trajectories of the steps between
-    checkpoint and step."""
+    """Steps that `megatron-rl replay` can repeat from run.folder/records, where a record has the step's trajectories
+    and what it computed from them. on_alarm: if an error ends the run, the steps since the oldest of the newest
+    run.keep_checkpoints checkpoints; up to 256 MB of them wait in each rank's memory. N from 0, or `every K` for every
+    K-th step: written at once, with gradients and weights by tensor. The checkpoint before such a step is kept in
+    addition to run.keep_checkpoints, and so are the trajectories of the steps between them."""
 
     def records(self, first: int, end: float) -> bool:
         """Return True if a step in [first, end) is to be recorded with its tensors."""

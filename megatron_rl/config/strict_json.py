@@ -36,10 +36,7 @@ DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite)
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text; for duplicate keys the last value counts.
-
-    Raises ValueError for invalid JSON, RecursionError if it is nested too deeply.
-    """
+    """Parse a JSON text. The last value of a duplicate key counts. Raises ValueError, RecursionError if too deep."""
     return json.loads(text, parse_constant=refuse_constant, parse_float=finite)
 
 

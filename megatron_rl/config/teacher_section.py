@@ -25,7 +25,7 @@ class Teacher:
 
 
 def are_teachers(by_source: dict[str, Any]) -> bool:
-    """Return whether every source has either {path: ...} or {servers: [...]}, and at most a hint in addition."""
+    """Return True if every source has either {path: ...} or {servers: [...]}, and at most a hint in addition."""
     return all(
         isinstance(part, dict)
         and set(part) <= {"path", "servers", "hint"}
@@ -43,31 +43,29 @@ class TeacherConfig(Section, name="teacher"):
     the policy's parallel layout or on servers."""
 
     path: str = ""
-    """Hugging Face folder of a model with the policy's tokenizer. `policy`: the policy itself, as it is before a step's
-    updates. It then needs a hint, because without one it would give the policy's own log-probabilities. Empty: no
-    teacher in the policy's layout."""
+    """Hugging Face folder of a model with the policy's tokenizer. `policy`: the policy itself before a step's updates,
+    which needs a hint to give other log-probabilities. Empty: no teacher in the policy's layout."""
     servers: list[str] = field(default_factory=list)
     """URLs of servers that run the teacher and score tokens as SGLang does. Set either `path` or `servers`."""
     token_file: str = ""
     """File with the bearer token for the teacher's servers."""
     hint: str = ""
-    """Text that only the teacher reads. It is placed before the prompt or, in a dialogue, before the last message's
-    text. It may contain the prompt's fields in braces, such as `The answer is {answer}.`"""
+    """Text that only the teacher reads, before the prompt or, in a dialogue, before the last message's text. It may
+    contain the prompt's fields in braces, such as `The answer is {answer}.`"""
     by_source: dict[str, Any] = ruled(
         "must map sources to {path: ...} or {servers: [...]}, each with a hint or without", are_teachers, default={}
     )
-    """Several teachers, instead of `path`, `servers` and `hint`. The field `source` of a prompt selects its teacher;
-    data.train = mixture sets this field. Example: {math: {path: ..., hint: ...}, code: {servers: [...]}}."""
+    """Several teachers, instead of `path`, `servers` and `hint`, by the prompts' field `source`, which data.train =
+    mixture sets. Example: {math: {path: ..., hint: ...}, code: {servers: [...]}}."""
     coefficient: float = above(0, default=1.0)
-    """Weight of the teacher's term, which is in nats, in each token's advantage or loss. The task's own rewards still
-    count. To learn from the teacher alone, set algo.advantage = none."""
+    """Weight of the teacher's term, which is in nats, in each token's advantage or loss. To learn from the teacher
+    alone, without the task's own rewards, set algo.advantage = none."""
     kl_in: str = one_of("advantage", "loss", default="advantage")
-    """Where the reverse KL divergence from the teacher enters. advantage: log p(teacher) - log p of each sampled token
-    is added to the token's advantage. The mean of this term is the negative divergence. loss: the divergence itself,
-    computed over all possible tokens, is added to the loss."""
+    """Where the reverse KL divergence from the teacher enters. advantage: log p(teacher) - log p of each sampled token,
+    whose mean is the negative divergence, is added to its advantage. loss: the divergence over all tokens is added."""
     top_k: int = at_least(0, default=0)
-    """For kl_in = loss: compare only the teacher's top_k most likely tokens, and treat all others as one token. This
-    stores few numbers per token. 0: compare the whole vocabulary, and store the teacher's last hidden state."""
+    """For kl_in = loss: compare only the teacher's top_k most likely tokens, and treat all others as one, which stores
+    few numbers per token. 0: compare the whole vocabulary, and store the teacher's last hidden state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,9 +78,8 @@ class TeacherConfig(Section, name="teacher"):
         if self.by_source and (self.path or self.servers or self.hint):
             self.refuse("by_source", "each source's own path, servers and hint hold; leave the section's own out")
         if self.hint and not (self.path or self.servers):
-            self.refuse(
-                "hint", "nobody reads it; set teacher.path, to policy for the policy itself, or teacher.servers"
-            )
+            rule = "nobody reads it; set teacher.path, to policy for the policy itself, or teacher.servers"
+            self.refuse("hint", rule)
         for name, teacher in self.teachers.items():
             if teacher.path == POLICY and not teacher.hint:
                 key = f"by_source.{name}.path" if name else "path"

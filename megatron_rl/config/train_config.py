@@ -18,7 +18,7 @@ from megatron_rl.config.algorithm_section import (
     SupervisedConfig,
 )
 from megatron_rl.config.data_section import DataConfig, EvalConfig, WarmStartConfig
-from megatron_rl.config.given import MAIN, GivenPath, name_of_main
+from megatron_rl.config.import_path import MAIN, GivenPath, name_of_main
 from megatron_rl.config.model_section import (
     PIPELINE_CUTS,
     BatchConfig,
@@ -40,22 +40,21 @@ from megatron_rl.config.rollout_section import (
     ReuseConfig,
     RolloutConfig,
 )
-from megatron_rl.config.rules import as_part_of
+from megatron_rl.config.rules import as_part_of, refuse
 from megatron_rl.config.run_section import RunConfig, TelemetryConfig
 from megatron_rl.config.teacher_section import POLICY, TeacherConfig
 
 REMAX = "megatron_rl.workflows:ReMaxWorkflow"
+WHOLE_OF_TEACHER = "a teacher's distribution is over the whole vocabulary, and the policy's would be over"
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """Config of a run, with one field per section of its YAML file. It is checked on construction.
 
-    For example:
-
-        config = load_config("configs/demo.yaml", ["run.steps=5", "optimizer.lr=1e-5"])
-        config.optimizer.lr  # 1e-05
-        print(config.to_yaml())
+    config = load_config("configs/demo.yaml", ["run.steps=5", "optimizer.lr=1e-5"])
+    config.optimizer.lr  # 1e-05
+    print(config.to_yaml())
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -85,215 +84,171 @@ class TrainConfig:
     """Options that are passed to megatron.core's TransformerConfig, under the names of its fields."""
 
     def __post_init__(self) -> None:
-        # Must come first: the checks below, and copies of this config, expect import paths only.
+        # First, because the checks below, and copies of this config, expect import paths only.
         self._trust_what_is_given()
-        batch, samples = self.batch, self.generation.n_samples
-        if self.supervised.answer and self.preference.loss:
-            raise ValueError(
-                f"supervised.answer = {self.supervised.answer!r}: preference.loss = {self.preference.loss!r} is set "
-                f"too, and a run learns from answers or from pairs of replies; leave one of them out."
-            )
-        mixed = self.demonstrations
-        if mixed.weight > 0 and self.learns_from_data:
-            raise ValueError(
-                f"demonstrations.weight = {mixed.weight}: {self.chosen_data} is set, and demonstrations are mixed into "
-                f"steps of RL; leave one of them out."
-            )
-        if mixed.source and mixed.rows_per_step < batch.updates_per_step:
-            raise ValueError(
-                f"demonstrations.rows_per_step = {mixed.rows_per_step}: each of batch.updates_per_step = "
-                f"{batch.updates_per_step} needs one at least; raise it."
-            )
-        if self.data.max_tokens > 0 and not self.learns_from_data:
-            raise ValueError(
-                f"data.max_tokens = {self.data.max_tokens}: counts the tokens of replies too, and the prompts of RL "
-                f"bring none; set data.max_prompt_tokens, or leave it out."
-            )
-        thinks, own = self.data.template_args.get("enable_thinking"), self.rollout.workflow_args.get("enable_thinking")
-        if thinks is not None and own is not None and thinks != own:
-            raise ValueError(
-                f"data.template_args.enable_thinking = {thinks}: rollout.workflow_args.enable_thinking is {own}; leave "
-                f"one of them out."
-            )
-        if self.data.sampling != "all" and self.learns_from_data:
-            raise ValueError(
-                f"data.sampling = {self.data.sampling!r}: follows the rewards of RL, and {self.chosen_data} trains on "
-                f"data; leave it out."
-            )
+        self._check_data()
         if not self.learns_from_data:
             self._check_sampling()
         if self.algo.routing_replay != "off":
             self._check_routing_replay()
-        if batch.prompts_per_step * samples < batch.updates_per_step:
-            raise ValueError(
-                f"batch.updates_per_step = {batch.updates_per_step}: a step has batch.prompts_per_step x "
-                f"generation.n_samples = {batch.prompts_per_step} x {samples} trajectories, and every update needs one "
-                f"at least; lower it."
-            )
-        if self.algo.advantage in COMPARE_GROUP and samples < 2 and not self.learns_from_data:
-            raise ValueError(
-                f"generation.n_samples = {samples}: algo.advantage = {self.algo.advantage} compares the replies of one "
-                f"prompt and needs 2 or more; raise it, or set algo.advantage=reinforce."
-            )
-        if self.algo.advantage == "none" and not self.teacher.is_there:
-            raise ValueError(
-                "algo.advantage = 'none': learns from no reward, and there is no teacher to learn from; set "
-                "teacher.path, or take an estimator."
-            )
-        if any(it.servers for it in self.teacher.teachers.values()) and self.generation.temperature != 1:
-            raise ValueError(
-                f"generation.temperature = {self.generation.temperature}: teacher servers compute log-probabilities at "
-                f"temperature 1, which could not be compared with the policy's; set it to 1, or load the teacher by "
-                f"teacher.path."
-            )
-        if self.has_critic and self.algo.advantage_args:
-            raise ValueError(
-                f"algo.advantage_args = {self.algo.advantage_args}: gae's options are critic.discount, "
-                f"critic.trace_decay and others of the section critic; set them there."
-            )
-        if self.reward_shaping.overlong_buffer > self.generation.max_new_tokens:
-            raise ValueError(
-                f"reward_shaping.overlong_buffer = {self.reward_shaping.overlong_buffer}: every reply of "
-                f"generation.max_new_tokens = {self.generation.max_new_tokens} would be overlong; lower it."
-            )
-        if self.rollout.max_uniform_resamples > 0 and samples < 2:
-            raise ValueError(
-                f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: with generation.n_samples = 1 "
-                f"every group is uniform; raise it, or leave the key out."
-            )
-        if self.rollout.max_uniform_resamples > 0 and (source := self._learns_from_equal_rewards):
-            raise ValueError(
-                f"rollout.max_uniform_resamples = {self.rollout.max_uniform_resamples}: throws groups with equal "
-                f"rewards away, and {source} trains them; set it to 0, or leave that out."
-            )
+        self._check_algorithm()
+        if self.rollout.max_uniform_resamples > 0:
+            self._check_resamples()
         if self.rollout.journal_replies and self.run.checkpoint_every_steps == 0:
-            raise ValueError(
-                "rollout.journal_replies = true: a run with run.checkpoint_every_steps = 0 is not resumed and keeps no "
-                "journal; set that, or leave the key out."
-            )
+            rule = "a run with run.checkpoint_every_steps = 0 keeps no journal; set that, or leave the key out"
+            self.rollout.refuse("journal_replies", rule)
         if self.learns_from_data and set(self.telemetry.record_steps) - {"on_alarm"}:
             self.telemetry.refuse("record_steps", f"records steps of RL, and {self.chosen_data} is set; leave it out")
         if self.reuse.groups_per_step > 0:
-            self._refuse_a_reuse_that_cannot_be()
-        # A reward model scores the batch, and ReMax keeps its greedy replies out of the batch unless told otherwise.
-        hides_greedy = self.rollout.workflow == REMAX and not self.rollout.workflow_args.get("keep_greedy", False)
-        if self.algo.advantage == "remax" and self.reward_model.path and hides_greedy:
-            raise ValueError(
-                f"reward_model.path = {self.reward_model.path!r}: scores trajectories, and the greedy reply that "
-                f"algo.advantage = remax compares them with is not one of them; set "
-                f"rollout.workflow_args.keep_greedy=true."
-            )
-        if self.critic.warmup_steps >= self.run.steps:
-            raise ValueError(
-                f"critic.warmup_steps = {self.critic.warmup_steps}: the policy would not be trained in any of the "
-                f"run.steps = {self.run.steps}; lower it."
-            )
-        updates = (self.run.steps - self.critic.warmup_steps) * batch.updates_per_step
-        if updates < self.optimizer.warmup_updates:
-            raise ValueError(
-                f"optimizer.warmup_updates = {self.optimizer.warmup_updates}: the policy has only (run.steps - "
-                f"critic.warmup_steps) x batch.updates_per_step = {updates} updates; lower it."
-            )
-        # Set options that nothing reads most likely mean a mistake in algo.advantage.
-        if not self.has_critic and self.critic != CriticConfig():
-            raise ValueError(
-                f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
-                f"algo.advantage=gae, or leave the section out."
-            )
-
-        if self.lora.rank > 0 and self.warm_start.updates > 0:
-            raise ValueError(
-                f"warm_start.updates = {self.warm_start.updates}: trains the weights that lora.rank = {self.lora.rank} "
-                f"freezes; start from a model that megatron-rl sft has trained, or leave one of them out."
-            )
-
-        if self.lora.path and self.lora.rank == 0:
-            raise ValueError(
-                f"lora.path = {self.lora.path!r}: lora.rank = 0 trains the whole model; set lora.rank to that of the "
-                f"folder, or merge the adapters into model.path first."
-            )
-        if self.rollout.publication == "adapters" and self.lora.rank == 0:
-            raise ValueError(
-                "rollout.publication = 'adapters': lora.rank = 0 trains the whole model; set lora.rank, or publish by "
-                "group."
-            )
+            self._check_reuse()
+        self._check_models()
         self._check_draft()
         self._refuse_offload_of_what_moves()
         layouts = (self.parallel, self.critic.parallel, self.reward_model.parallel)
         cut = next((key for key in PIPELINE_CUTS if self.megatron.get(key)), None)
         if cut and all(layout.pipeline == 1 for layout in layouts):
-            raise ValueError(
-                f"megatron.{cut} = {self.megatron[cut]!r}: cuts a pipeline, and no model has one; set "
-                f"parallel.pipeline, or leave it out."
+            rule = "cuts a pipeline, and no model has one; set parallel.pipeline, or leave it out"
+            refuse(f"megatron.{cut}", self.megatron[cut], rule)
+
+    def _check_data(self) -> None:
+        """Check the options that choose between RL and training on data, and those that only one of them has."""
+        data, mixed, updates = self.data, self.demonstrations, self.batch.updates_per_step
+        if self.supervised.answer and self.preference.loss:
+            rule = f"preference.loss = {self.preference.loss!r} is set too, and a run learns from one of the two"
+            self.supervised.refuse("answer", f"{rule}; leave one of them out")
+        if mixed.weight > 0 and self.learns_from_data:
+            rule = f"{self.chosen_data} is set, and demonstrations are mixed into steps of RL; leave one of them out"
+            mixed.refuse("weight", rule)
+        if mixed.source and mixed.rows_per_step < updates:
+            mixed.refuse("rows_per_step", f"each of batch.updates_per_step = {updates} needs one at least; raise it")
+        if data.max_tokens > 0 and not self.learns_from_data:
+            rule = "counts replies too, and the prompts of RL bring none; set data.max_prompt_tokens, or leave it out"
+            data.refuse("max_tokens", rule)
+        thinks, own = data.template_args.get("enable_thinking"), self.rollout.workflow_args.get("enable_thinking")
+        if thinks is not None and own is not None and thinks != own:
+            rule = f"rollout.workflow_args.enable_thinking is {own}; leave one of them out"
+            refuse("data.template_args.enable_thinking", thinks, rule)
+        if data.sampling != "all" and self.learns_from_data:
+            rule = f"follows the rewards of RL, and {self.chosen_data} trains on data; leave it out"
+            data.refuse("sampling", rule)
+
+    def _check_algorithm(self) -> None:
+        """Check the options of the algorithm against the size of a step and the teacher."""
+        algo, batch, generation = self.algo, self.batch, self.generation
+        prompts, samples = batch.prompts_per_step, generation.n_samples
+        if prompts * samples < batch.updates_per_step:
+            step = f"batch.prompts_per_step x generation.n_samples = {prompts} x {samples} trajectories"
+            batch.refuse("updates_per_step", f"a step has {step}, and every update needs one at least; lower it")
+        if algo.advantage in COMPARE_GROUP and samples < 2 and not self.learns_from_data:
+            needs = f"algo.advantage = {algo.advantage} compares the replies of one prompt and needs 2 or more"
+            generation.refuse("n_samples", f"{needs}; raise it, or set algo.advantage=reinforce")
+        if algo.advantage == "none" and not self.teacher.is_there:
+            rule = "learns from no reward, and there is no teacher; set teacher.path, or take an estimator"
+            algo.refuse("advantage", rule)
+        if any(it.servers for it in self.teacher.teachers.values()) and generation.temperature != 1:
+            rule = "teacher servers compute log-probabilities at temperature 1; set it to 1, or use teacher.path"
+            generation.refuse("temperature", rule)
+        if self.has_critic and algo.advantage_args:
+            rule = "gae's options are critic.discount, critic.trace_decay and others of the section critic; set those"
+            algo.refuse("advantage_args", rule)
+        if self.reward_shaping.overlong_buffer > generation.max_new_tokens:
+            limit = f"generation.max_new_tokens = {generation.max_new_tokens}"
+            self.reward_shaping.refuse("overlong_buffer", f"every reply of {limit} would be overlong; lower it")
+
+    def _check_resamples(self) -> None:
+        if self.generation.n_samples < 2:
+            rule = "with generation.n_samples = 1 every group is uniform; raise that, or leave the key out"
+            self.rollout.refuse("max_uniform_resamples", rule)
+        if source := self._learns_from_equal_rewards:
+            rule = f"throws groups with equal rewards away, and {source} trains them; set it to 0, or leave that out"
+            self.rollout.refuse("max_uniform_resamples", rule)
+
+    def _check_reuse(self) -> None:
+        if self.learns_from_data:
+            rule = f"reuses what RL has sampled, and {self.chosen_data} is set; leave it out"
+            self.reuse.refuse("groups_per_step", rule)
+        if self.run.checkpoint_every_steps == 0:
+            rule = "the buffer's groups are those of the journal, and run.checkpoint_every_steps = 0 keeps none"
+            self.reuse.refuse("groups_per_step", f"{rule}; set that, or leave the key out")
+        if self.correction.weight == "off":
+            rule = "an older policy sampled what is reused, and correction.weight = off counts it as the current one's"
+            self.reuse.refuse("groups_per_step", f"{rule}; set correction.weight=clamp or mask")
+
+    def _check_models(self) -> None:
+        """Check the options of the critic, the reward model and the adapters."""
+        critic, lora = self.critic, self.lora
+        # A reward model scores the batch, and ReMax keeps its greedy replies out of the batch unless told otherwise.
+        hides_greedy = self.rollout.workflow == REMAX and not self.rollout.workflow_args.get("keep_greedy", False)
+        if self.algo.advantage == "remax" and self.reward_model.path and hides_greedy:
+            rule = (
+                "scores trajectories, and algo.advantage = remax compares them with a greedy reply that is not scored"
             )
+            self.reward_model.refuse("path", f"{rule}; set rollout.workflow_args.keep_greedy=true")
+        if critic.warmup_steps >= self.run.steps:
+            rule = f"the policy would not be trained in any of the run.steps = {self.run.steps}; lower it"
+            critic.refuse("warmup_steps", rule)
+        updates = (self.run.steps - critic.warmup_steps) * self.batch.updates_per_step
+        if updates < self.optimizer.warmup_updates:
+            has = f"(run.steps - critic.warmup_steps) x batch.updates_per_step = {updates} updates"
+            self.optimizer.refuse("warmup_updates", f"the policy has only {has}; lower it")
+        # Set options that nothing reads most likely mean a mistake in algo.advantage.
+        if not self.has_critic and critic != CriticConfig():
+            raise ValueError(
+                f"critic: algo.advantage = {self.algo.advantage!r} has no critic, and its options are set; set "
+                f"algo.advantage=gae, or leave the section out."
+            )
+        if lora.rank > 0 and self.warm_start.updates > 0:
+            rule = f"trains the weights that lora.rank = {lora.rank} freezes"
+            way_out = "start from a model that megatron-rl sft has trained, or leave one of them out"
+            self.warm_start.refuse("updates", f"{rule}; {way_out}")
+        if lora.path and lora.rank == 0:
+            rule = "lora.rank = 0 trains the whole model; set lora.rank, or merge the adapters into model.path first"
+            lora.refuse("path", rule)
+        if self.rollout.publication == "adapters" and lora.rank == 0:
+            rule = "lora.rank = 0 trains the whole model; set lora.rank, or publish by group"
+            self.rollout.refuse("publication", rule)
 
     def _check_draft(self) -> None:
-        """Raise ValueError for a draft head that no server could use."""
-        key = f"draft.kind = {self.draft.kind!r}"
+        """Refuse a draft head that no server could use."""
         if self.draft.kind != "eagle" or self.learns_from_data:  # mtp: no server decodes with it
             return
         if self.rollout.backend == "sglang" and self.generation.counts_tokens:
-            raise ValueError(
-                f"{key}: while SGLang decodes with a draft head, its penalties count tokens too late; set generation's "
-                f"penalties to their defaults, or draft.kind=none, or rollout.backend=embedded."
-            )
+            rule = "while SGLang decodes with a draft head, its penalties count tokens too late"
+            way_out = "set generation's penalties to their defaults, or draft.kind=none, or rollout.backend=embedded"
+            self.draft.refuse("kind", f"{rule}; {way_out}")
         if self.rollout.publication == "adapters":
-            raise ValueError(
-                f"{key}: rollout.publication = adapters sends only the adapters of lora; set rollout.publication=group."
-            )
+            rule = "rollout.publication = adapters sends only the adapters of lora; set rollout.publication=group"
+            self.draft.refuse("kind", rule)
         if self.rollout.exact:
-            raise ValueError(f"{key}: rollout.exact = true has no sums of a fixed order for it; leave one of them out.")
+            self.draft.refuse("kind", "rollout.exact = true has no sums of a fixed order for it; leave one of them out")
 
     def _refuse_offload_of_what_moves(self) -> None:
-        """Raise ValueError for an optimizer on the host if its engine also leaves the GPU as a whole."""
+        """Refuse an optimizer on the host if its engine also leaves the GPU as a whole."""
         shares = "run.offload" if self.run.offload else "rollout.colocated" if self.rollout.colocated else ""
         if not shares or self.learns_from_data:
             return
         for name, options in {"optimizer": self.optimizer, "critic.optimizer": self.critic.optimizer}.items():
             if options.megatron.get("optimizer_cpu_offload"):
-                raise ValueError(
-                    f"{name}.megatron.optimizer_cpu_offload = True: with {shares} = true the whole engine moves to the "
-                    f"host while others use its GPU; leave it out, or set {shares}=false."
-                )
-
-    def _refuse_a_reuse_that_cannot_be(self) -> None:
-        key = f"reuse.groups_per_step = {self.reuse.groups_per_step}"
-        if self.learns_from_data:
-            raise ValueError(f"{key}: reuses what RL has sampled, and {self.chosen_data} is set; leave it out.")
-        if self.run.checkpoint_every_steps == 0:
-            raise ValueError(
-                f"{key}: the buffer's groups are those of the journal, and a run with run.checkpoint_every_steps = 0 "
-                f"keeps none; set that, or leave the key out."
-            )
-        if self.correction.weight == "off":
-            raise ValueError(
-                f"{key}: an older policy has sampled what is reused, and correction.weight = off counts it as if the "
-                f"policy of now had; set correction.weight=clamp or mask."
-            )
+                rule = f"with {shares} = true the whole engine moves to the host while others use its GPU"
+                key = f"{name}.megatron.optimizer_cpu_offload"
+                refuse(key, True, f"{rule}; leave it out, or set {shares}=false")
 
     def _check_sampling(self) -> None:
-        """Raise ValueError for sampling whose probabilities the trainer could not compute."""
+        """Refuse sampling whose probabilities the trainer could not compute."""
         generation = self.generation
-        own = "Evaluations have eval.top_p and eval.temperature of their own."
+        own = "Evaluations have eval.top_p and eval.temperature of their own"
         if generation.greedy:
-            raise ValueError(
-                f"generation.greedy = true: every reply to a prompt would be the same, and its tokens would have "
-                f"probability 1, so nothing could be learned; set it to false. {own}"
-            )
+            rule = "every reply to a prompt would be the same, so nothing could be learned; set it to false"
+            generation.refuse("greedy", f"{rule}. {own}")
         if generation.top_k == 1:
-            raise ValueError(
-                f"generation.top_k = 1: always samples the most likely token, so nothing could be learned; set it from "
-                f"2 to {MOST_REPORTED}, or to -1. {own}"
-            )
+            rule = "always samples the most likely token, so nothing could be learned"
+            generation.refuse("top_k", f"{rule}; set it from 2 to {MOST_REPORTED}, or to -1. {own}")
         if generation.computed_size:
             self._check_computed_supports()
             return
         if generation.top_k > MOST_REPORTED:
-            raise ValueError(
-                f"generation.top_k = {generation.top_k}: the trainer's log-probabilities are over the tokens that a "
-                f"server sampled from, and a batch has room for {MOST_REPORTED} of them; lower it to that, or set it "
-                f"to -1. {own}"
-            )
+            rule = f"a batch has room for {MOST_REPORTED} of the tokens that a server sampled a token from"
+            generation.refuse("top_k", f"{rule}; lower it to that, or set it to -1. {own}")
         if generation.support_size:
             self._check_supports()
             self._check_counted_tokens()
@@ -302,118 +257,93 @@ class TrainConfig:
             self._check_changed_tokens()
             self._check_counted_tokens()
         for name, everything in (("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0)):
-            value = getattr(generation, name)
             or_computed = "" if name == "min_new_tokens" else "or generation.supports=computed, "
-            if value != everything:
-                raise ValueError(
-                    f"generation.{name} = {value}: replies would be sampled from a part of the vocabulary, and trained "
-                    f"with log-probabilities over all of it; set generation.top_k={MOST_REPORTED} or less too, so that "
-                    f"servers report which tokens they sampled from, {or_computed}or set it to {everything}. {own}"
-                )
+            if getattr(generation, name) != everything:
+                rule = "replies would be sampled from a part of the vocabulary, and trained over all of it"
+                way_out = f"set generation.top_k={MOST_REPORTED} or less too, so that servers report that part"
+                generation.refuse(name, f"{rule}; {way_out}, {or_computed}or set it to {everything}. {own}")
 
     def _check_computed_supports(self) -> None:
-        """Raise ValueError for options with which the trainer could not compute what a token was sampled from."""
-        generation, rollout, key = self.generation, self.rollout, "generation.supports = computed"
+        """Refuse options with which the trainer could not compute what a token was sampled from."""
+        generation, rollout = self.generation, self.rollout
         if self.teacher.is_there:
-            raise ValueError(
-                f"{key}: a teacher's distribution is over the whole vocabulary, and the policy's log-probabilities "
-                f"would be over the tokens that top_k, top_p and min_p keep; leave these three out, or the teacher."
-            )
+            way_out = "leave top_k, top_p and min_p out, or the teacher"
+            generation.refuse("supports", f"{WHOLE_OF_TEACHER} the tokens that the trainer computes; {way_out}")
         for name, nothing in {"min_new_tokens": 0, **UNADJUSTED}.items():
-            if (value := getattr(generation, name)) != nothing:
-                raise ValueError(
-                    f"generation.{name} = {value}: the trainer computes only what top_k, top_p and min_p exclude; set "
-                    f"generation.supports=reported and generation.top_k={MOST_REPORTED} or less, or set it to "
-                    f"{nothing}."
-                )
-        own, from_others = "the trainer computes supports with the step's weights", "replies that older weights sampled"
+            if getattr(generation, name) != nothing:
+                rule = "the trainer computes only what top_k, top_p and min_p exclude"
+                way_out = f"set generation.supports=reported and generation.top_k={MOST_REPORTED} or less"
+                generation.refuse(name, f"{rule}; {way_out}, or set it to {nothing}")
+        older = ""
         if rollout.max_staleness > 0:
-            raise ValueError(
-                f"{key}: {own}, but rollout.max_staleness = {rollout.max_staleness} allows {from_others}; set it to 0."
-            )
-        if rollout.oversample > 1 and rollout.stale != "drop":
-            raise ValueError(
-                f"{key}: {own}, but rollout.oversample = {rollout.oversample} with rollout.stale = {rollout.stale} "
-                f"allows {from_others}; set rollout.stale=drop."
-            )
-        if self.reuse.groups_per_step > 0:
-            raise ValueError(
-                f"{key}: {own}, but reuse.groups_per_step = {self.reuse.groups_per_step} allows {from_others}; set it "
-                f"to 0."
-            )
+            older = f"rollout.max_staleness = {rollout.max_staleness} allows replies of older ones; set it to 0"
+        elif rollout.oversample > 1 and rollout.stale != "drop":
+            both = f"rollout.oversample = {rollout.oversample} with rollout.stale = {rollout.stale}"
+            older = f"{both} allows replies of older ones; set rollout.stale=drop"
+        elif self.reuse.groups_per_step > 0:
+            older = f"reuse.groups_per_step = {self.reuse.groups_per_step} allows replies of older ones; set it to 0"
+        if older:
+            generation.refuse("supports", f"the trainer computes supports with the step's weights, but {older}")
 
     def _check_supports(self) -> None:
-        """Raise ValueError for options that need log-probabilities over the whole vocabulary."""
-        key = f"generation.top_k = {self.generation.top_k}"
+        """Refuse options that need log-probabilities over the whole vocabulary."""
         if self.teacher.is_there:
-            raise ValueError(
-                f"{key}: a teacher's distribution is over the whole vocabulary, and the policy's log-probabilities "
-                f"would be over the tokens that servers kept; set it to -1, or leave the teacher out."
-            )
+            way_out = "set it to -1, or leave the teacher out"
+            self.generation.refuse("top_k", f"{WHOLE_OF_TEACHER} the tokens that servers kept; {way_out}")
         if self.rollout.router:
-            raise ValueError(
-                f"{key}: rollout.router passes on only the fields that it knows, and the request for the tokens that a "
-                f"server sampled from is not one of them; set it to -1, or leave rollout.router out."
-            )
+            rule = "rollout.router passes on only fields that it knows, and reported tokens are none of them"
+            self.generation.refuse("top_k", f"{rule}; set it to -1, or leave rollout.router out")
 
     def _check_changed_tokens(self) -> None:
-        """Raise ValueError for changes of the whole vocabulary's logits that the trainer could not repeat."""
-        generation = self.generation
-        name, nothing = next(it for it in UNADJUSTED.items() if getattr(generation, it[0]) != it[1])
-        key = f"generation.{name} = {getattr(generation, name)}"
+        """Refuse changes of the whole vocabulary's logits that the trainer could not repeat."""
+        generation, (name, nothing) = self.generation, self._adjustment
         if generation.changed_size > MOST_CHANGED:
-            counted = (
+            replies = (
                 f" and generation.max_new_tokens = {generation.max_new_tokens}" if generation.counts_tokens else ""
             )
-            raise ValueError(
-                f"{key}: without generation.top_k, a batch has room for {MOST_CHANGED - 1} tokens whose logits change, "
-                f"and {len(generation.logit_bias)} biases{counted} need {generation.changed_size - 1}; set "
-                f"generation.top_k={MOST_REPORTED} or less, or set it to {nothing}."
-            )
+            needed = f"{len(generation.logit_bias)} biases{replies} need {generation.changed_size - 1}"
+            rule = f"without generation.top_k, a batch has room for {MOST_CHANGED - 1} changed logits, and {needed}"
+            generation.refuse(name, f"{rule}; set generation.top_k={MOST_REPORTED} or less, or set it to {nothing}")
         if self.teacher.is_there:
-            raise ValueError(
-                f"{key}: a teacher's distribution is of logits that nothing changed; set it to {nothing}, or leave the "
-                f"teacher out."
-            )
+            rule = "a teacher's distribution is of logits that nothing changed"
+            generation.refuse(name, f"{rule}; set it to {nothing}, or leave the teacher out")
         if self.rollout.router:
-            raise ValueError(
-                f"{key}: rollout.router passes on only the fields that it knows, and this has not been tried; set it "
-                f"to {nothing}, or leave rollout.router out."
-            )
+            rule = "rollout.router passes on only fields that it knows, and this has not been tried"
+            generation.refuse(name, f"{rule}; set it to {nothing}, or leave rollout.router out")
 
     def _check_counted_tokens(self) -> None:
-        """Raise ValueError for penalties whose counts of tokens an SGLang server would not keep."""
+        """Refuse penalties whose counts of tokens an SGLang server would not keep."""
         if self.rollout.backend != "sglang" or not self.starts_servers or not self.generation.counts_tokens:
             return
-        name = next(name for name, nothing in UNADJUSTED.items() if getattr(self.generation, name) != nothing)
-        key = f"generation.{name} = {getattr(self.generation, name)}"
+        name, _ = self._adjustment
         if "--disable-overlap-schedule" not in self.rollout.server_args:
-            raise ValueError(f"{key}: {COUNTS_LATE}; add --disable-overlap-schedule to rollout.server_args.")
+            self.generation.refuse(name, f"{COUNTS_LATE}; add --disable-overlap-schedule to rollout.server_args")
         if self.generation.mixes_penalties:
-            raise ValueError(f"{key}: {NO_ORDER}; set it to 1, or the others to 0.")
+            self.generation.refuse(name, f"{NO_ORDER}; set it to 1, or the others to 0")
         if self.rollout.interruption == "retract":
-            raise ValueError(f"{key}: {FORGETS_COUNTS}; set rollout.interruption=abort.")
+            self.generation.refuse(name, f"{FORGETS_COUNTS}; set rollout.interruption=abort")
+
+    @property
+    def _adjustment(self) -> tuple[str, Any]:
+        """The first option of `generation` that changes logits, and the value with which it would change none."""
+        return next(it for it in UNADJUSTED.items() if getattr(self.generation, it[0]) != it[1])
 
     def _check_routing_replay(self) -> None:
-        key = f"algo.routing_replay = {self.algo.routing_replay!r}"
+        algo = self.algo
         if self.learns_from_data:
-            raise ValueError(f"{key}: {self.chosen_data} has replies that no server has sampled; remove it.")
+            algo.refuse("routing_replay", f"{self.chosen_data} has replies that no server has sampled; remove it")
         if any(teacher.path == POLICY for teacher in self.teacher.teachers.values()):
-            raise ValueError(
-                f"{key}: a teacher that is the policy itself reads prompts for which no server has reported routes; "
-                f"remove one of the two."
-            )
+            rule = "a teacher that is the policy itself reads prompts for which no server has reported routes"
+            algo.refuse("routing_replay", f"{rule}; remove one of the two")
         if self.rollout.interruption == "retract" and self.rollout.max_staleness > 0:
-            raise ValueError(
-                f"{key}: with rollout.interruption = 'retract' a server reads an interrupted reply again with new "
-                f"weights, and reports the new routes for tokens that the old weights sampled; set "
-                f"rollout.interruption=abort, or rollout.max_staleness=0."
-            )
-        if self.algo.routing_replay == "experts_and_weights" and not self.rollout.starts_servers:
-            raise ValueError(
-                f"{key}: SGLang tells experts alone, and weights through a plugin of the servers that a run starts; "
-                f"set it to experts, or leave rollout.servers and rollout.registry out."
-            )
+            rule = "with rollout.interruption = 'retract' a server reads an interrupted reply again with new weights"
+            why = "and reports the new routes for tokens that the old weights sampled"
+            way_out = "set rollout.interruption=abort, or rollout.max_staleness=0"
+            algo.refuse("routing_replay", f"{rule}, {why}; {way_out}")
+        if algo.routing_replay == "experts_and_weights" and not self.rollout.starts_servers:
+            rule = "SGLang tells experts alone, and weights through a plugin of the servers that a run starts"
+            way_out = "set it to experts, or leave rollout.servers and rollout.registry out"
+            algo.refuse("routing_replay", f"{rule}; {way_out}")
 
     def _trust_what_is_given(self) -> None:
         """Add to run.import_from the modules of functions that Python code passed, since that code is trusted."""
@@ -443,10 +373,9 @@ class TrainConfig:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Timeout for a collective of the trainer's ranks.
+        """Timeout for a collective of the trainer's ranks, also while servers start.
 
-        It is long enough that the hang watch reports late ranks first. Ranks may also wait in a collective while
-        servers start before the first phase.
+        It is long enough that the hang watch reports late ranks first.
         """
         starting_s = self.rollout.start_timeout_s * (1 + self.rollout.server_restarts)
         return max(self.run.phase_timeout_s, starting_s) + self.run.grace_s + 600.0
@@ -471,7 +400,7 @@ class TrainConfig:
 
     @property
     def chosen_data(self) -> str:
-        """Name and value of the option that makes this run train on stored data instead of rollouts, for messages."""
+        """Name and value of the option that makes this run train on data, for messages."""
         if self.supervised.answer:
             return f"supervised.answer = {self.supervised.answer!r}"
         return f"preference.loss = {self.preference.loss!r}"
@@ -495,46 +424,42 @@ class TrainConfig:
 
     @property
     def critic_engine(self) -> EngineConfig:
-        """Options of the critic's engine: the policy's, except for model, layout and optimizer."""
-        critic, own = self.critic, ModelConfig(path=self.critic.model, dtype=self.model.dtype)
-        model = own if critic.model else self.model
-        engine = dataclasses.replace(self.unrouted, parallel=critic.parallel, optimizer=critic.optimizer)
-        return dataclasses.replace(engine, model=model, lora=LoraConfig())
+        critic = self.critic
+        model = ModelConfig(path=critic.model, dtype=self.model.dtype) if critic.model else self.model
+        return dataclasses.replace(self.unrouted, model=model, parallel=critic.parallel, optimizer=critic.optimizer)
 
     @property
     def reward_engine(self) -> EngineConfig:
         model = ModelConfig(path=self.reward_model.path, dtype=self.model.dtype)
-        return dataclasses.replace(self.unrouted, model=model, parallel=self.reward_model.parallel, lora=LoraConfig())
+        return dataclasses.replace(self.unrouted, model=model, parallel=self.reward_model.parallel)
 
     def teacher_engine(self, path: str) -> EngineConfig:
-        """Return options of a teacher's engine: the policy's, including the layout, except for the model."""
-        model = dataclasses.replace(self.model, path=path, init="hf")
-        return dataclasses.replace(self.unrouted, model=model, lora=LoraConfig())
+        return dataclasses.replace(self.unrouted, model=dataclasses.replace(self.model, path=path, init="hf"))
 
     @property
     def may_use_transformer_engine(self) -> bool:
         """False if local layers are chosen and no other option asks for Transformer Engine."""
-        optimizers = [
-            it.megatron.get("use_precision_aware_optimizer") for it in (self.optimizer, self.critic.optimizer)
-        ]
-        kernels = [self.megatron.get(name) for name in ("moe_permute_fusion", "moe_router_fusion")]
-        asks = self.model.flash_attention == "TE" or any(optimizers) or any(kernels)
-        return self.model.transformer_impl != "local" or asks
+        optimizers, kernels = (self.optimizer, self.critic.optimizer), ("moe_permute_fusion", "moe_router_fusion")
+        return (
+            self.model.transformer_impl != "local"
+            or self.model.flash_attention == "TE"
+            or any(it.megatron.get("use_precision_aware_optimizer") for it in optimizers)
+            or any(self.megatron.get(name) for name in kernels)
+        )
 
     @property
     def unrouted(self) -> EngineConfig:
-        """The policy's options for other models, which do not replay the server's routing and have no draft head."""
-        return dataclasses.replace(self.actor, routing_replay="off", draft=DraftConfig())
+        """The policy's options for other models: without routing replay, adapters and a draft head."""
+        return dataclasses.replace(self.actor, routing_replay="off", lora=LoraConfig(), draft=DraftConfig())
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if a layout does not divide the number of processes."""
-        self.parallel.check_world_size(world_size)
-        if self.has_critic:
-            with as_part_of("critic.parallel"):
-                self.critic.parallel.check_world_size(world_size)
-        if self.reward_model.path:
-            with as_part_of("reward_model.parallel"):
-                self.reward_model.parallel.check_world_size(world_size)
+        layouts = {"parallel": self.parallel}
+        layouts |= {"critic.parallel": self.critic.parallel} if self.has_critic else {}
+        layouts |= {"reward_model.parallel": self.reward_model.parallel} if self.reward_model.path else {}
+        for name, layout in layouts.items():
+            with as_part_of(name):
+                layout.check_world_size(world_size)
 
     @property
     def actor(self) -> EngineConfig:

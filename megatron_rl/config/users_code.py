@@ -22,9 +22,9 @@ def is_users(file: str) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file:line` of the user's line that an error came from; empty if no user code was involved.
+    """Return `file:line` of the innermost user code in an error's traceback, or else in its cause's or context's.
 
-    The innermost line of user code in the error's own traceback counts, or else that of its cause or context.
+    Empty if no user code was involved.
     """
     at: BaseException | None = error
     seen: list[BaseException] = []
@@ -39,10 +39,7 @@ def place_of(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return `type: message (file:line)` of an error, with the user's line that it came from.
-
-    The place is omitted for error classes of this package, and if the message already contains it.
-    """
+    """Return `type: message (file:line)` of an error, with `place_of` it unless this package defines its class."""
     words = f"{type(error).__name__}: {error}"
     place = "" if type(error).__module__.startswith("megatron_rl.") else place_of(error)
     return words if place in words else f"{words} ({place})"
@@ -51,8 +48,7 @@ def words_of(error: BaseException) -> str:
 def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
     """Return file, line and function of the user's code that a thread is running; None if it runs this package's code.
 
-    The innermost frame of the user's or this package's code decides. Library frames are skipped, because libraries work
-    for their caller.
+    Frames of libraries are skipped, because libraries work for their caller.
     """
     while frame is not None:
         file = frame.f_code.co_filename
@@ -65,10 +61,9 @@ def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
 
 
 def call(function: Callable[..., T], given: Sequence[Any], args: Mapping[str, Any], *, key: str, contract: str) -> T:
-    """Call `function(*given, **args)`; the config names the function as `key`, and it may be the user's.
+    """Call `function(*given, **args)`, which may be the user's and which the config names as `key`.
 
-    Built-in exceptions from user code become a ValueError with the function's name, the line and the contract. Other
-    exception classes, such as a device out of memory, are raised unchanged.
+    A built-in exception from user code becomes a ValueError with the function's name, the line and the contract.
     """
     try:
         return function(*given, **args)

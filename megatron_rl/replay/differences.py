@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,14 +51,12 @@ def compare(recorded: StepRecord, replayed: StepRecord, *, tolerance: float) -> 
     assert recorded.computed is not None and recorded.trained is not None and recorded.update is not None
     assert replayed.computed is not None and replayed.trained is not None
     mine, theirs = recorded.computed, replayed.computed
-    tensors = [(model, mine["tensors"][model], theirs["tensors"].get(model)) for model in mine["tensors"]]
-    pairs = [(model, a, b) for model, a, b in tensors if b is not None]
+    pairs = [(model, a, b) for model, a in mine["tensors"].items() if (b := theirs["tensors"].get(model)) is not None]
     if tolerance == 0:
         for model, a, b in pairs:
-            yield _tensors(f"weights of the {model} before the step", a["before"], b["before"], _same_sum, forward)
+            yield _tensors(f"weights of the {model} before the step", a["before"], b["before"], operator.eq, forward)
     rows = recorded.trained
-    names = [name for name in rows.sequences if name in replayed.trained.sequences]
-    for name in names:
+    for name in [name for name in rows.sequences if name in replayed.trained.sequences]:
         values = rows.sequences[name], replayed.trained.sequences[name]
         yield _values(f"{name} of trajectories", *values, tolerance, _sequence_namer(rows))
     columns = [name for name in rows.tokens if name in replayed.trained.tokens and name != LOGPROBS]
@@ -83,15 +82,13 @@ def compare(recorded: StepRecord, replayed: StepRecord, *, tolerance: float) -> 
                 for entries in watched:
                     pair = entries[0][kind][number], entries[1][kind][number]
                     name = "gradients" if kind == "gradients" else "weights after it"
-                    yield _tensors(f"{where}: {name}", *pair, _same_norm(*pair, tolerance), order)
+                    yield _tensors(f"{where}: {name}", *pair, _same_norm(pair[0], tolerance), order)
 
 
-def compare_sequences(record: StepRecord, name: str, column: Tensor, tolerance: float) -> Compared:
-    """Compare a column `[B]` of the consumed trajectories with the record's."""
-    recorded = record.consumed.sequences[name]
-    return _values(
-        f"{name} of trajectories, computed again", recorded, column, tolerance, _sequence_namer(record.consumed)
-    )
+def compare_rewards(record: StepRecord, rewards: Tensor, *, tolerance: float) -> Compared:
+    """Compare rewards `[B]` of the consumed trajectories with the record's."""
+    values = record.consumed.sequences["rewards"], rewards
+    return _values("rewards of trajectories, computed again", *values, tolerance, _sequence_namer(record.consumed))
 
 
 def compare_logprobs(record: StepRecord, column: Tensor, *, count: int, tolerance: float) -> Compared:
@@ -114,31 +111,21 @@ def backward(name: str) -> tuple[int, int, str]:
     return -part, -layer, name
 
 
-Same = Callable[[Any, Any], float]
-"""Returns how much two tensors' entries differ, 0 if they count as equal."""
+Same = Callable[[Any, Any], bool]
+"""Returns True if two tensors' entries count as equal."""
 
 
-def _same_sum(a: str, b: str) -> float:
-    return float(a != b)
-
-
-def _same_norm(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> Same:
+def _same_norm(a: dict[str, Any], tolerance: float) -> Same:
     if tolerance == 0:
-        return lambda mine, theirs: float(mine != theirs)
+        return operator.eq
     whole = sum(norm * norm for norm, _ in a.values()) ** 0.5 or 1.0
-
-    def difference(mine: Any, theirs: Any) -> float:
-        found = abs(mine[0] - theirs[0]) / whole
-        return found if not found <= tolerance else 0.0
-
-    return difference
+    return lambda mine, theirs: abs(mine[0] - theirs[0]) / whole <= tolerance
 
 
 def _tensors(kind: str, a: dict[str, Any], b: dict[str, Any], same: Same, order: Callable[[str], Any]) -> Compared:
     names = sorted(dict.fromkeys([*a, *b]), key=order)
-    wrong = {name: 1.0 if name not in a or name not in b else same(a[name], b[name]) for name in names}
-    wrong = {name: found for name, found in wrong.items() if found}
-    first = next(iter(wrong), "")
+    wrong = [name for name in names if name not in a or name not in b or not same(a[name], b[name])]
+    first = wrong[0] if wrong else ""
     text = f"{first}, {_shown(a.get(first))} in the record and {_shown(b.get(first))} in the replay" if first else ""
     return Compared(kind=kind, count=len(names), unit="tensors", differing=len(wrong), first=text)
 
@@ -208,7 +195,3 @@ def _token_namer(record: StepRecord) -> Callable[[int], str]:
         return f"token {token - int(rows.cu_seqlens[row])} of {sequence(row)}"
 
     return name
-
-
-def first_of(found: Iterable[Compared]) -> Compared | None:
-    return next((it for it in found if it.differing), None)

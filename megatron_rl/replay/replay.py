@@ -6,28 +6,31 @@ metrics, the step's results are recorded again and compared.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 import yaml
 from omegaconf import OmegaConf
-from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl import platform
 from megatron_rl.batch import exchange
 from megatron_rl.batch.step_batch import StepBatch
-from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.config import ParallelConfig, TrainConfig, load_config
 from megatron_rl.config.model_section import PIPELINE_CUTS
 from megatron_rl.data.tokens import load_tokenizer, training_prompts
-from megatron_rl.replay.differences import Compared, compare, compare_logprobs, first_of
+from megatron_rl.replay.differences import Compared, compare, compare_logprobs, compare_rewards
 from megatron_rl.replay.records import StepRecord, read_record, recorded_steps
-from megatron_rl.replay.rewards_again import compare_rewards
+from megatron_rl.rollout.factory import serve_rewards
 from megatron_rl.run.device_sharing import DeviceSharing
 from megatron_rl.run.rl_run import RLRun
 from megatron_rl.run.run_checkpoints import FOLDER as CHECKPOINTS
@@ -36,11 +39,12 @@ from megatron_rl.run.step_records import FOLDER as RECORDS
 from megatron_rl.run.step_records import LOGPROBS, StepRecorder, arithmetic, machine
 from megatron_rl.run.warm_start import WarmStart
 from megatron_rl.train import rl_steps
-from megatron_rl.types import StepStats, TrajectoryBatch
+from megatron_rl.types import LLMResponse, StepStats, TrajectoryBatch
+from megatron_rl.workflows.scoring import RewardCall
 
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2e-2}
 """Relative differences, by model.dtype, that other layouts, devices or packages may make."""
-AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+SINGLE_TURN = "megatron_rl.workflows:RLVRWorkflow"
 LAYOUTS = ("parallel", "critic.parallel", "reward_model.parallel")
 
 
@@ -53,9 +57,8 @@ def path_to(run: Path, step: int, checkpoint: Path | None = None) -> tuple[int, 
     recorded = recorded_steps(run)
     if step not in recorded:
         shown = ", ".join(map(str, recorded[-20:])) or "none"
-        raise ValueError(
-            f"--step {step}: {run} has no record of it, but of {shown}; record steps with telemetry.record_steps."
-        )
+        rule = f"{run} has no record of it, but of {shown}; record steps with telemetry.record_steps"
+        raise ValueError(f"--step {step}: {rule}.")
     found = [checkpoint] if checkpoint is not None else list((run / CHECKPOINTS).glob("step-*"))
     starts = {int(match[1]): path for path in found if (match := re.fullmatch(r"step-(\d+)", path.name))}
     start = max((number for number in starts if number <= step), default=0)
@@ -82,8 +85,8 @@ def config_for(
         "telemetry.trace_steps": [],
     }
     if not as_recorded:
-        own |= {f"{layout}.{axis}": 1 for layout in LAYOUTS for axis in AXES}
-        own |= {f"{layout}.sequence": None for layout in LAYOUTS}
+        one_rank = dataclasses.asdict(ParallelConfig())
+        own |= {f"{layout}.{axis}": size for layout in LAYOUTS for axis, size in one_rank.items()}
         own |= {f"megatron.{name}": None for name in PIPELINE_CUTS if name in given.megatron}
     if not platform.has_cuda():
         own |= {"model.transformer_impl": "auto", "model.flash_attention": "torch", "model.shared_keys": "copied"}
@@ -97,23 +100,14 @@ def config_for(
     return load_config(path, overrides)
 
 
-class _NoServers:
-    """Stands in for the run's rollouts: nothing is published in a replay."""
-
-    def publish(self) -> None:
-        pass
-
-
 class ReplayedRun(RLRun):
     """The models of a recorded run, which take its steps again. Collective: every rank calls every method.
 
-    For example:
-
-        steps = {"first": 10, "last": 12, "checkpoint": Path("runs/demo/checkpoints/step-10")}
-        with ReplayedRun(config, Path("runs/demo"), **steps, tolerance=None, say=print) as run:
-            for _ in rl_steps(run):
-                pass
-        run.difference  # of the first step that differs
+    steps = {"first": 10, "last": 12, "checkpoint": Path("runs/demo/checkpoints/step-10")}
+    with ReplayedRun(config, Path("runs/demo"), **steps, tolerance=None, say=print) as run:
+        for _ in rl_steps(run):
+            pass
+    run.difference  # of the first step that differs
     """
 
     def __init__(
@@ -146,10 +140,8 @@ class ReplayedRun(RLRun):
             self.at_end = at_end.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.at_end.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.at_end.__exit__(*error)
 
     def _start(self) -> None:
         config = self.config
@@ -170,7 +162,7 @@ class ReplayedRun(RLRun):
             say=self.say,
             check=lambda stats: self.check_updates("policy", [stats]),
         )
-        self.rollouts = _NoServers()  # type: ignore[assignment]
+        self.rollouts = SimpleNamespace(publish=lambda: None)  # type: ignore[assignment]
 
     # -- what surrounds the loop --------------------------------------------------------------------------------------
 
@@ -197,11 +189,10 @@ class ReplayedRun(RLRun):
         self.records.begin(step, batch)
         return batch
 
-    def save(self, *, step: int) -> None:
-        pass
+    def save(self, **of_step: int) -> None:
+        """Do nothing: a replay writes no weights, evaluates nothing and has no report."""
 
-    def evaluate(self, *, step: int) -> None:
-        pass
+    evaluate = finish = save
 
     def log(
         self,
@@ -219,12 +210,12 @@ class ReplayedRun(RLRun):
 
     def _compare(self, step: int) -> None:
         if self.record.computed is None:
-            self.say(f"step {step}: taken; the run ended within it, so that there is nothing to compare")
+            self.say(f"step {step}: taken; the run ended within it, so there is nothing to compare")
             return
         replayed = read_record(self.records.folder / f"step-{step}")
         tolerance = self.tolerance_for(self.record)
         found = list(compare(self.record, replayed, tolerance=tolerance))
-        self.difference = first_of(found)
+        self.difference = next((it for it in found if it.differing), None)
         if self.difference is None:
             how = "to the bit" if tolerance == 0 else f"within {tolerance:g}"
             self.say(f"step {step}: the same {how}")
@@ -235,8 +226,19 @@ class ReplayedRun(RLRun):
                 self.say(f"  {'*' if compared is self.difference else ' '} {compared}")
 
     def compare_rewards(self, record: StepRecord) -> Compared | None:
-        """Compute the rewards of a step again. Return the difference, if there is one. Only the main rank calls it."""
-        found = compare_rewards(record, self.config, self.tokenizer, tolerance=self.tolerance_for(record))
+        """Compute the rewards of a step again, on the main rank, and return the difference, if there is one.
+
+        Raises ValueError for a workflow whose rewards depend on more than prompt and reply, and for a record without
+        rows.
+        """
+        workflow = self.config.rollout.workflow
+        if workflow != SINGLE_TURN:
+            rule = f"only rewards of {SINGLE_TURN} follow from prompt and reply alone; leave --rewards out"
+            raise ValueError(f"--rewards: rollout.workflow = {workflow!r}: {rule}.")
+        if "prompt_index" not in record.consumed or not record.rows:
+            raise ValueError("--rewards: the record has no rows of its prompts; leave it out.")
+        rewards = asyncio.run(_rewards(record, self.config, self.tokenizer))
+        found = compare_rewards(record, rewards, tolerance=self.tolerance_for(record))
         self.say(f"step {self.last}: {found}")
         return found if found.differing else None
 
@@ -251,12 +253,12 @@ class ReplayedRun(RLRun):
             raise ValueError(f"--step {self.last}: the run ended within it, so its record has no log-probs to compare.")
         is_chosen = torch.isin(trained["group"], torch.tensor(groups))
         if missing := sorted(set(groups) - set(trained["group"].tolist())):
-            raise ValueError(
-                f"--groups: the step has no group {missing[0]}; it has 0 to {int(trained['group'].max())}."
-            )
+            has = f"the step has no group {missing[0]}; it has 0 to {int(trained['group'].max())}"
+            raise ValueError(f"--groups: {has}.")
         is_first = is_chosen & (update == 0)
         chosen = is_first.nonzero()[:, 0].tolist()
-        computed = exchange.by_token(trained.select(chosen), self.groups, self._first_logprobs)
+        forward = functools.partial(self.engine.forward, temperature=self.config.generation.temperature)
+        computed = exchange.by_token(trained.select(chosen), self.groups, forward)
         rows, column = trained.spread(is_first), record.trained[LOGPROBS].clone()
         column[rows] = computed.where(trained["loss_mask"][rows], 0.0)
         tolerance = TOLERANCES[self.config.model.dtype] if self.tolerance is None else self.tolerance
@@ -269,9 +271,6 @@ class ReplayedRun(RLRun):
         self.say(f"  {found}")
         return found if found.differing else None
 
-    def _first_logprobs(self, share: TrajectoryBatch) -> Tensor:
-        return self.engine.forward(share, temperature=self.config.generation.temperature)
-
     def tolerance_for(self, record: StepRecord) -> float:
         """Return 0 if this replay must have the record's bits, otherwise the tolerance of its dtype."""
         if self.tolerance is not None:
@@ -282,8 +281,34 @@ class ReplayedRun(RLRun):
     def checkpoint(self, *, step: int) -> bool:
         return self.is_different or step > self.last
 
-    def finish(self) -> None:
-        pass
+
+async def _rewards(record: StepRecord, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    recipe = serve_rewards(config)
+    try:
+        timeout_s = float(config.rollout.workflow_args.get("reward_timeout_s", 60.0))
+        call = RewardCall(recipe, tokenizer, timeout_s=timeout_s)
+        found = [await call(reply, row) for reply, row in _replies(record)]
+    finally:
+        await recipe.close()
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def _replies(record: StepRecord) -> list[tuple[LLMResponse, dict[str, Any]]]:
+    batch, found = record.consumed, []
+    bounds = batch.cu_seqlens.tolist()
+    for number, place in enumerate(batch["prompt_index"].tolist()):
+        first, end = bounds[number], bounds[number + 1]
+        ids = batch["input_ids"][first:end].tolist()
+        begin = int((batch["versions"][first:end] >= 0).int().argmax())  # the first sampled token
+        reply = LLMResponse(
+            input_tokens=ids[:begin],
+            output_tokens=ids[begin:],
+            output_logprobs=batch["logprobs"][first + begin : end].tolist(),
+            output_versions=batch["versions"][first + begin : end].tolist(),
+            stop_reason="stop",
+        )
+        found.append((reply, record.rows[str(place)]))
+    return found
 
 
 def replay(

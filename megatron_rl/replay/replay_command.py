@@ -11,9 +11,9 @@ import math
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
-from megatron_rl.launch.local import Places, run
+from megatron_rl.config import ParallelConfig
+from megatron_rl.launch.local import Places, ranks_of_replica, run
 from megatron_rl.launch.start_up import importing
 from megatron_rl.life.last_words import one_line
 from megatron_rl.life.process_exit import exit_with
@@ -31,14 +31,10 @@ def main(argv: list[str] | None = None) -> None:
         description="Take a recorded step of a run again and name the first value that differs from the record.",
         epilog="Further arguments are key=value settings, such as model.path=... where the model lies elsewhere.",
     )
-    parser.add_argument(
-        "run", type=Path, nargs="?", help="the run's folder, e.g. runs/demo, or a file that --export has written"
-    )
+    parser.add_argument("run", type=Path, nargs="?", help="the run's folder, e.g. runs/demo, or a file of --export")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.path=models/mine")
     parser.add_argument("--step", type=int, help="step to replay, counted from 0")
-    parser.add_argument(
-        "--at", metavar="REVISION", help="replay with the code of this commit, tag or branch of the checkout in use"
-    )
+    parser.add_argument("--at", metavar="REVISION", help="replay with the code of this commit, tag or branch")
     parser.add_argument(
         "--bisect",
         nargs=2,
@@ -46,9 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         help="find the first revision after GOOD, up to BAD, whose replay differs; or, with -- COMMAND as last words "
         "and without RUN, at which the command fails",
     )
-    parser.add_argument(
-        "--layout", default="", help="e.g. tensor=2,pipeline=2, or `recorded` for the run's own; default: one process"
-    )
+    parser.add_argument("--layout", default="", help="tensor=2,pipeline=2 or `recorded`; default: one process")
     parser.add_argument("--ranks", type=int, help="processes; default: as few as hold the layout, or as recorded")
     parser.add_argument(
         "--tolerance",
@@ -56,23 +50,15 @@ def main(argv: list[str] | None = None) -> None:
         help="largest relative difference that counts as equal; default: 0 in the recorded layout on the same kind of "
         "machine, otherwise 1e-6 with float32 and 2e-2 with bfloat16",
     )
-    parser.add_argument(
-        "--checkpoint", type=Path, help="checkpoint from which to begin, if it lies elsewhere: .../step-N"
-    )
+    parser.add_argument("--checkpoint", type=Path, help="first checkpoint, if it is elsewhere: .../step-N")
     parser.add_argument(
         "--groups",
         type=lambda text: [int(part) for part in text.split(",")],
         help="compute only the log-probs of these groups, e.g. 3,17, if the step is larger than this machine",
     )
-    parser.add_argument(
-        "--rewards", action="store_true", help="compute the rewards again too, which calls the run's reward functions"
-    )
-    parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="write what a replay needs into a file, replay.tar.zst or .tar.gz"
-    )
-    parser.add_argument(
-        "--with-weights", action="store_true", help="--export with the checkpoint or the model's weights"
-    )
+    parser.add_argument("--rewards", action="store_true", help="also call the run's reward functions again")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write a .tar.zst or .tar.gz with all of a replay")
+    parser.add_argument("--with-weights", action="store_true", help="--export with checkpoint or model weights too")
     parser.add_argument("--folder", type=Path, help="folder for the replay's own records; default: RUN/replay")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends (launchers pass it)")
     words = list(sys.argv[1:] if argv is None else argv)
@@ -89,13 +75,11 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(with_other_code(args, words, command))
     folder = folder_of(args)
     with one_line("megatron-rl replay"):
-        layout, is_rank = layout_of(args.layout), "WORLD_SIZE" in os.environ
-        settings, run_folder = (
-            [*args.overrides, *(f"parallel.{axis}={size}" for axis, size in layout.items())],
-            args.run,
-        )
+        layout, is_rank, run_folder = layout_of(args.layout), "WORLD_SIZE" in os.environ, args.run
+        settings = [*args.overrides, *(f"parallel.{axis}={size}" for axis, size in layout.items())]
         if args.run.is_file() or args.export:
-            replay_file = import_replay_file()
+            prepare()
+            from megatron_rl.replay import replay_file
         if args.run.is_file():
             run_folder = folder / "unpacked"
             if not is_rank:
@@ -128,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         if os.environ.get("RANK", "0") == "0":
             (folder / RESULT).write_text(json.dumps({"differs": None if found is None else str(found)}))
-        if "WORLD_SIZE" not in os.environ:
+        if not is_rank:
             sys.exit(differs(folder))
 
 
@@ -154,14 +138,14 @@ def with_other_code(args: argparse.Namespace, words: list[str], command: list[st
 
 def without(words: list[str], options: dict[str, int]) -> list[str]:
     """Return arguments without some options. options: the number of values of each."""
-    kept, place = list[str](), 0
-    while place < len(words):
-        name, given, _ = words[place].partition("=")
-        if name in options:
-            place += 1 if given else 1 + options[name]
-        else:
-            kept.append(words[place])
-            place += 1
+    kept, left = list[str](), iter(words)
+    for word in left:
+        name, equals, _ = word.partition("=")
+        if name not in options:
+            kept.append(word)
+        elif not equals:
+            for _ in range(options[name]):
+                next(left, None)
     return kept
 
 
@@ -170,13 +154,6 @@ def prepare() -> None:
     from megatron_rl import platform
 
     platform.prepare(may_use_transformer_engine=platform.has_cuda())
-
-
-def import_replay_file() -> ModuleType:
-    prepare()
-    from megatron_rl.replay import replay_file
-
-    return replay_file
 
 
 def differs(folder: Path) -> int:
@@ -202,5 +179,4 @@ def ranks_of(run_folder: Path, step: int, text: str, layout: dict[str, int]) -> 
         facts = json.loads((run_folder / "records" / f"step-{step}" / "record.json").read_text())
         sizes = facts["arithmetic"]["layout"]
         return math.prod(sizes[axis] for axis in ("tensor", "pipeline", "context", "data"))
-    dense = math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
-    return math.lcm(dense, math.prod(layout.get(axis, 1) for axis in ("expert", "expert_tensor", "pipeline")))
+    return ranks_of_replica(ParallelConfig(**layout))

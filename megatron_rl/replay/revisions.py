@@ -1,7 +1,7 @@
 """Runs a replay, or another command, with the code of other revisions, and finds the first revision that goes wrong.
 
-The code lies in a temporary worktree of the checkout that this package is imported from. The checkout's own files,
-index and branch stay as they are, and the worktree is removed at the end, also after Ctrl-C or SIGTERM.
+The code is in a temporary worktree of this package's checkout, which is removed at the end, also after Ctrl-C or
+SIGTERM. The checkout's own files, index and branch do not change.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ FIRST_BAD = re.compile(r"^([0-9a-f]{40}) is the first bad commit$", re.MULTILINE
 class Revisions:
     """A worktree that can be set to any revision of a checkout. Its operators are compiled if their sources differ.
 
-    For example:
-
-        with Revisions() as revisions:
-            revisions.check_out("v0.1.0")
-            code = revisions.run([sys.executable, "-m", "megatron_rl.replay", "runs/demo", "--step", "3"])
+    with Revisions() as revisions:
+        revisions.check_out("v0.1.0")
+        code = revisions.run([sys.executable, "-m", "megatron_rl.replay", "runs/demo", "--step", "3"])
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -122,7 +120,7 @@ class Revisions:
                 process.wait()
 
     def bisect(self, good: str, bad: str, judge: Callable[[], Verdict]) -> str:
-        """Return the first revision after `good` at which `judge` says bad. It is called with the worktree set.
+        """Return the first revision after `good` at which `judge`, called with the worktree set and built, says bad.
 
         Raises ValueError if the ends are not as they should be, or if skipped revisions leave it open.
         """
@@ -133,10 +131,8 @@ class Revisions:
                 words = "cannot be judged" if found == "skip" else f"is {found}"
                 raise ValueError(f"--bisect {good} {bad}: {name} {words}, and should be {wanted}; give other ends.")
         self._git("bisect", "start", commits[1], commits[0], inside=True)
-        said = ""
         while True:
-            verdict = self._judged(judge)
-            done = self._told("bisect", verdict, inside=True)
+            done = self._told("bisect", self._judged(judge), inside=True)
             said = done.stdout + done.stderr
             if first := FIRST_BAD.search(said):
                 return first[1]
@@ -144,9 +140,14 @@ class Revisions:
                 raise ValueError(f"--bisect {good} {bad}: {' '.join(said.split())[-500:]}")
 
     def _judged(self, judge: Callable[[], Verdict]) -> Verdict:
-        about = self.about(self._git("rev-parse", "HEAD", inside=True).strip())
-        verdict = judge()
-        print(f"{verdict}: {about}", flush=True)
+        verdict: Verdict = "skip"
+        try:
+            self.build()
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+        else:
+            verdict = judge()
+        print(f"{verdict}: {self.about(self._git('rev-parse', 'HEAD', inside=True).strip())}", flush=True)
         return verdict
 
     def _git(self, *command: str, inside: bool = False) -> str:
@@ -202,11 +203,6 @@ def bisect_replay(good: str, bad: str, words: list[str], *, root: Path | None = 
         def judge() -> Verdict:
             result = Path(folder) / RESULT
             result.unlink(missing_ok=True)
-            try:
-                revisions.build()
-            except RuntimeError as error:
-                print(error, file=sys.stderr)
-                return "skip"
             revisions.run(replay_command(words, Path(folder)))
             if not result.is_file():
                 return "skip"
@@ -218,17 +214,11 @@ def bisect_replay(good: str, bad: str, words: list[str], *, root: Path | None = 
 def bisect_command(good: str, bad: str, command: list[str], *, root: Path | None = None) -> str:
     """Find the first revision at which a command fails, run at the top of the worktree. Return a line about it.
 
-    The command's exit codes are those of `git bisect run`: 0 is good, 125 skips the revision, others to 127 are bad.
-    Raises RuntimeError for a larger one, or if the command was killed.
+    Raises RuntimeError for an exit code that judges nothing, or if the command was killed.
     """
     with Revisions(root) as revisions:
 
         def judge() -> Verdict:
-            try:
-                revisions.build()
-            except RuntimeError as error:
-                print(error, file=sys.stderr)
-                return "skip"
             code = revisions.run(command, cwd=revisions.tree)
             if code < 0 or code >= LEAST_ABORT:
                 raise RuntimeError(f"--bisect: {command[0]} ended with {code}, which judges nothing; see its output.")

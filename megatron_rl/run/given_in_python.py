@@ -13,14 +13,16 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from megatron_rl.config.given import GIVEN, MAIN, find_given, path_of
-from megatron_rl.config.import_path import OURS, is_in
+from megatron_rl.config.import_path import MAIN, OURS, is_in, path_of
+
+GIVEN = "given"
 
 MODULE = '''"""A function that a Python program gave the run of this folder, by value."""
 
@@ -31,6 +33,16 @@ _own = getattr({name}, "func", {name})
 if hasattr(_own, "__code__") or isinstance(_own, type):
     _own.__module__ = __name__
 '''
+
+
+def find_given(run_folder: str | Path) -> None:
+    """Add the run's folder of pickled functions to sys.path, for this process and those it starts.
+
+    Only the program that passed the functions calls this: other commands do not trust the code in a run's folder.
+    """
+    folder = Path(run_folder).absolute() / GIVEN
+    if folder.is_dir() and str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 class Given:

@@ -5,18 +5,84 @@ Names, types, defaults, rules and texts come from megatron_rl.config, so nothing
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import difflib
+import inspect
+import itertools
+import json
 import textwrap
 from collections.abc import Iterable
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.loading import SECTIONS
-from megatron_rl.config.option_records import DescribedOption, described_options
-from megatron_rl.config.resume_rules import ON_RESUME, TAKEN
+from megatron_rl.config.resume_rules import ON_RESUME
+from megatron_rl.config.rules import rules_of
+from megatron_rl.config.train_config import TrainConfig
 
 BEGIN, END = "<!-- options -->\n", "<!-- end -->\n"
 WIDTH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedOption:
+    """One option. Only `megatron` has an empty section."""
+
+    section: str
+    key: str
+    type: str
+    """The field's annotation as written, such as int or list[str]. A nested section has the name of its class."""
+    default: str
+    """The default value as YAML. `required` if there is no default, empty for a nested section."""
+    rule: str
+    """The rule and, after a semicolon, a hint; empty if every value of the type is valid."""
+    doc: str
+    """The docstring below the field, joined into one line."""
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.key}".lstrip(".")
+
+
+def described_options() -> list[DescribedOption]:
+    """Return all options in the order of sections and fields. A nested section is one record."""
+    sections = {name: kind for name, kind in SECTIONS.items() if "." not in name} | {"": TrainConfig}
+    found = [option for name, kind in sections.items() for option in options_of(kind, name)]
+    return [option for option in found if option.section or option.key not in sections]
+
+
+def options_of(kind: type, section: str) -> list[DescribedOption]:
+    docs, rules = docs_of_fields(kind), rules_of(kind)
+    return [
+        DescribedOption(
+            section=section,
+            key=field.name,
+            type=str(field.type),
+            default=default_of(field),
+            rule=rules[field.name].text if field.name in rules else "",
+            doc=docs.get(field.name, ""),
+        )
+        for field in dataclasses.fields(kind)
+    ]
+
+
+def default_of(field: dataclasses.Field[object]) -> str:
+    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if dataclasses.is_dataclass(value):
+        return ""
+    return "required" if value == "???" else json.dumps(value)
+
+
+def docs_of_fields(kind: type) -> dict[str, str]:
+    """Return the docstring below each field. Python does not keep such docstrings, so they are read from the source."""
+    [body] = [node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef)]
+    docs = {}
+    for field, below in itertools.pairwise(body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+    return docs
 
 
 def options_text(name: str = "") -> str:
@@ -25,13 +91,13 @@ def options_text(name: str = "") -> str:
     ValueError for an unknown name.
     """
     options = described_options()
-    chosen = [option for option in options if name in ("", option.section, dotted(option))]
+    chosen = [option for option in options if name in ("", option.section, option.dotted)]
     if not chosen:
         sections = list(dict.fromkeys(option.section or option.key for option in options))
-        near = difflib.get_close_matches(name, [*sections, *map(dotted, options)], n=1)
+        near = difflib.get_close_matches(name, [*sections, *(option.dotted for option in options)], n=1)
         hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}."
         raise ValueError(f"options {name}: no such section or key; {hint}")
-    if name == dotted(chosen[0]):
+    if name == chosen[0].dotted:
         return entry(chosen[0])
     return "\n\n".join(
         "\n".join([heading(section), *about(section), *(entry(option) for option in members)])
@@ -61,11 +127,9 @@ def rewrite(page: Path) -> Path:
 
 
 def by_section(options: Iterable[DescribedOption]) -> list[tuple[str, list[DescribedOption]]]:
-    return [(section, list(members)) for section, members in groupby(options, key=lambda option: option.section)]
-
-
-def dotted(option: DescribedOption) -> str:
-    return f"{option.section}.{option.key}".lstrip(".")
+    return [
+        (section, list(members)) for section, members in itertools.groupby(options, key=lambda option: option.section)
+    ]
 
 
 def heading(section: str) -> str:
@@ -83,10 +147,10 @@ def about(section: str) -> list[str]:
 def entry(option: DescribedOption, *, quote: str = "", bullet: str = "") -> str:
     """Describe one option: key, default and type on the first line, then its text, its rule and its resume behavior."""
     default = f" = {option.default}" if option.default else ""
-    lines = [f"{bullet}{quote}{dotted(option)}{default}{quote} ({option.type})"]
-    resume = ON_RESUME.get(dotted(option), TAKEN)
-    parts = [option.doc, f"Rule: {option.rule}." if option.rule else "", f"Resume: {resume}."]
-    said = " ".join(part for part in parts if part and part != f"Resume: {TAKEN}.")
+    lines = [f"{bullet}{quote}{option.dotted}{default}{quote} ({option.type})"]
+    resume = ON_RESUME.get(option.dotted)
+    parts = [option.doc, f"Rule: {option.rule}." if option.rule else "", f"Resume: {resume}." if resume else ""]
+    said = " ".join(filter(None, parts))
     indent = " " * 2
     lines += textwrap.wrap(
         said, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -19,7 +19,7 @@ from megatron_rl.training_server.request_journal import JournalFile
 from megatron_rl.training_server.shared_engine import Adapted
 
 KEPT_RESULTS = 256
-"""Results of a model that stay available after they were fetched, for a client that lost the answer."""
+"""Number of a model's results that are kept after they were fetched, for a client that lost the answer."""
 PASSES = {"forward": False, "forward_backward": True}
 """Kinds of requests that several models can run together -> whether they add gradients."""
 
@@ -62,11 +62,11 @@ class Model:
     steps: int = 0
     """Optimizer steps since the last checkpoint."""
     carried_bytes: int = 0
-    """Size of the journal when it began, with what it took over from the one before."""
+    """Size of the journal when it began, with what it copied from the one before."""
     pending: dict[int, Request] = field(default_factory=dict)
     futures: dict[int, Future[Result]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
-    """Number of times that the server began this request and ended before it had the result."""
+    """Number of times that the server ended while it ran this request."""
 
     @classmethod
     def new(cls, name: str, tenant: str, session: str, folder: Path) -> Model:
@@ -106,7 +106,7 @@ class Model:
         return self.folder / "resume" / str(self.seq)
 
     def accept(self, request: Request) -> None:
-        """Write a request into the journal. From here on it will run, also if this process ends."""
+        """Write a request into the journal. From here on it will run, even if this process ends."""
         event = {key: value for key, value in request.event.items() if key not in ("seq", "kind")}
         self.journal.add({"seq": request.seq, "kind": request.kind, **event}, request.body)
         self.enqueue(request)
@@ -135,8 +135,9 @@ class Model:
         """Begin a journal after the checkpoint of the last request, with that request's and earlier results."""
         self.steps, seq = 0, self.seq
         path = self.folder / f"requests-{seq + 1:09d}.journal"
-        path.with_suffix(".new").unlink(missing_ok=True)
-        journal = JournalFile(path.with_suffix(".new"))
+        aside = path.with_suffix(".new")
+        aside.unlink(missing_ok=True)
+        journal = JournalFile(aside)
         assert self.adapted is not None
         journal.add({"kind": "resumed", "seq": seq, "adapted": asdict(self.adapted)})
         done = {n: future.result() for n, future in self.futures.items() if future.done()} | {seq: result}
@@ -144,7 +145,7 @@ class Model:
             journal.add({"kind": "result", "seq": number, "is_proto": one.is_proto}, one.body)
         for waiting in self.pending.values():
             journal.add({"seq": waiting.seq, "kind": waiting.kind, **waiting.event}, waiting.body)
-        path.with_suffix(".new").rename(path)  # from here on a restart begins with this checkpoint
+        aside.rename(path)  # from here on a restart begins with this checkpoint
         self.journal.close()
         self.journal.path.unlink()
         journal.path, self.journal, self.carried_bytes = path, journal, journal.size

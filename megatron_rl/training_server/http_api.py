@@ -1,6 +1,6 @@
 """The HTTP API that the package `tinker` speaks, on an event loop in a thread of rank 0.
 
-A client sends its token with each request, which names its tenant. What belongs to other tenants does not exist for it.
+The token in each request names the client's tenant. For the client, nothing of other tenants exists.
 Results are fetched by polling: an answer is held back until the result is there, for POLL_S at most.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import socket
 import ssl
@@ -21,7 +20,7 @@ import orjson
 from aiohttp import web
 
 from megatron_rl.training_server import wire
-from megatron_rl.training_server.client_models import Result
+from megatron_rl.training_server.client_models import Result, json_result
 from megatron_rl.training_server.client_sessions import Refused
 from megatron_rl.training_server.sampler import Sampler, Sampling, SamplingFailed
 from megatron_rl.training_server.saved_weights import facts_of
@@ -33,9 +32,9 @@ POLL_S = 25.0
 """Below the 45 seconds after which the client gives a poll up."""
 MAX_BODY_BYTES = 64 * 1024**2
 MOST_SAMPLES = 20_000
-"""Results of sampling that are kept until they are fetched, the newest."""
+"""Maximum number of results of sampling that are kept until they are fetched, the newest ones."""
 MOST_SAMPLING = 4096
-"""Requests for samples at a time. Further ones are refused with 429, which the client sends again later."""
+"""Maximum number of requests for samples at a time. Further ones get status 429, and the client repeats them later."""
 TENANT = web.RequestKey("tenant", str)
 PROTO = "application/x-protobuf"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -52,9 +51,9 @@ class TrainingAPI:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         posts = {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
-            "telemetry": self._telemetry,
+            "client/config": _always({"pjwt_auth_enabled": False, "use_pyqwest_transport": False}),
+            "client/dynamic_config": _always({"sample_cancel_enabled": True}),
+            "telemetry": _always({"status": "accepted"}),  # and dropped
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{session}/finish": self._finish_session,
@@ -73,7 +72,7 @@ class TrainingAPI:
             "cancel_future": self._cancel,
         }
         gets = {
-            "healthz": self._health,
+            "healthz": _always({"status": "ok"}),
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._get_sampler,
             "training_runs": self._training_runs,
@@ -101,28 +100,15 @@ class TrainingAPI:
     def _tenant(self, http: web.Request) -> str:
         sent = http.headers.get("X-API-Key", "").encode(errors="surrogateescape")
         found = ""
-        for token, tenant in self.tokens.items():  # all of them, so that the time says nothing
+        for token, tenant in self.tokens.items():  # compares with all, so that the time says nothing
             if hmac.compare_digest(sent, token.encode()):
                 found = tenant
         if not found:
-            raise Refused(
-                "the API key is none of this server's; set TINKER_API_KEY to the token in its token file.", 401
-            )
+            rule = "the API key is none of this server's"
+            raise Refused(f"{rule}; set TINKER_API_KEY to the token in its token file.", 401)
         return found
 
     # -- service
-
-    async def _health(self, http: web.Request) -> web.Response:
-        return _answer({"status": "ok"})
-
-    async def _client_config(self, http: web.Request) -> web.Response:
-        return _answer({"pjwt_auth_enabled": False, "use_pyqwest_transport": False})
-
-    async def _dynamic_config(self, http: web.Request) -> web.Response:
-        return _answer({"sample_cancel_enabled": True})
-
-    async def _telemetry(self, http: web.Request) -> web.Response:
-        return _answer({"status": "accepted"})  # and dropped
 
     async def _capabilities(self, http: web.Request) -> web.Response:
         model = {"model_name": self.service.base_model, "max_context_length": self.service.longest}
@@ -170,30 +156,22 @@ class TrainingAPI:
 
     async def _get_info(self, http: web.Request) -> web.Response:
         model = self.service.model(http[TENANT], (await _body(http)).get("model_id"))
-        rank = model.adapted.rank if model.adapted else 0
         data = {"model_name": self.service.base_model, "arch": self.service.ranks.engine.arch.family}
         facts = {"type": "get_info", "model_id": model.id, "model_name": self.service.base_model, "model_data": data}
-        return _answer(facts | {"is_lora": rank > 0, "lora_rank": rank or None})
+        return _answer(facts | _lora(model.adapted.rank if model.adapted else 0))
 
     # -- saved weights
 
     async def _weights_info(self, http: web.Request) -> web.Response:
         path = (await _body(http)).get("tinker_path")
         adapted = facts_of(self.service.weights.find(http[TENANT], path, "weights", "sampler_weights"))["adapted"]
-        facts = {
-            "base_model": self.service.base_model,
-            "is_lora": adapted["rank"] > 0,
-            "lora_rank": adapted["rank"] or None,
-        }
-        return _answer(
-            facts | {"train_attn": adapted["attention"], "train_mlp": adapted["mlp"], "train_unembed": False}
-        )
+        trains = {"train_attn": adapted["attention"], "train_mlp": adapted["mlp"], "train_unembed": False}
+        return _answer({"base_model": self.service.base_model} | _lora(adapted["rank"]) | trains)
 
     async def _checkpoints(self, http: web.Request) -> web.Response:
         model = http.match_info.get("model", "")
         found = [_checkpoint(path, facts) for path, facts in self.service.weights.listed(http[TENANT], model)]
-        cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
-        return _answer({"checkpoints": found, "cursor": cursor})
+        return _answer({"checkpoints": found, "cursor": _cursor(found)})
 
     async def _delete(self, http: web.Request) -> web.Response:
         parts = http.match_info
@@ -205,9 +183,7 @@ class TrainingAPI:
 
     async def _training_runs(self, http: web.Request) -> web.Response:
         found = [self._run_facts(http[TENANT], m.id) for m in self.service.models.values() if m.tenant == http[TENANT]]
-        return _answer(
-            {"training_runs": found, "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
-        )
+        return _answer({"training_runs": found, "cursor": _cursor(found)})
 
     def _run_facts(self, tenant: str, name: str) -> dict[str, Any]:
         saved = sorted(self.service.weights.listed(tenant, name), key=lambda entry: entry[1]["time"])
@@ -220,8 +196,7 @@ class TrainingAPI:
             "training_run_id": name,
             "base_model": self.service.base_model,
             "model_owner": tenant,
-            "is_lora": rank > 0,
-            "lora_rank": rank or None,
+            **_lora(rank),
             "last_request_time": saved[-1][1]["time"] if saved else "1970-01-01T00:00:00+00:00",
             "last_checkpoint": newest["weights"][-1] if newest["weights"] else None,
             "last_sampler_checkpoint": newest["sampler_weights"][-1] if newest["sampler_weights"] else None,
@@ -271,14 +246,13 @@ class TrainingAPI:
         try:
             found = await self.sampler.sample(weights, asked)
         except ValueError as error:
-            return _failure(str(error), "user")
+            return json_result(error=str(error), category="user")
         except SamplingFailed as error:
             logger.warning("a request for samples failed: %s", error)
-            return _failure(str(error), "server")
-        prompt = found.prompt
-        if prompt is not None and type(last) is int:
-            prompt = [*[None] * (len(prompt) - last), *prompt[len(prompt) - last :]]
-        return Result(wire.sample_response(found.replies, prompt, found.cached, found.top, found.tops), is_proto=True)
+            return json_result(error=str(error), category="server")
+        if (prompt := found.prompt) is not None and type(last) is int:
+            found.prompt = [*[None] * (len(prompt) - last), *prompt[len(prompt) - last :]]
+        return Result(wire.sample_response(found), is_proto=True)
 
     # -- results
 
@@ -303,9 +277,7 @@ class TrainingAPI:
             raise Refused(f"request_id = {name!r}: was cancelled.", 404)
         if (error := waiting.exception()) is not None:  # a bug of this server: the client must not poll for ever
             logger.error("request %s failed", name, exc_info=error)
-            return web.Response(
-                body=_failure(f"internal error: {error!r}", "server").body, content_type="application/json"
-            )
+            return _answer({"error": f"internal error: {error!r}", "category": "server"})
         result = waiting.result()
         result.was_fetched = True
         return web.Response(body=result.body, content_type=PROTO if result.is_proto else "application/json")
@@ -386,8 +358,21 @@ def _answer(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def _failure(error: str, category: str) -> Result:
-    return Result(json.dumps({"error": error, "category": category}).encode())
+def _always(body: dict[str, Any]) -> Handler:
+    """Return the handler of a route whose answer is always the same."""
+
+    async def handle(http: web.Request) -> web.Response:
+        return _answer(body)
+
+    return handle
+
+
+def _lora(rank: int) -> dict[str, Any]:
+    return {"is_lora": rank > 0, "lora_rank": rank or None}
+
+
+def _cursor(found: list[Any]) -> dict[str, int]:
+    return {"offset": 0, "limit": len(found), "total_count": len(found)}
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -36,7 +36,7 @@ TokenLoss = Callable[[Tensor, TensorDict, Mapping[str, float]], Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """fn(logprobs, rows, options) returns the loss of each row. It is called on trained rows alone if `by_row`."""
+    """fn(logprobs, rows, options) returns the loss of each row. If `by_row`, it is called on trained rows alone."""
 
     fn: TokenLoss
     inputs: tuple[str, ...]
@@ -99,11 +99,11 @@ LOSSES = {
 }
 
 
-def make_loss(name: str, given: Mapping[str, float]) -> LogprobLoss:
+def make_loss(name: str, given: Mapping[str, Any]) -> LogprobLoss:
     """Return the engine's loss for a name of LOSSES with these options, which have been checked."""
-    return LogprobLoss(
-        functools.partial(_sum, LOSSES[name], LOSSES[name].options | dict(given)), by_row=LOSSES[name].by_row
-    )
+    loss = LOSSES[name]
+    options = loss.options | {key: float(value) for key, value in given.items()}
+    return LogprobLoss(functools.partial(_sum, loss, options), by_row=loss.by_row)
 
 
 def _sum(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,11 @@ from torch import Tensor
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.training_server.losses import make_loss
 from megatron_rl.training_server.shared_engine import AdamStep, Adapted, ModelState, Pass, SharedEngine
-from megatron_rl.training_server.wire import Datum
+from megatron_rl.training_server.wire import ForwardBackward
 
 FAILURES = (ValueError, CheckpointError)
 """Errors that an operation raises on all ranks alike. They end the request. Any other error ends the server."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A pass of the model with this id. loss: a name of LOSSES, with its options."""
-
-    model: str
-    data: list[Datum]
-    loss: str
-    options: dict[str, float]
+IDLE = ("rest", "stop")
 
 
 class Ranks:
@@ -43,26 +33,18 @@ class Ranks:
     def __init__(self, engine: SharedEngine) -> None:
         self.engine = engine
         self.models: dict[str, ModelState] = {}
-        self._operations: dict[str, Callable[..., Any]] = {
-            "create": self._create,
-            "drop": self._drop,
-            "compute": self._compute,
-            "optim_step": self._optim_step,
-            "save": self._save,
-            "load": self._load,
-            "export": self._export,
-            "rest": lambda: None,
-            "stop": lambda: None,
-        }
 
     def is_at_hand(self, model: str) -> bool:
         """Return True if the model's passes can run together with those of others."""
         return self.engine.is_at_hand(self.models[model])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Run an operation on all ranks and return rank 0's result. Rank 0 alone calls this."""
+        """Run a method named below on all ranks and return rank 0's result. Rank 0 alone calls this.
+
+        Two more names: `rest` does nothing, and `stop` ends `follow` on the other ranks.
+        """
         dist.broadcast_object_list([(name, arguments)], src=0, group=self.engine.groups.control)
-        return self._operations[name](*arguments)
+        return None if name in IDLE else getattr(self, name)(*arguments)
 
     def follow(self) -> None:
         """Run what rank 0 calls, until it calls `stop`. All other ranks call this."""
@@ -71,32 +53,31 @@ class Ranks:
             told: list[Any] = [None]
             dist.broadcast_object_list(told, src=0, group=self.engine.groups.control)
             name, arguments = told[0]
-            try:
-                self._operations[name](*arguments)
-            except FAILURES:
-                pass  # rank 0 has the same error, and tells the client
+            with contextlib.suppress(*FAILURES):  # rank 0 has the same error, and tells the client
+                if name not in IDLE:
+                    getattr(self, name)(*arguments)
 
-    def _create(self, model: str, adapted: Adapted) -> None:
+    def create(self, model: str, adapted: Adapted) -> None:
         self.models[model] = self.engine.new_model(adapted)
 
-    def _drop(self, model: str) -> None:
+    def drop(self, model: str) -> None:
         self.engine.drop(self.models.pop(model))
 
-    def _compute(self, asked: list[Asked], with_gradients: bool) -> list[tuple[float, list[Tensor]]]:
-        passes = [Pass(self.models[one.model], one.data, make_loss(one.loss, one.options)) for one in asked]
+    def compute(self, asked: list[ForwardBackward], with_gradients: bool) -> list[tuple[float, list[Tensor]]]:
+        passes = [Pass(self.models[one.model_id], one.data, make_loss(one.loss, one.options)) for one in asked]
         return self.engine.compute(passes, with_gradients=with_gradients)
 
-    def _optim_step(self, model: str, step: AdamStep) -> tuple[bool, float]:
+    def optim_step(self, model: str, step: AdamStep) -> tuple[bool, float]:
         state = self.models[model]
         if state.gradients is None:
             raise ValueError("optim_step: no forward_backward since the last one has succeeded; call that first.")
         return self.engine.optimizer_step(state, step)
 
-    def _save(self, model: str, folder: Path) -> None:
+    def save(self, model: str, folder: Path) -> None:
         self.engine.save_model(self.models[model], folder)
 
-    def _load(self, model: str, folder: Path, with_optimizer: bool) -> None:
+    def load(self, model: str, folder: Path, with_optimizer: bool) -> None:
         self.engine.load_model(self.models[model], folder, with_optimizer=with_optimizer)
 
-    def _export(self, model: str, folder: Path) -> None:
+    def export(self, model: str, folder: Path) -> None:
         self.engine.export_model(self.models[model], folder)

@@ -1,7 +1,4 @@
-"""Checks of what clients send, before any rank works on it.
-
-Each raises ValueError with key, value, rule and way out.
-"""
+"""Checks of what clients send, before any rank works on it. Each raises ValueError."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.config.rules import refuse
 from megatron_rl.training_server.losses import CLIPS, LOSSES
 from megatron_rl.training_server.shared_engine import TARGETS, AdamStep, Adapted
 from megatron_rl.training_server.wire import Datum
@@ -46,9 +44,8 @@ def checked_data(
         for key in (*wanted, *extra):
             inputs[key] = _column(datum, key, number, loss, width).float()
             if not bool(torch.isfinite(inputs[key]).all()):
-                raise ValueError(
-                    f"{place}.loss_fn_inputs[{key!r}]: has numbers that are NaN or infinite; correct them."
-                )
+                rule = "has numbers that are NaN or infinite; correct them"
+                raise ValueError(f"{place}.loss_fn_inputs[{key!r}]: {rule}.")
         found.append(Datum(datum.tokens, inputs))
     return found
 
@@ -56,9 +53,8 @@ def checked_data(
 def check_loss(loss: str, options: Mapping[str, Any]) -> None:
     if loss not in LOSSES:
         why = f" {WITHOUT[loss]}, and" if loss in WITHOUT else ""
-        raise ValueError(
-            f"loss_fn = {loss!r}:{why} this server has {', '.join(LOSSES)}; take one of them, or {CLIENT_SIDE}."
-        )
+        has = f"this server has {', '.join(LOSSES)}"
+        raise ValueError(f"loss_fn = {loss!r}:{why} {has}; take one of them, or {CLIENT_SIDE}.")
     known = LOSSES[loss].options
     for key, value in options.items():
         if key not in known:
@@ -79,16 +75,11 @@ def _width(datum: Datum, loss: str) -> tuple[int, ...]:
     if targets is None or targets.ndim < 2:
         return ()
     width = targets.shape[1]
+    found = f"data[0].loss_fn_inputs['{TARGETS}']: has {width} targets of each token"
     if loss != SEVERAL:
-        raise ValueError(
-            f"data[0].loss_fn_inputs['{TARGETS}']: has {width} targets of each token, and {loss} takes one; send one, "
-            f"or take {SEVERAL}."
-        )
+        raise ValueError(f"{found}, and {loss} takes one; send one, or take {SEVERAL}.")
     if not 1 <= width <= MOST_TARGETS:
-        raise ValueError(
-            f"data[0].loss_fn_inputs['{TARGETS}']: has {width} targets of each token; send 1 to {MOST_TARGETS}, "
-            f"the most likely ones."
-        )
+        raise ValueError(f"{found}; send 1 to {MOST_TARGETS}, the most likely ones.")
     return (width,)
 
 
@@ -110,35 +101,23 @@ def adam_step(given: Mapping[str, Any]) -> AdamStep:
     """Return the step of an `optim_step` request."""
     if not isinstance(params := given.get("adam_params"), dict):
         raise ValueError(f"adam_params = {params!r}: this server has Adam alone; send AdamParams.")
-    usual = {
-        "learning_rate": 1e-4,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-12,
-        "weight_decay": 0.0,
-        "grad_clip_norm": 0.0,
-    }
+    usual = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
     found = {key: number(f"adam_params.{key}", params.get(key), default) for key, default in usual.items()}
-    for key in ("beta1", "beta2"):
-        if not 0 <= found[key] < 1:
-            raise ValueError(f"adam_params.{key} = {found[key]}: must be in [0, 1).")
-    for key in ("learning_rate", "eps", "weight_decay"):
-        if found[key] < 0:
-            raise ValueError(f"adam_params.{key} = {found[key]}: must be at least 0.")
-    return AdamStep(
-        lr=found["learning_rate"],
-        betas=(found["beta1"], found["beta2"]),
-        eps=found["eps"],
-        weight_decay=found["weight_decay"],
-        clip=max(0.0, found["grad_clip_norm"]),
-    )
+    for key, value in found.items():
+        if key.startswith("beta") and not 0 <= value < 1:
+            refuse(f"adam_params.{key}", value, "must be in [0, 1)")
+        if value < 0:
+            refuse(f"adam_params.{key}", value, "must be at least 0")
+    clip = max(0.0, number("adam_params.grad_clip_norm", params.get("grad_clip_norm"), 0.0))
+    lr, beta1, beta2, eps, weight_decay = found.values()
+    return AdamStep(lr, (beta1, beta2), eps, weight_decay, clip)
 
 
 def number(key: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{key} = {value!r}: must be a finite number.")
+        refuse(key, value, "must be a finite number")
     return float(value)
 
 
@@ -153,17 +132,13 @@ def adapted_of(lora: Any, rank: int, model: str) -> Adapted:
     given = lora if isinstance(lora, dict) else {}
     asked = given.get("rank", rank)
     if type(asked) is not int or not 1 <= asked <= rank:
-        raise ValueError(
-            f"lora_config.rank = {asked!r}: this server has room for adapters of rank 1 to {rank} (its lora.rank); ask "
-            f"for one of them, or start the server with a higher lora.rank."
-        )
-    own = given.get("seed")
-    own = seed if own is None else own
+        rule = f"this server has room for adapters of rank 1 to {rank} (its lora.rank)"
+        refuse("lora_config.rank", asked, f"{rule}; ask for one of them, or start it with a higher lora.rank")
+    own = seed if given.get("seed") is None else given["seed"]
     if type(own) is not int or not 0 <= own < 2**31:
-        raise ValueError(f"lora_config.seed = {own!r}: must be an integer in [0, 2^31).")
+        refuse("lora_config.seed", own, "must be an integer in [0, 2^31)")
     found = Adapted(asked, own, bool(given.get("train_attn", True)), bool(given.get("train_mlp", True)))
     if not (found.attention or found.mlp):
-        raise ValueError(
-            "lora_config: train_attn and train_mlp are false; the output layer has no adapter here, so set one."
-        )
+        rule = "train_attn and train_mlp are false; the output layer has no adapter here, so set one"
+        raise ValueError(f"lora_config: {rule}.")
     return found

@@ -1,8 +1,8 @@
 """Append-only files of what a training server has accepted, so that a restarted server knows it.
 
-A record is an event in JSON and a body of bytes, written before the client hears that its request was accepted. It
-outlives the process as soon as it is written; power failures are not covered. A record that was cut off by the
-process's end is dropped when the file is opened again, since no client heard of it.
+A record is an event in JSON and a body of bytes, written before the client hears that its request was accepted. Once
+written, it survives the process, but not a power failure. A record that the process's end cut off is dropped when the
+file is opened again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ class JournalFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return os.fstat(self._file).st_size
 
     def close(self) -> None:
@@ -59,19 +57,13 @@ class JournalFile:
 
 def read(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
     """Return the file's whole records, and where they end. A file that does not exist has none."""
-    content = memoryview(path.read_bytes() if path.exists() else b"")
+    content = path.read_bytes() if path.exists() else b""
     records, end = [], 0
-    for event, body, after in _records(content):
-        records.append((event, body))
+    while (start := end + _HEAD.size) <= len(content):
+        magic, said, size, crc = _HEAD.unpack(content[end:start])
+        body, after = start + said, start + said + size
+        if magic != _MAGIC or after > len(content) or zlib.crc32(content[start:after]) != crc:
+            break
+        records.append((json.loads(content[start:body]), content[body:after]))
         end = after
     return records, end
-
-
-def _records(content: memoryview) -> Iterator[tuple[dict[str, Any], bytes, int]]:
-    at = 0
-    while at + _HEAD.size <= len(content):
-        magic, said, size, crc = _HEAD.unpack(content[at : at + _HEAD.size])
-        start, at = at + _HEAD.size, at + _HEAD.size + said + size
-        if magic != _MAGIC or at > len(content) or zlib.crc32(content[start:at]) != crc:
-            return
-        yield json.loads(bytes(content[start : start + said])), bytes(content[start + said : at]), at

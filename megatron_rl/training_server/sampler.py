@@ -1,7 +1,7 @@
 """Sampling on rollout servers, which load saved weights by name when a request needs them.
 
-A server holds few weights at a time: the embedded server one adapter or one whole model, SGLang two adapters beside its
-base. Requests for weights that are not loaded wait until a place is free, in the order in which they came.
+A server holds few weights at a time: the embedded server one adapter or one whole model, SGLang two adapters and its
+base. Requests for weights that are not loaded wait, in their order, until a place is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megatron_rl.training_server.wire import Reply, Top
+from megatron_rl.training_server.wire import Reply, Sampled, Top
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 TIMEOUT_S = 3600.0
@@ -44,15 +44,6 @@ class Sampling:
     top_reply: int = 0
 
 
-@dataclass
-class Sampled:
-    replies: list[Reply]
-    prompt: list[float | None] | None
-    cached: int
-    top: Top | None
-    tops: list[Top] | None
-
-
 @dataclass(eq=False)
 class Server:
     """One rollout server. users: requests in flight by the name of their weights, in the order of last use."""
@@ -65,7 +56,7 @@ class Server:
 
 
 class Sampler:
-    """Belongs to the event loop that calls it.
+    """Samples with saved weights on the rollout servers. Belongs to the event loop that calls it.
 
     starts: returns {URL: process id} of the servers; a server with another id has lost its weights. is_whole: weights
     are whole models, not adapters. base: folder of the model that the servers start with. patience_s: how long to wait
@@ -116,7 +107,7 @@ class Sampler:
         name, has_waited = BASE if weights is None else str(weights), False
         while True:
             server = self._choose(name)
-            # Behind those that wait; otherwise a stream of requests for what is loaded would keep others out.
+            # After those that wait: otherwise a stream of requests for loaded weights would keep others out.
             if has_waited or not server.waiting:
                 async with server.changing:
                     if name in server.loaded or (name == BASE and self._has_base_beside):
@@ -179,29 +170,25 @@ class Sampler:
             body["lora_path"] = name
         if width := max(asked.top_prompt, asked.top_reply):
             if not self._is_sglang:
-                raise ValueError(
-                    "topk_logprobs: the embedded server has none; start the server with rollout.backend=sglang."
-                )
+                rule = "the embedded server has none; start the server with rollout.backend=sglang"
+                raise ValueError(f"topk_logprobs: {rule}.")
             body["top_logprobs_num"] = width
         answers = await self._post(server, "/generate", body)
         answers = answers if isinstance(answers, list) else [answers]
         first = answers[0]["meta_info"]
-        replies = [
-            Reply(
-                answer["output_ids"],
-                [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]],
-                answer["meta_info"]["finish_reason"]["type"] == "length",
-            )
-            for answer in answers
-        ]
+        replies, tops = [], []
+        for answer in answers:
+            facts = answer["meta_info"]
+            logprobs = [logprob for logprob, *_ in facts["output_token_logprobs"]]
+            replies.append(Reply(answer["output_ids"], logprobs, facts["finish_reason"]["type"] == "length"))
+            if asked.top_reply:
+                tops.append(_top(facts["output_top_logprobs"], asked.top_reply))
         return Sampled(
             replies,
             [logprob for logprob, *_ in first["input_token_logprobs"]] if asked.wants_prompt else None,
             int(first.get("cached_tokens", 0)),
             _top(first["input_top_logprobs"], asked.top_prompt) if asked.top_prompt else None,
-            [_top(a["meta_info"]["output_top_logprobs"], asked.top_reply) for a in answers]
-            if asked.top_reply
-            else None,
+            tops or None,
         )
 
     async def _post(self, server: Server, path: str, body: dict[str, Any]) -> Any:

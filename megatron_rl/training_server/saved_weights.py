@@ -24,10 +24,8 @@ MODEL = re.compile(r"[0-9a-f]{32}:train:\d{1,9}")
 
 def check_name(name: Any) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(
-            f"name = {name!r}: must have 1 to 128 letters, digits, dots, hyphens and underscores, and no dot or hyphen "
-            f"first."
-        )
+        rule = "must have 1 to 128 letters, digits, dots, hyphens and underscores, and no dot or hyphen first"
+        raise ValueError(f"name = {name!r}: {rule}.")
     return name
 
 

@@ -5,12 +5,8 @@ order of each model's sequence numbers. Models take turns: a turn ends with an o
 requests, or when the model has no request left. Forward and backward passes of other models that wait run along with
 one of the model whose turn it is, see shared_engine.py.
 
-What was accepted is in a journal of the model before the client hears of it. A restarted server loads the model's last
-checkpoint and runs the requests after it again, so that none is lost and no optimizer step counts twice.
-
-    run.folder/training_server/server.journal             client_sessions.py
-    .../models/MODEL/requests-SEQ.journal, resume/SEQ     client_models.py
-    .../models/MODEL/{weights,sampler_weights}/NAME       saved_weights.py
+A request is in its model's journal before the client hears that it was accepted. A restarted server loads the model's
+last checkpoint and runs the requests after it again, so that none is lost and no optimizer step counts twice.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +25,7 @@ from megatron_rl.training_server import request_checks as checks
 from megatron_rl.training_server import wire
 from megatron_rl.training_server.client_models import PASSES, Model, Request, Result, json_result
 from megatron_rl.training_server.client_sessions import Refused, Sessions
-from megatron_rl.training_server.ranks import FAILURES, Asked, Ranks
+from megatron_rl.training_server.ranks import FAILURES, Ranks
 from megatron_rl.training_server.saved_weights import SavedWeights, check_name, facts_of, note_facts, write_whole
 from megatron_rl.training_server.shared_engine import Adapted
 
@@ -56,7 +52,6 @@ class Service:
     """Models of all tenants, and the requests to them.
 
     slots: number of models that the engine holds. checkpoint_every: optimizer steps of a model between its checkpoints.
-    quiet_s: see QUIET_S.
     """
 
     def __init__(
@@ -143,9 +138,8 @@ class Service:
         name, _, seq = request_id.rpartition(":")
         model = self.model(tenant, name)
         if not seq.isdecimal() or int(seq) not in model.futures:
-            raise Refused(
-                f"request_id = {request_id!r}: there is no such request, or its result is no longer kept.", 404
-            )
+            rule = "there is no such request, or its result is no longer kept"
+            raise Refused(f"request_id = {request_id!r}: {rule}.", 404)
         return model.futures[int(seq)], model
 
     # -- the main thread
@@ -198,20 +192,15 @@ class Service:
 
     def _may_run_with_others(self, model: Model) -> bool:
         # A request during which the server has ended before might end it again, and then for others, too.
-        head = model.head
-        return (
-            head is not None
-            and head.kind in PASSES
-            and not model.tries[head.seq]
-            and model.is_placed
-            and self.ranks.is_at_hand(model.id)
-        )
+        if (head := model.head) is None or head.kind not in PASSES or model.tries[head.seq]:
+            return False
+        return model.is_placed and self.ranks.is_at_hand(model.id)
 
     def _is_ready(self, model: Model) -> bool:
         return model.head is not None and (model.is_placed or self._has_slot())
 
     def _has_slot(self) -> bool:
-        """Return True if a model can be placed, after ending those of clients that are gone if need be."""
+        """Return True if a model can be placed, if need be after ending one whose client is gone."""
         while sum(model.is_placed for model in self.models.values()) >= self.slots:
             quiet = time.monotonic() - self.quiet_s
             idle = [model for model in self.models.values() if model.is_placed and model.head is None]
@@ -250,7 +239,7 @@ class Service:
         """Run requests: one, or passes of several models together."""
         if len(chosen) == 1:
             return [self._result(*chosen[0])]
-        asked: dict[int, Asked] = {}
+        asked: dict[int, wire.ForwardBackward] = {}
         refused: dict[int, Result] = {}
         for number, (model, request) in enumerate(chosen):
             try:
@@ -272,11 +261,11 @@ class Service:
         except (*FAILURES, Refused) as error:
             return _failure(model, request, error)
 
-    def _asked(self, model: Model, request: Request) -> Asked:
+    def _asked(self, model: Model, request: Request) -> wire.ForwardBackward:
         """Return the pass that a request asks for, with its data checked."""
         asked = wire.read_forward_backward(request.body)
         data = checks.checked_data(asked.data, asked.loss, asked.options, vocab=self.vocab, longest=self.longest)
-        return Asked(model.id, data, asked.loss, {name: float(value) for name, value in asked.options.items()})
+        return replace(asked, model_id=model.id, data=data)
 
     def _run(self, model: Model, request: Request) -> Result:
         kind, event = request.kind, request.event
@@ -291,10 +280,9 @@ class Service:
             if not model.is_placed:
                 self._place(model, adapted)
             elif model.adapted != adapted:
-                raise ValueError(
-                    f"path = {event['path']!r}: holds {adapted}, and the model has {model.adapted}; make a new client "
-                    f"with create_training_client_from_state."
-                )
+                rule = f"holds {adapted}, and the model has {model.adapted}"
+                way_out = "make a new client with create_training_client_from_state"
+                raise ValueError(f"path = {event['path']!r}: {rule}; {way_out}.")
             self.ranks.call("load", model.id, folder, bool(event.get("optimizer")))
             return json_result(type="load_weights", path=event["path"], model_id=model.id)
         if not model.is_placed:
@@ -340,8 +328,9 @@ class Service:
 
     def _resume_all(self) -> None:
         """Put the models with a checkpoint back into the engine. Those without one begin with their first request."""
-        for model in [model for model in self.models.values() if model.adapted is not None]:
-            assert model.adapted is not None
+        for model in list(self.models.values()):
+            if model.adapted is None:
+                continue
             self._place(model, model.adapted)
             self.ranks.call("load", model.id, model.resume_folder, True)
             logger.info("%s: resumed after request %d; %d wait", model.id, model.seq, len(model.pending))

@@ -4,9 +4,8 @@ A model is its weights, its optimizer's state and the gradients that wait for it
 occupies Megatron's own tensors. The others are kept on the device as long as there is room, else in host memory.
 
 Passes of several models with adapters run as one: Megatron's schedule gets the microbatches of all of them. Each
-microbatch has the rows of one model, with whose adapters its layers compute. A microbatch is therefore the same as if
-its model were alone, and so are its results to the bit. Rows of several models in one microbatch would not be: the last
-bits of a row of a matrix product may depend on the number of rows.
+microbatch has the rows of one model, as if that were alone, so its results are the same to the bit. With rows of
+several models they might not be: the last bits of a matrix product's row may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ class AdamStep:
 class ModelState:
     """A client's model.
 
-    kept: this rank's part of weights and optimizer, or None while the model occupies the engine. steps: the counts that
-    an optimizer keeps by group. gradients: sums since the last optimizer step, or None.
+    kept: this rank's part of weights and optimizer, or None while the model occupies the engine. steps: an optimizer's
+    counts by group. gradients: sums since the last optimizer step, or None.
     """
 
     adapted: Adapted
@@ -124,7 +123,7 @@ class SharedEngine(MegatronEngine):
     # -- models
 
     def new_model(self, adapted: Adapted) -> ModelState:
-        """Start a model: new adapters that change nothing yet, or the base's own weights; and Adam's state at 0."""
+        """Start a model: adapters that change nothing yet, or the base's own weights, with Adam's state at 0."""
         self._leave()
         self.occupant = ModelState(adapted)
         if self.adapters is None:
@@ -193,10 +192,10 @@ class SharedEngine(MegatronEngine):
     # -- computing
 
     def compute(self, passes: Sequence[Pass], *, with_gradients: bool) -> list[tuple[float, list[Tensor]]]:
-        """Compute passes of different models as one. For each, return the loss and each datum's log-probabilities.
+        """Compute passes of different models, as one if there are several, which must then be at hand.
 
-        They have the shape of the datum's targets. with_gradients: add the gradient of each loss to its model's.
-        Nothing is added if an error is raised. Several passes need models that are at hand.
+        Returns, for each, the loss and each datum's log-probabilities, in the shape of its targets. with_gradients: add
+        the gradient of each loss to its model's, unless an error is raised.
         """
         for one in passes:
             if not self.is_at_hand(one.model):
@@ -292,7 +291,7 @@ class SharedEngine(MegatronEngine):
     def _keep_gradients(self, model: ModelState) -> None:
         if model.gradients is None:
             model.gradients = [torch.zeros_like(buffer) for buffer in self._buffers]
-        # Summed outside of Megatron's buffers: their reduction over ranks would count an earlier pass once more.
+        # Summed outside of Megatron's buffers: their reduction over ranks would count an earlier pass again.
         for total, buffer in zip(model.gradients, self._buffers, strict=True):
             total += buffer
 
@@ -344,9 +343,9 @@ class SharedEngine(MegatronEngine):
         return microbatches
 
     def optimizer_step(self, model: ModelState, step: AdamStep) -> tuple[bool, float]:
-        """Apply and forget the model's gradients. Return False if they are not finite, and their norm before clipping.
+        """Apply the model's gradients unless they are NaN or infinite, and forget them.
 
-        Gradients that are not finite change nothing.
+        Returns whether they were applied, and their norm before clipping.
         """
         self.occupy(model)
         self._activate()
@@ -407,10 +406,6 @@ def column_of(name: str, number: int) -> str:
     return f"{name}.{number}"
 
 
-def _known(tokens: Tensor, _: TrajectoryBatch) -> Tensor:
-    return tokens
-
-
 def _main_grad(parameter: Tensor) -> Tensor:
     """Return Megatron's sum of the parameter's gradients, a view of a buffer."""
     found: Tensor = parameter.main_grad  # type: ignore[attr-defined]
@@ -428,15 +423,17 @@ def _adding_to(total: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
+def _known(tokens: Tensor, _: TrajectoryBatch) -> Tensor:
+    return tokens
+
+
 def batch_of(data: list[Datum]) -> TrajectoryBatch:
     """Return the data as trajectories of T + 1 tokens, whose entries t + 1 describe the targets of tokens t.
 
     An input of the shape `[T, K]` becomes K columns, see `column_of`.
     """
-    last = [datum.inputs[TARGETS].view(len(datum.tokens), -1)[-1:, 0] for datum in data]
-    tokens = {
-        "input_ids": torch.cat([part for pair in zip((d.tokens for d in data), last, strict=True) for part in pair])
-    }
+    parts = [(datum.tokens, datum.inputs[TARGETS].view(len(datum.tokens), -1)[-1:, 0]) for datum in data]
+    tokens = {"input_ids": torch.cat([part for pair in parts for part in pair])}
     lengths = torch.tensor([len(datum.tokens) + 1 for datum in data])
     tokens["loss_mask"] = torch.ones(int(lengths.sum()), dtype=torch.bool)
     tokens["loss_mask"][prefix_sums(lengths)[:-1]] = False
@@ -453,10 +450,9 @@ def cut_to_rank(name: str, tensor: Tensor, rank: int) -> Tensor:
 
 
 class PaddedAdapters:
-    """A client's first adapters, padded with zeros to the engine's rank.
+    """A client's first adapters, padded with zeros to the engine's rank, and zero for matrices that it leaves out.
 
-    If rows of lora_A and columns of lora_B are both zero, so are their gradients, and they stay zero. Matrices that the
-    client leaves out have zeros alone.
+    If rows of lora_A and columns of lora_B are both zero, so are their gradients, and they stay zero.
     """
 
     def __init__(self, arch: Architecture, lora: LoraConfig, adapted: Adapted) -> None:

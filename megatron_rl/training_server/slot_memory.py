@@ -1,13 +1,14 @@
 """Computes from the plan's figures how many clients' models fit into the memory of a rank.
 
-One model occupies the engine. The others are kept: on the device as far as the base, an update and the plan's reserves
-leave room there, and then in host memory. Without a GPU, both are the same memory.
+One model occupies the engine. The others are kept on the device, as far as the base, an update and the plan's reserves
+leave room, and then in host memory. Without a GPU, both are the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -47,12 +48,12 @@ def room_of(
         states = states_of_stage(policy, stage, world_size)
         own = policy.trained_of_stage(stage).total * policy.itemsize + states["optimizer"] + states["gradients"]
         kept, gathered = max(kept, own), max(gathered, states["gradients"])
-    memory = memory_of(policy, _without_sharing(config), _batch(config, arch), PromptTokens.of([1]), world_size)
+    unshared = replace(config, batch=replace(config.batch, share_prompts=False))
+    memory = memory_of(policy, unshared, _batch(config, arch), PromptTokens.of([1]), world_size)
     host = HOST_SHARE * free_host_bytes() / local_ranks
     if device_bytes is None:
-        host -= (
-            memory.peak - memory.kept + config.rollout.server_count * policy.itemsize * policy.parameters / local_ranks
-        )
+        servers = config.rollout.server_count * policy.itemsize * policy.parameters / local_ranks
+        host -= memory.peak - memory.kept + servers
         return Room(int(max(0.0, host) / (kept + gathered)), 0, kept)
     room = device_bytes - TrainerMemory({"policy": memory}, False, device_bytes).peak
     on_device = int(max(0.0, room) / ((1 + FRAGMENTATION) * (kept + gathered)))  # a pass gathers gradients once more
@@ -82,10 +83,6 @@ def free_host_bytes() -> float:
     return max(0.0, free)
 
 
-def _without_sharing(config: TrainConfig) -> TrainConfig:
-    return replace(config, batch=replace(config.batch, share_prompts=False))
-
-
 def _batch(config: TrainConfig, arch: Architecture) -> BatchPlan:
     """Return a step of full microbatches, more than a pipeline has stages."""
     longest = arch.max_positions
@@ -93,20 +90,12 @@ def _batch(config: TrainConfig, arch: Architecture) -> BatchPlan:
         longest = min(longest, config.batch.tokens_per_microbatch)
     microbatches = 4 * config.parallel.pipeline * config.parallel.virtual_pipeline
     count = microbatches * max(1, config.batch.tokens_per_microbatch // longest)
-    none = dict.fromkeys(
-        ("prompts", "requests", "prompt_tokens", "most_reply_tokens", "computed_rows", "groups_in_flight"), 0
-    )
-    return BatchPlan(
-        **none,
-        trajectories=count,
-        longest_sequence=longest,
-        replicas=1,
-        trajectories_per_replica=Bounds(count, count),
-        microbatches=Bounds(microbatches, microbatches),
-        updates=1,
-        episodes_running=0,
-        replies_running=0,
-        evaluations=0,
-        all_requests=0,
-        epochs=None,
-    )
+    step: dict[str, Any] = dict.fromkeys(field.name for field in fields(BatchPlan)) | {
+        "trajectories": count,
+        "longest_sequence": longest,
+        "replicas": 1,
+        "trajectories_per_replica": Bounds(count, count),
+        "microbatches": Bounds(microbatches, microbatches),
+        "updates": 1,
+    }
+    return BatchPlan(**step)

@@ -17,9 +17,13 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
 
 from megatron_rl.config import TrainConfig, load_config
-from megatron_rl.config.loading import read_sections
+from megatron_rl.config.loading import member, read_sections
+from megatron_rl.config.rules import refuse
 from megatron_rl.launch import file_lock, own_gpu, start_up
 from megatron_rl.launch.cores import free_cores
 from megatron_rl.launch.listening import is_loopback, listen, port_number
@@ -28,19 +32,21 @@ from megatron_rl.launch.run_token import token_in
 from megatron_rl.life import process_exit
 from megatron_rl.life.last_words import one_line
 
+if TYPE_CHECKING:
+    from megatron_rl.training_server.ranks import Ranks
+
 PREFIX = "tml-"
 """The client refuses API keys that begin otherwise."""
 UNUSED = {"data.train": "no-data", "algo.advantage": "reinforce"}
 """Keys that a run needs, with a value that every config may have; this server does not read them."""
+OFFLOAD = "optimizer.megatron.optimizer_cpu_offload"
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "megatron-rl serve-training", description="Serve the training API of the package `tinker`."
     )
-    parser.add_argument(
-        "config", type=Path, help="config file; model, lora, parallel, optimizer, rollout and run count"
-    )
+    parser.add_argument("config", type=Path, help="its model, lora, parallel, optimizer, rollout and run count")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. lora.rank=32; 0 trains the whole model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=port_number, default=8000, help="0 picks a free one (default 8000)")
@@ -55,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--slots",
         type=int,
-        help="most models at a time (default: as many as the plan's memory allows, up to 64; 1 whole model)",
+        help="most models at a time (default: by the plan's memory, up to 64; 1 whole model)",
     )
     parser.add_argument(
         "--checkpoint-every", type=int, default=20, help="optimizer steps of a model between checkpoints (default 20)"
@@ -104,33 +110,21 @@ def config_for(args: argparse.Namespace) -> TrainConfig:
     for key in ("slots", "checkpoint_every"):
         if getattr(args, key) is not None and getattr(args, key) < 1:
             raise ValueError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1.")
-    given = read_sections(args.config)
-    unused = [f"{key}={value}" for key, value in UNUSED.items() if _value(given, key) is None]
+    given = OmegaConf.to_container(read_sections(args.config), resolve=False)
+    unused = [f"{key}={value}" for key, value in UNUSED.items() if member(given, key) is None]
     config = load_config(args.config, [*unused, *args.overrides])
     config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
-    if config.optimizer.overlap:
-        raise ValueError(
-            "optimizer.overlap = True: weights would still be exchanged when models take turns; leave it out."
-        )
-    if config.optimizer.megatron.get("optimizer_cpu_offload"):
-        raise ValueError(
-            "optimizer.megatron.optimizer_cpu_offload = True: models that wait are in host memory; leave it out."
-        )
-    if config.draft.kind != "none":
-        raise ValueError(
-            f"draft.kind = {config.draft.kind!r}: a training server's models have no draft head; leave it out."
-        )
-    if config.rollout.servers or config.rollout.registry:
-        raise ValueError(
-            "rollout.servers, rollout.registry: a training server starts its rollout servers itself; leave them out."
-        )
+    kind, megatron, rollout = config.draft.kind, config.optimizer.megatron, config.rollout
+    for key, value, why in (
+        ("optimizer.overlap", config.optimizer.overlap, "weights would still be exchanged when models take turns"),
+        (OFFLOAD, megatron.get("optimizer_cpu_offload"), "models that wait are in host memory"),
+        ("draft.kind", kind != "none" and kind, "a training server's models have no draft head"),
+        ("rollout.servers", rollout.servers, "a training server starts its rollout servers itself"),
+        ("rollout.registry", rollout.registry, "a training server starts its rollout servers itself"),
+    ):
+        if value:
+            refuse(key, value, f"{why}; leave it out")
     return config
-
-
-def _value(sections: object, key: str) -> object:
-    for part in key.split("."):
-        sections = sections.get(part) if hasattr(sections, "get") else None
-    return sections
 
 
 def tokens_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
@@ -156,16 +150,14 @@ def api_key(file: Path, key: str = "api_key") -> str:
     return token
 
 
-def serve(args: argparse.Namespace, config: TrainConfig, ranks: object) -> None:
+def serve(args: argparse.Namespace, config: TrainConfig, ranks: Ranks) -> None:
     """Serve until SIGTERM or Ctrl-C. Rank 0 alone calls this."""
     from megatron_rl.servers.supervisor import Supervisor
     from megatron_rl.training_server.http_api import TrainingAPI, serving
-    from megatron_rl.training_server.ranks import Ranks
     from megatron_rl.training_server.sampler import Sampler
     from megatron_rl.training_server.service import Service
     from megatron_rl.weights.adapter_rules import last_parts
 
-    assert isinstance(ranks, Ranks)
     engine, folder = ranks.engine, Path(config.run.folder)
     lock = file_lock.keep_folder(folder, "training_server.lock", "a training server")
     tokens, listener = tokens_of(args, folder), listen(args.host, args.port)

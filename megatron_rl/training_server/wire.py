@@ -84,9 +84,8 @@ def read_datum(message: memoryview, number: int) -> Datum:
         if field == 1:
             for kind, chunk in fields(value):
                 if kind != 1:
-                    raise ValueError(
-                        f"data[{number}].model_input: has an image or sound; send encoded_text chunks alone."
-                    )
+                    rule = "has an image or sound; send encoded_text chunks alone"
+                    raise ValueError(f"data[{number}].model_input: {rule}.")
                 tokens += [array(content, INT32).long() for place, content in fields(chunk) if place == 1]
         elif field == 2:
             name, content = read_entry(value)
@@ -117,9 +116,8 @@ def read_tensor(message: memoryview, key: str) -> Tensor:
         if shape and math.prod(shape) != len(found):
             raise ValueError(f"{key}: has shape {shape} and {len(found)} numbers; send as many as the shape says.")
         return found.view(shape) if shape else found
-    values, rows, columns = (
-        array(sparse.get(n, memoryview(b"")), kind) for n, kind in ((1, dtype), (2, INT64), (3, INT64))
-    )
+    parts = {1: dtype, 2: INT64, 3: INT64}
+    values, rows, columns = (array(sparse.get(n, memoryview(b"")), kind) for n, kind in parts.items())
     return dense_matrix(key, rows, columns, values, shape)
 
 
@@ -135,15 +133,12 @@ def dense_matrix(key: str, rows: Tensor, columns: Tensor, values: Tensor, shape:
         is_inside = bool(((columns >= 0) & (columns < shape[1])).all())
         if is_inside and bool((cells.diff() > 0).all()):
             return torch.zeros(math.prod(shape), dtype=values.dtype).index_put((cells,), values).view(shape)
-    raise ValueError(
-        f"{key}: is no sparse matrix of shape {shape}; send where each row begins, and in each row distinct columns in "
-        f"their order."
-    )
+    way_out = "send where each row begins, and in each row distinct columns in their order"
+    raise ValueError(f"{key}: is no sparse matrix of shape {shape}; {way_out}.")
 
 
 def array(content: memoryview, dtype: int) -> Tensor:
-    found = np.frombuffer(content, dtype=DTYPES[dtype])
-    return torch.from_numpy(found.copy())
+    return torch.from_numpy(np.frombuffer(content, dtype=DTYPES[dtype]).copy())
 
 
 def read_entry(message: memoryview) -> tuple[str, Any]:
@@ -234,10 +229,7 @@ def _varint(number: int) -> bytes:
 
 
 def forward_backward_response(outputs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Encode the result of a forward or a backward pass.
-
-    outputs: each datum's log-probabilities of its targets, float32.
-    """
+    """Encode the result of a pass. outputs: each datum's log-probabilities of its targets, float32."""
     offsets = np.cumsum([0, *(4 * output.numel() for output in outputs)], dtype=np.int64)
     widths = {tuple(output.shape[1:]) for output in outputs}
     assert len(widths) <= 1, f"targets of {widths} columns in one request"
@@ -246,9 +238,8 @@ def forward_backward_response(outputs: Sequence[Tensor], metrics: Mapping[str, f
     column += b"".join(encoded(4, size) for width in widths for size in width)
     record = encoded(1, "ArrayRecord") + encoded(2, encoded(1, "logprobs") + encoded(2, column))
     response = encoded(1, "ArrayRecord") + encoded(2, record + encoded(3, len(outputs)))
-    return response + b"".join(
-        encoded(3, encoded(1, name) + encoded(2, float(value))) for name, value in metrics.items()
-    )
+    numbers = (encoded(1, name) + encoded(2, float(value)) for name, value in metrics.items())
+    return response + b"".join(encoded(3, number) for number in numbers)
 
 
 @dataclass
@@ -264,27 +255,31 @@ Top = list[list[tuple[int, float]] | None]
 """The most likely tokens of each position, (id, log-probability), or None."""
 
 
-def sample_response(
-    replies: Sequence[Reply],
-    prompt: Sequence[float | None] | None,
-    cached: int,
-    top: Top | None,
-    tops: Sequence[Top] | None,
-) -> bytes:
-    """Encode sampled sequences.
+@dataclass
+class Sampled:
+    """Sampled sequences.
 
     prompt: log-probability of each token of the prompt, None for tokens without one. cached: tokens of the prompt whose
     keys were reused. top: the most likely tokens of the prompt's positions. tops: those of each reply.
     """
-    response = b""
-    for number, reply in enumerate(replies):
+
+    replies: Sequence[Reply]
+    prompt: Sequence[float | None] | None = None
+    cached: int = 0
+    top: Top | None = None
+    tops: Sequence[Top] | None = None
+
+
+def sample_response(sampled: Sampled) -> bytes:
+    response, tops = b"", sampled.tops
+    for number, reply in enumerate(sampled.replies):
         sequence = encoded(1, int(reply.is_cut_off)) + encoded(2, np.asarray(reply.ids, dtype=np.int32).tobytes())
         sequence += encoded(3, np.asarray(reply.logprobs, dtype=np.float32).tobytes())
         response += encoded(1, sequence + (encoded(4, _top(tops[number])) if tops else b""))
-    if prompt is not None:
-        numbers = [NO_LOGPROB if one is None else one for one in prompt]
+    if sampled.prompt is not None:
+        numbers = [NO_LOGPROB if one is None else one for one in sampled.prompt]
         response += encoded(2, np.asarray(numbers, dtype=np.float32).tobytes())
-    return response + (encoded(3, _top(top)) if top else b"") + encoded(4, cached)
+    return response + (encoded(3, _top(sampled.top)) if sampled.top else b"") + encoded(4, sampled.cached)
 
 
 EMPTY = (0, -99999.0)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.agents.agent import AgentWorkflow
 from megatron_rl.api import InfrastructureFailure
 from megatron_rl.config import GenerationConfig
-from megatron_rl.config.given import path_of
-from megatron_rl.config.import_path import check_call, resolve
+from megatron_rl.config.import_path import check_call, path_of, resolve
 from megatron_rl.workflows.scoring import RewardFn
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ class NotedRanks:
 
     def call(self, name, *arguments):
         if name == "compute":
-            models = [asked.model for asked in arguments[0]]
+            models = [asked.model_id for asked in arguments[0]]
             self.calls.append((name, *models))
             if self.refused in models:
                 raise ValueError("refused")

@@ -12,6 +12,7 @@ from megatron_rl.training_server.wire import (
     INT64,
     MOST_CELLS,
     Reply,
+    Sampled,
     encoded,
     fields,
     forward_backward_response,
@@ -119,7 +120,7 @@ def test_responses_have_the_tensors_as_bytes():
     assert dict(record)[3] == 2
     assert struct.unpack("<d", dict(fields(found[3]))[2]) == (4.0,)
     replies = [Reply([7, 8], [-0.5, -1.0], is_cut_off=True)]
-    sampled = dict(fields(memoryview(sample_response(replies, [None, -2.0], 3, None, None))))
+    sampled = dict(fields(memoryview(sample_response(Sampled(replies, [None, -2.0], 3)))))
     sequence = dict(fields(sampled[1]))
     assert (sequence[1], np.frombuffer(sequence[2], dtype=np.int32).tolist()) == (1, [7, 8])
     assert np.isnan(np.frombuffer(sampled[2], dtype=np.float32)[0]) and sampled[4] == 3
