@@ -600,7 +600,8 @@ class DiskPublisher(WeightPublisher):
         self.folder, self.model_folder, self.carried = folder.absolute(), model_folder, carried
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
-        target = self._written(tensors, specs[0].dtype, version)  # while the servers still generate
+        target = self.folder / f"version-{version}"
+        self._write(target, tensors, specs[0].dtype)  # while the servers still generate
         self._pause()
         try:
             began = time.monotonic()
@@ -618,8 +619,8 @@ class DiskPublisher(WeightPublisher):
     def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
         return self.receiver.load_folder(target, version)
 
-    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
-        target, draft = self.folder / f"version-{version}", {}
+    def _write(self, target: Path, tensors: Tensors, dtype: torch.dtype) -> None:
+        draft: dict[str, Tensor] = {}
 
         def of_policy() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in tensors:
@@ -631,7 +632,6 @@ class DiskPublisher(WeightPublisher):
         write_hf_folder(target, of_policy(), model_folder=self.model_folder, dtype=dtype, carried=self.carried())
         if draft:
             write_draft_tensors(target, draft)
-        return target
 
 
 class AdapterPublisher(DiskPublisher):
@@ -656,9 +656,7 @@ class AdapterPublisher(DiskPublisher):
     def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
         return self.receiver.load_adapters(target, version)
 
-    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
-        target = self.folder / f"version-{version}"
+    def _write(self, target: Path, tensors: Tensors, dtype: torch.dtype) -> None:
         named = {name: tensor.cpu() for name, tensor in tensors}  # copied one by one, so none stays on the device
         write_peft_folder(target, named, self.arch, self.lora, self.model_folder)
         write_sums(target, {PEFT_PREFIX + name: sum_of(tensor) for name, tensor in named.items()})
-        return target
